@@ -1,0 +1,225 @@
+"""Opening a Hugging Face model directory: its config, its safetensors files, and the names, shapes and dtypes in them.
+
+Only JSON and safetensors are read; nothing is unpickled, and no path from an index leads out of the directory.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from checkpoints.mapping import DiskTensor, Region, disk_tensors, names_on_disk
+from moe import ExpertMeshError, Family, MoEShape, check_config, family_of
+from moe.families import DiskNames
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model directory whose config has been read. `config` is transformers' own config object."""
+
+    path: Path
+    family: Family
+    config: Any
+    shape: MoEShape
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model directory whose tensors have been matched with a model's parameters.
+
+    Attributes:
+        source: the directory and its config.
+        names: how it calls the MoE tensors.
+        tensors: what it holds, in the model's order.
+        tied_copies: tensors that repeat one of these, as an output projection stored beside the tied embedding does.
+        infos: file, shape and dtype of each tensor, by name.
+    """
+
+    source: ModelSource
+    names: DiskNames
+    tensors: list[DiskTensor]
+    tied_copies: list[DiskTensor]
+    infos: dict[str, TensorInfo]
+
+
+def resolve_model(model: str) -> Path:
+    """The directory of `model`: itself, or the local copy of a hub id, downloaded if need be.
+
+    Raises:
+        ExpertMeshError: it is neither, or cannot be fetched.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ExpertMeshError(f"--model {model}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+    except Exception as error:
+        raise ExpertMeshError(
+            f"--model {model}: no such directory, and not to be had from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def open_source(path: Path) -> ModelSource:
+    """Read and check config.json.
+
+    Raises:
+        ExpertMeshError: it is missing, no JSON, of an unknown family, or has impossible sizes.
+    """
+    from transformers import AutoConfig
+
+    file = path / "config.json"
+    raw = read_json(file)
+    family = family_of(raw.get("model_type"), str(file))
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise ExpertMeshError(f"{file}: transformers cannot read it: {error}") from error
+    return ModelSource(path, family, config, check_config(family, config, str(file)))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ExpertMeshError: the file is missing, unreadable, no JSON, or no object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ExpertMeshError(f"{file}: no such file") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ExpertMeshError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ExpertMeshError(f"{file}: holds a {type(content).__name__}, not an object")
+    return content
+
+
+def open_checkpoint(source: ModelSource, parameters: dict[str, tuple[int, ...]]) -> Checkpoint:
+    """Read the headers of all files and match them with the model's parameters (name to global shape).
+
+    Raises:
+        ExpertMeshError: a file is missing, truncated or outside the directory; a tensor is missing, unused,
+            mis-shaped or of an unsupported dtype. The message names it.
+    """
+    infos = _read_headers(source.path, source.family)
+    names = names_on_disk(infos, source.family)
+    tensors = disk_tensors(parameters, source.family, source.shape, names)
+    copies = _tied_copies(parameters, infos)
+    _check_tensors(source, tensors + copies, infos)
+    return Checkpoint(source, names, tensors, copies, infos)
+
+
+def _tied_copies(parameters: dict[str, tuple[int, ...]], infos: dict[str, TensorInfo]) -> list[DiskTensor]:
+    """With tied embeddings some checkpoints hold the output projection as a second copy."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if head in parameters or head not in infos:
+        return []
+    size = parameters[embedding]
+    return [DiskTensor(head, size, (Region(embedding, range(size[0])),))]
+
+
+def _check_tensors(source: ModelSource, tensors: list[DiskTensor], infos: dict[str, TensorInfo]) -> None:
+    for tensor in tensors:
+        if tensor.name not in infos:
+            raise ExpertMeshError(f"{source.path}: tensor {tensor.name} is missing")
+        info = infos[tensor.name]
+        if info.shape != tensor.shape:
+            raise ExpertMeshError(
+                f"{source.path / info.file}: tensor {tensor.name} has shape {list(info.shape)}; "
+                f"the config asks for {list(tensor.shape)}"
+            )
+    unused = sorted(set(infos) - {tensor.name for tensor in tensors})
+    if unused:
+        more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+        raise ExpertMeshError(
+            f"{source.path}: tensor {unused[0]}{more} has no place in this model; is config.json its own?"
+        )
+
+
+def _read_headers(path: Path, family: Family) -> dict[str, TensorInfo]:
+    infos: dict[str, TensorInfo] = {}
+    weight_map = _weight_map(path)
+    ignored = [re.compile(pattern) for pattern in family.ignored_on_disk]
+    for file in _files(path, weight_map):
+        for name, info in _read_header(path / file).items():
+            if weight_map is not None and weight_map.get(name) != file:
+                raise ExpertMeshError(f"{path / file}: tensor {name} is not where {INDEX_NAME} has it")
+            if not any(pattern.search(name) for pattern in ignored):
+                infos[name] = info
+    for name, file in (weight_map or {}).items():
+        if name not in infos and not any(pattern.search(name) for pattern in ignored):
+            raise ExpertMeshError(f"{path / INDEX_NAME}: tensor {name} is said to be in {file}, which does not hold it")
+    return infos
+
+
+def _weight_map(path: Path) -> dict[str, str] | None:
+    """The index's table from tensor to file; None when there is a single file and no index."""
+    if not (path / INDEX_NAME).exists():
+        return None
+    weight_map = read_json(path / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ExpertMeshError(f"{path / INDEX_NAME}: weight_map is no table from tensor names to file names")
+    for name, file in weight_map.items():
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise ExpertMeshError(
+                f"{path / INDEX_NAME}: tensor {name} points to {file!r}; only files beside it are read"
+            )
+    return weight_map
+
+
+def _files(path: Path, weight_map: dict[str, str] | None) -> list[str]:
+    if weight_map is None:
+        if not (path / SINGLE_NAME).is_file():
+            raise ExpertMeshError(f"{path}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+        return [SINGLE_NAME]
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        if not (path / file).is_file():
+            raise ExpertMeshError(f"{path / INDEX_NAME}: points to {file}, which is not there")
+    return files
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    infos = {}
+    with open_safetensors(file) as handle:
+        for name in list(handle.keys()):
+            part = handle.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise ExpertMeshError(
+                    f"{file}: tensor {name} has dtype {part.get_dtype()}; it must be one of {', '.join(DTYPES)}"
+                )
+            infos[name] = TensorInfo(file.name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
+    return infos
+
+
+def open_safetensors(file: Path) -> Any:
+    """`safetensors.safe_open` on the CPU.
+
+    Raises:
+        ExpertMeshError: the file is missing, truncated or no safetensors file.
+    """
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ExpertMeshError(f"{file}: not a whole safetensors file: {error}") from error

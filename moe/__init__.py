@@ -1,0 +1,31 @@
+"""The dropless mixture-of-experts layer as plain maths: families, router, dispatch, experts, kernels."""
+
+from moe.errors import ExpertMeshError
+from moe.families import FAMILIES, Family, check_config, family_of
+from moe.kernels import KERNELS, KernelChoice, choose_kernel
+from moe.layer import DroplessMoE, ExpertMLP, MoEShape
+from moe.losses import load_balancing_loss, router_z_loss
+from moe.router import Router, RouterStats
+from moe.swap import build_model, decoder_layers, moe_blocks, take_stats
+
+__all__ = [
+    "FAMILIES",
+    "KERNELS",
+    "DroplessMoE",
+    "ExpertMLP",
+    "ExpertMeshError",
+    "Family",
+    "KernelChoice",
+    "MoEShape",
+    "Router",
+    "RouterStats",
+    "build_model",
+    "check_config",
+    "choose_kernel",
+    "decoder_layers",
+    "family_of",
+    "load_balancing_loss",
+    "moe_blocks",
+    "router_z_loss",
+    "take_stats",
+]

@@ -1,0 +1,166 @@
+"""Brings tokens to their experts and the results back: within one process, or by all-to-all over the `ep` ranks.
+
+A dispatcher is plain data and two functions, no `nn.Module`: `dispatch` gives the rows for this rank's experts and
+a frozen plan, and `combine` takes that plan to bring the experts' outputs home.
+
+Shape suffixes: T tokens on this rank, D model width, E experts, e experts on this rank, K experts a token,
+n routed rows this rank sends (T·K less padding), R rows this rank receives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from moe.permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    order: ExpertOrder
+
+
+class LocalDispatcher:
+    """Every expert is on this rank: sort by expert, and back."""
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+
+    def dispatch(
+        self, x_TD: Tensor, experts_TK: Tensor, counts_E: Tensor, has_padding: bool
+    ) -> tuple[Tensor, Tensor, LocalPlan]:
+        """Rows sorted by expert.
+
+        Args:
+            x_TD: tokens.
+            experts_TK: int64 expert of each choice; E stands for padding, which is not routed.
+            counts_E: int64, how many entries of experts_TK name each expert.
+            has_padding: whether any entry may be E. Without padding the host need not wait for the device.
+
+        Returns:
+            rows_RD, counts_e (int64, rows for each expert, on x_TD's device), and the plan for `combine`.
+        """
+        num_kept = int(counts_E.sum()) if has_padding else experts_TK.numel()
+        order = _expert_order(experts_TK, num_kept, self.num_experts if has_padding else None)
+        return TokensToRows.apply(x_TD, order), counts_E, LocalPlan(order)
+
+    def combine(self, rows_RD: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Tensor:
+        """out_TD: for each token the weighted sum of its experts' rows; zero for padding."""
+        return RowsToTokens.apply(rows_RD, weights_TK, plan.order)
+
+
+@dataclass(frozen=True)
+class AllToAllPlan:
+    """sent and received: rows to and from each ep rank. The index pair is None when one expert lives here: the rows
+    then come grouped by expert already."""
+
+    order: ExpertOrder
+    sent: list[int]
+    received: list[int]
+    by_expert_R: Tensor | None
+    by_source_R: Tensor | None
+
+
+class AllToAllDispatcher:
+    """Expert i lives on ep rank i // e. Rows travel by two all-to-alls a layer, one there and one back.
+
+    The counts travel ahead of the rows, and are read on the host once a layer: the only wait for the device.
+    """
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup):
+        self.num_experts = num_experts
+        self.group = group
+        self.ep_size = dist.get_world_size(group)
+        assert num_experts % self.ep_size == 0, (num_experts, self.ep_size)
+
+    def dispatch(
+        self, x_TD: Tensor, experts_TK: Tensor, counts_E: Tensor, has_padding: bool
+    ) -> tuple[Tensor, Tensor, AllToAllPlan]:
+        """As `LocalDispatcher.dispatch`, with rows_RD from all ep ranks and counts_e of this rank's experts."""
+        receive_counts_E = torch.empty_like(counts_E)
+        dist.all_to_all_single(receive_counts_E, counts_E, group=self.group)
+        # row s: what ep rank s sends here, by local expert
+        receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
+
+        both = torch.stack([counts_E, receive_counts_E]).view(2, self.ep_size, -1).sum(dim=2)
+        sent, received = both.tolist()
+
+        order = _expert_order(experts_TK, sum(sent), self.num_experts if has_padding else None)
+        rows_nD = TokensToRows.apply(x_TD, order)
+        rows_RD = all_to_all(rows_nD, received, sent, self.group.group_name)
+        by_expert_R, by_source_R = None, None
+        if receive_counts_Se.shape[1] > 1:
+            by_expert_R = _transpose_blocks(receive_counts_Se, sum(received))
+            by_source_R = _transpose_blocks(receive_counts_Se.t(), sum(received))
+            rows_RD = PermuteRows.apply(rows_RD, by_expert_R, by_source_R)
+        plan = AllToAllPlan(order, sent, received, by_expert_R, by_source_R)
+        return rows_RD, receive_counts_Se.sum(dim=0), plan
+
+    def combine(self, rows_RD: Tensor, weights_TK: Tensor, plan: AllToAllPlan) -> Tensor:
+        """As `LocalDispatcher.combine`."""
+        if plan.by_source_R is not None:
+            rows_RD = PermuteRows.apply(rows_RD, plan.by_source_R, plan.by_expert_R)
+        rows_nD = all_to_all(rows_RD, plan.sent, plan.received, self.group.group_name)
+        return RowsToTokens.apply(rows_nD, weights_TK, plan.order)
+
+
+Dispatcher = LocalDispatcher | AllToAllDispatcher
+
+
+def _expert_order(experts_TK: Tensor, num_kept: int, padding: int | None) -> ExpertOrder:
+    """The first `num_kept` routed rows sorted by expert; `padding`, the largest value, marks entries to leave out."""
+    source_N = experts_TK.reshape(-1).argsort(stable=True)
+    position_N = torch.empty_like(source_N)
+    position_N[source_N] = torch.arange(source_N.numel(), device=source_N.device)
+    position_TK = position_N.view_as(experts_TK)
+    if padding is None:
+        return ExpertOrder(source_N, position_TK, None)
+    position_TK = position_TK.clamp(max=max(num_kept - 1, 0))
+    return ExpertOrder(source_N[:num_kept], position_TK, experts_TK != padding)
+
+
+def _transpose_blocks(lengths_AB: Tensor, num_rows: int) -> Tensor:
+    """Index that brings rows grouped (a, b) into the order (b, a); block (a, b) has lengths_AB[a, b] rows.
+
+    Pure arithmetic on the counts: nothing is sorted a second time.
+    """
+    lengths_old = lengths_AB.reshape(-1)
+    starts_old_AB = (lengths_old.cumsum(0) - lengths_old).view_as(lengths_AB)
+    lengths_new = lengths_AB.t().reshape(-1)
+    starts_new = lengths_new.cumsum(0) - lengths_new
+    shift = starts_old_AB.t().reshape(-1) - starts_new
+    rows = torch.arange(num_rows, device=lengths_AB.device)
+    return rows + shift.repeat_interleave(lengths_new, output_size=num_rows)
+
+
+@torch.library.custom_op("expertmesh::all_to_all", mutates_args=())
+def all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
+    """Rows exchanged between the ranks of a group: `sent[i]` rows go to rank i, `received[i]` come from it.
+
+    A registered operator, so that autograd, selective checkpointing and `torch.compile` each see one node.
+    A rank without a row takes part all the same: skipping would leave the others waiting.
+    """
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
+    return out
+
+
+@all_to_all.register_fake
+def _(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
+    return rows.new_empty(sum(received), *rows.shape[1:])
+
+
+def _save_splits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.received, ctx.sent, ctx.group_name = inputs
+
+
+def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return all_to_all(grad, ctx.sent, ctx.received, ctx.group_name), None, None, None
+
+
+all_to_all.register_autograd(_all_to_all_backward, setup_context=_save_splits)

@@ -1,0 +1,104 @@
+"""Row permutations between token order and expert order, each its own autograd.Function.
+
+Every backward is a gather as well: no scatter-add, so the same bits on every run, and no atomics on a GPU.
+
+Shape suffixes: T tokens on this rank, D model width, K experts a token, n routed rows kept (T·K less padding),
+R rows of any kind.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """The routed rows of this rank, sorted by expert (stable), padding left out.
+
+    source_n: for each kept row the flat index t·K + k it came from.
+    position_TK: for each (token, choice) its place in the sorted order; where `is_kept_TK` is False, any valid index.
+    is_kept_TK: None when every row is kept.
+    """
+
+    source_n: Tensor
+    position_TK: Tensor
+    is_kept_TK: Tensor | None
+
+    @property
+    def token_n(self) -> Tensor:
+        return self.source_n // self.position_TK.shape[1]
+
+
+class TokensToRows(torch.autograd.Function):
+    """rows_nD[i] = x_TD[token of row i]. Backward: each token gathers and sums the gradients of its K rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.order = order
+        return x_TD.index_select(0, order.token_n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None]:
+        return _gather_sum(grad_nD, ctx.order, None), None
+
+
+class RowsToTokens(torch.autograd.Function):
+    """out_TD[t] = sum over k of weights_TK[t, k] · rows_nD[row of (t, k)], summed in fp32, in the rows' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_nD: Tensor, weights_TK: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.save_for_backward(rows_nD, weights_TK)
+        ctx.order = order
+        return _gather_sum(rows_nD, order, weights_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_nD, weights_TK = ctx.saved_tensors
+        order: ExpertOrder = ctx.order
+        weight_n1 = weights_TK.reshape(-1).index_select(0, order.source_n).unsqueeze(-1)
+        grad_rows_nD = (grad_TD.index_select(0, order.token_n) * weight_n1).to(rows_nD.dtype)
+        grad_weights_TK = torch.zeros_like(weights_TK)
+        if rows_nD.shape[0] > 0:
+            for k in range(weights_TK.shape[1]):
+                chosen_TD = rows_nD.index_select(0, order.position_TK[:, k])
+                grad_weights_TK[:, k] = (chosen_TD.float() * grad_TD).sum(dim=-1)
+        if order.is_kept_TK is not None:
+            grad_weights_TK.masked_fill_(~order.is_kept_TK, 0.0)
+        return grad_rows_nD, grad_weights_TK, None
+
+
+class PermuteRows(torch.autograd.Function):
+    """rows_RD[index_R], where `inverse_R` is the inverse permutation and serves the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.inverse_R = inverse_R
+        return rows_RD.index_select(0, index_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        return grad_RD.index_select(0, ctx.inverse_R), None, None
+
+
+def _gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) -> Tensor:
+    """For each token the sum of its kept rows, weighted where weights are given, accumulated in fp32."""
+    num_tokens, top_k = order.position_TK.shape
+    total_TD = torch.zeros(num_tokens, rows_nD.shape[1], dtype=torch.float32, device=rows_nD.device)
+    if rows_nD.shape[0] == 0:
+        return total_TD.to(rows_nD.dtype)
+    for k in range(top_k):
+        chosen_TD = rows_nD.index_select(0, order.position_TK[:, k])
+        if order.is_kept_TK is not None:
+            # masked, not multiplied by zero: the row a padding token points at is somebody else's
+            chosen_TD = chosen_TD.masked_fill(~order.is_kept_TK[:, k].unsqueeze(-1), 0.0)
+        if weights_TK is None:
+            total_TD += chosen_TD
+        else:
+            total_TD.addcmul_(chosen_TD.float(), weights_TK[:, k].unsqueeze(-1))
+    return total_TD.to(rows_nD.dtype)

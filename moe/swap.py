@@ -1,0 +1,66 @@
+"""Puts `DroplessMoE` layers where a Hugging Face model has its own MoE blocks; attention and the rest stay HF's."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe.families import Family
+from moe.kernels import Kernel
+from moe.layer import DroplessMoE, MoEShape
+from moe.router import RouterStats
+
+
+def build_model(family: Family, config: Any, kernel: Kernel, attn_implementation: str = "sdpa") -> nn.Module:
+    """The family's HF model on the meta device, fp32, with its MoE blocks swapped. Holds no memory yet."""
+    import transformers
+
+    model_class = getattr(transformers, family.model_class)
+    with torch.device("meta"):
+        model = model_class._from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
+        swap_moe_blocks(model, family, family.shape(config), kernel)
+    return model
+
+
+def swap_moe_blocks(model: nn.Module, family: Family, shape: MoEShape, kernel: Kernel) -> None:
+    """Replace each decoder layer's MoE block by a `DroplessMoE` with uninitialised weights, in place.
+
+    Padding is told to the layers by the model's own arguments: a 2-D `attention_mask`, as with any HF model, or
+    `is_token_BS` (bool) alone. The latter suffices for right-padded training batches, where causal attention hides
+    the padding by itself and a mask would only cost memory.
+    """
+    for layer in decoder_layers(model):
+        setattr(layer, family.block, DroplessMoE(shape, kernel))
+    model.register_forward_pre_hook(_tell_padding, with_kwargs=True)
+
+
+def _tell_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    is_token_BS = kwargs.pop("is_token_BS", None)
+    attention_mask = kwargs.get("attention_mask")
+    if is_token_BS is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        tokens: Any = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        # with a KV cache the mask also covers the tokens of earlier calls
+        is_token_BS = attention_mask[:, -tokens.shape[1] :].bool()
+    for block in moe_blocks(model):
+        block.is_token_BS = is_token_BS
+    return args, kwargs
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a HF causal language model."""
+    return model.model.layers
+
+
+def moe_blocks(model: nn.Module) -> list[DroplessMoE]:
+    """The model's MoE layers, first to last."""
+    return [module for module in model.modules() if isinstance(module, DroplessMoE)]
+
+
+def take_stats(model: nn.Module) -> list[RouterStats]:
+    """The routing statistics of the latest forward, one entry a MoE layer; call it before `backward`."""
+    stats = []
+    for block in moe_blocks(model):
+        assert block.stats is not None, "take_stats before any forward"
+        stats.append(block.stats)
+        block.stats = None
+    return stats

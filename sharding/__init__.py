@@ -1,0 +1,25 @@
+"""Where tensors live: topology, mesh, expert placement, FSDP2, activation checkpointing, clipping."""
+
+from sharding.clipping import clip_grad_norm
+from sharding.mesh import Mesh, build_mesh
+from sharding.parallelize import is_expert, local_tensor, materialize, parallelize
+from sharding.process import Ranks, end_process_group, raise_together, read_environment, start_process_group
+from sharding.topology import DenseShard, Topology, check_ep_size
+
+__all__ = [
+    "DenseShard",
+    "Mesh",
+    "Ranks",
+    "Topology",
+    "build_mesh",
+    "check_ep_size",
+    "clip_grad_norm",
+    "end_process_group",
+    "is_expert",
+    "local_tensor",
+    "materialize",
+    "parallelize",
+    "raise_together",
+    "read_environment",
+    "start_process_group",
+]

@@ -1,0 +1,31 @@
+"""One gradient norm over all meshes.
+
+`torch.nn.utils.clip_grad_norm_` refuses parameters of different meshes; this sums squares over local shards instead,
+each shard counted once, in one all-reduce.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sharding.mesh import Mesh
+from sharding.parallelize import is_expert, local_tensor
+
+
+def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
+    """Scale all gradients so that their global 2-norm is at most `max_norm`; 0 leaves them alone.
+
+    Returns:
+        The norm before scaling. The scale is torch's: max_norm / (norm + 1e-6), at most 1.
+    """
+    grads = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    dp_index, _ = mesh.topology.coordinates(dist.get_rank())
+    replicated = mesh.topology.dense_shard == "hybrid" and dp_index > 0
+    counted = [grad for name, grad in grads.items() if not replicated or is_expert(name, model)]
+    square = torch.nn.utils.get_total_norm(counted).double().square()
+    dist.all_reduce(square)
+    norm = float(square.sqrt())
+    if max_norm > 0:
+        scale = min(max_norm / (norm + 1e-6), 1.0)
+        torch._foreach_mul_(list(grads.values()), scale)
+    return norm

@@ -1,0 +1,82 @@
+"""How ranks are arranged and which rows of a parameter each of them holds. Pure arithmetic: no process group, no torch.
+
+`world = dp × ep`; rank = dp index · ep + ep index. Every parameter is cut along dim 0.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moe import ExpertMeshError
+
+DenseShard = Literal["full", "hybrid"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """An arrangement of ranks.
+
+    Attributes:
+        world_size: all ranks.
+        ep_size: ranks that share out the experts; the dp groups each hold all of them.
+        dense_shard: "full" cuts everything that is no expert over all ranks; "hybrid" over the ep ranks, with a
+            replica in each dp group.
+    """
+
+    world_size: int
+    ep_size: int
+    dense_shard: DenseShard = "full"
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.ep_size
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """(dp index, ep index) of a rank."""
+        return divmod(rank, self.ep_size)
+
+    def rows(self, num_rows: int, is_expert: bool, rank: int) -> range:
+        """Rows of a parameter with `num_rows` rows that `rank` holds; may be empty."""
+        dp_index, ep_index = self.coordinates(rank)
+        if is_expert:
+            assert num_rows % self.ep_size == 0, (num_rows, self.ep_size)
+            block = num_rows // self.ep_size
+            part = _chunk(block, self.dp_size, dp_index)
+            return range(ep_index * block + part.start, ep_index * block + part.stop)
+        if self.dense_shard == "hybrid":
+            return _chunk(num_rows, self.ep_size, ep_index)
+        return _chunk(num_rows, self.world_size, rank)
+
+    def owners(self, num_rows: int, is_expert: bool) -> Iterator[tuple[int, range]]:
+        """(rank, its rows) in row order, one owner for each row: of replicas, the lowest rank."""
+        ranks = range(self.ep_size if self.dense_shard == "hybrid" and not is_expert else self.world_size)
+        parts = ((rank, self.rows(num_rows, is_expert, rank)) for rank in ranks)
+        yield from sorted((part for part in parts if part[1]), key=lambda part: part[1].start)
+
+
+def _chunk(num_rows: int, parts: int, index: int) -> range:
+    """Part `index` as `torch.chunk`, and so FSDP2 and DTensor's Shard(0), cut it."""
+    size = -(-num_rows // parts)
+    return range(min(index * size, num_rows), min((index + 1) * size, num_rows))
+
+
+def check_ep_size(ep_size: int, world_size: int, num_experts: int) -> None:
+    """
+    Raises:
+        ExpertMeshError: `ep_size` does not divide the experts or the ranks; the message lists what would do.
+    """
+    fits = [n for n in range(1, world_size + 1) if num_experts % n == 0 and world_size % n == 0]
+    if ep_size < 1 or num_experts % ep_size:
+        of_model = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        raise ExpertMeshError(
+            f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {either(of_model)}"
+            + ("" if of_model == fits else f" (with {world_size} ranks: {either(fits)})")
+        )
+    if world_size % ep_size:
+        raise ExpertMeshError(f"--ep-size {ep_size} does not divide the {world_size} ranks; use {either(fits)}")
+
+
+def either(numbers: list[int]) -> str:
+    """Write choices as in: 1, 2 or 4."""
+    *head, last = (str(n) for n in numbers)
+    return f"{', '.join(head)} or {last}" if head else last

@@ -1,0 +1,188 @@
+"""What a run is told: a YAML file gives defaults, flags win. Names are those of `transformers.TrainingArguments`."""
+
+import difflib
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from moe import KERNELS, ExpertMeshError
+from sharding import DenseShard
+
+Scheduler = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+
+
+def _flag(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass
+class TrainConfig:
+    """Every setting of a run. Each is a flag (`--ep-size` or `--ep_size`) and a key of the YAML file."""
+
+    model: str = _flag("", "Directory of a Hugging Face checkpoint, or a hub id.", aliases=["--model-name-or-path"])
+    dataset: str = _flag("", "JSON or JSONL file with a prompt and a response in each row.")
+    tokenizer: str = _flag("", "Directory or hub id of the tokenizer, if not the model's own.")
+    output_dir: str = _flag("output", "Where metrics.jsonl, config.yaml and the exported model (hf/) go.")
+    overwrite_output_dir: bool = _flag(False, "Replace the results of an earlier run in --output-dir.")
+    prompt_column: str = _flag("prompt", "Column of the data with the prompt.")
+    response_column: str = _flag("response", "Column of the data with the response; the loss is on it alone.")
+    prompt_template: str = _flag("{prompt}\\n", "The text before the response; {prompt} stands for the prompt.")
+    max_seq_length: int = _flag(1024, "Longer samples are cut off at this many tokens.")
+
+    ep_size: int = _flag(1, "Ranks that share out the experts; must divide the experts and the ranks.")
+    dense_shard: DenseShard = _flag(
+        "full", "Shard what is no expert over all ranks, or over the ep ranks with a replica in each dp group."
+    )
+    expert_kernel: str = _flag("auto", f"How experts are computed: auto, {', '.join(KERNELS)}.")
+    attn_implementation: str = _flag("sdpa", "Attention of the Hugging Face model.")
+    gradient_checkpointing: bool = _flag(False, "Recompute each layer in backward to save memory.")
+    bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
+    use_cpu: bool = _flag(False, "Stay on the CPU even where there is a GPU.")
+    ddp_timeout: int = _flag(1800, "Seconds after which a collective that does not finish ends the run.")
+
+    per_device_train_batch_size: int = _flag(8, "Rows a rank takes in one forward.")
+    gradient_accumulation_steps: int = _flag(1, "Forwards and backwards a step.")
+    num_train_epochs: float = _flag(1.0, "Passes over the data, where --max-steps is not given.")
+    max_steps: int = _flag(-1, "Steps; 0 only loads and exports.")
+    learning_rate: float = _flag(5e-5, "Peak learning rate.")
+    lr_scheduler_type: Scheduler = _flag("linear", "Learning rate schedule.")
+    warmup_steps: float = _flag(0, "Steps of warm-up; below 1, a share of all steps.")
+    weight_decay: float = _flag(0.0, "AdamW's weight decay; norms are exempt.")
+    adam_beta1: float = _flag(0.9, "AdamW's beta1.")
+    adam_beta2: float = _flag(0.999, "AdamW's beta2.")
+    adam_epsilon: float = _flag(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = _flag(1.0, "Clip the global gradient norm to this; 0 turns clipping off.")
+    router_aux_loss_coef: float | None = _flag(
+        None, "Weight of the load-balancing loss. Default: the model config's, if it sets output_router_logits, else 0."
+    )
+    router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss.")
+    seed: int = _flag(42, "Seed of the data order and of dropout and jitter.")
+
+    logging_steps: int = _flag(1, "Log every so many steps.")
+    report_to: list[str] = field(
+        default_factory=list, metadata={"help": "Trackers of accelerate: tensorboard, wandb, mlflow, ..."}
+    )
+    run_name: str = _flag("expertmesh", "Name of the run in the trackers.")
+    export: bool = _flag(True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf.")
+    max_shard_size: str = _flag("5GB", "Size of an exported safetensors file.")
+
+    def __post_init__(self) -> None:
+        for name, low in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= low):
+                raise ExpertMeshError(f"{_as_flag(name)} {value}: must be {low} or more")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ExpertMeshError(f"{_as_flag(name)} {getattr(self, name)}: must be in [0, 1)")
+        if self.expert_kernel not in ("auto", *KERNELS):
+            raise ExpertMeshError(f"--expert-kernel {self.expert_kernel} is unknown; use auto, {', '.join(KERNELS)}")
+        if "{prompt}" not in self.prompt_template:
+            raise ExpertMeshError(f"--prompt-template {self.prompt_template!r} has no {{prompt}} in it")
+        if not self.model:
+            raise ExpertMeshError("--model is missing: the directory of a Hugging Face checkpoint")
+        if not self.dataset and self.max_steps != 0:
+            raise ExpertMeshError("--dataset is missing: a JSON or JSONL file (only --max-steps 0 goes without)")
+        parse_size("--max-shard-size", self.max_shard_size)
+
+    @property
+    def shard_bytes(self) -> int:
+        return parse_size("--max-shard-size", self.max_shard_size)
+
+    def save(self, path: Path) -> None:
+        path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Bytes written like 5GB or 500MB; as in transformers, 1 GB is 10^9 bytes."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise ExpertMeshError(f"{flag} {text}: write it like 5GB or 500MB")
+    return int(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2].upper()]
+
+
+_AT_LEAST = {
+    "max_seq_length": 2,
+    "ep_size": 1,
+    "ddp_timeout": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 0,
+    "max_steps": -1,
+    "learning_rate": 0,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "adam_epsilon": 0,
+    "max_grad_norm": 0,
+    "router_aux_loss_coef": 0,
+    "router_z_loss_coef": 0,
+    "seed": 0,
+    "logging_steps": 1,
+}
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ExpertMeshError(message)
+
+
+def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
+    """The configuration from flags (default: sys.argv), and the YAML file that `--config` names.
+
+    Raises:
+        ExpertMeshError: an unknown flag or key (the nearest known one is named), or a value that will not do.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _Parser(TrainConfig, allow_abbrev=False, prog="train_ep.py")  # type: ignore[arg-type]
+    parser.add_argument("--config", default=None, help="YAML file with defaults for the flags.")
+    config_file = parser.parse_known_args(arguments)[0].config
+    defaults = [] if config_file is None else _yaml_arguments(parser, Path(config_file))
+    parsed, unknown = parser.parse_known_args(defaults + arguments)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        raise ExpertMeshError(_unknown("flag", unknown[0].partition("=")[0], known))
+    settings = vars(parsed)
+    del settings["config"]
+    return TrainConfig(**settings)
+
+
+def _yaml_arguments(parser: _Parser, file: Path) -> list[str]:
+    """The file's entries as flags, so that both go through the same checks."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ExpertMeshError(f"--config {file}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ExpertMeshError(f"--config {file}: holds a {type(content).__name__}, not a table of settings")
+    known = [f.name for f in fields(TrainConfig)]
+    arguments: list[str] = []
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ExpertMeshError(f"--config {file}: " + _unknown("key", str(key), known))
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            arguments.append(f"--{name}={value}")
+    try:
+        parser.parse_known_args(arguments)
+    except ExpertMeshError as error:
+        raise ExpertMeshError(f"--config {file}: {error}") from error
+    return arguments
+
+
+def _unknown(kind: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"unknown {kind} {name}; did you mean {near[0]}?"
+
+
+def _as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,116 @@
+"""One training step: loss, gradients, clipping, update. The same result however ranks are arranged.
+
+Every loss is a local sum over a global count, so that gradients are plain sums over ranks and micro-steps.
+
+Shape suffixes: B rows, S positions, V vocabulary, L MoE layers, E experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe import RouterStats, load_balancing_loss, router_z_loss, take_stats
+from sharding import Mesh, clip_grad_norm
+from training.data import IGNORED, Batch
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Coefficients of the auxiliary losses; 0 leaves one out."""
+
+    balance: float
+    z: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Figures of one step, over all ranks.
+
+    loss: mean cross-entropy of the target tokens. balance_loss, z_loss: unweighted. tokens: without padding.
+    counts_LE: tokens that each expert of each layer received.
+    """
+
+    loss: float
+    balance_loss: float
+    z_loss: float
+    grad_norm: float
+    tokens: int
+    targets: int
+    counts_LE: Tensor
+
+
+def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights) -> StepResult:
+    """Forward and backward over the micro-batches of one step; gradients are added to what the parameters hold.
+
+    Args:
+        model: sharded; its forward gives logits.
+        batches: this rank's, equally many on every rank, on the model's device.
+        weights: of the auxiliary losses. The balancing loss is taken over one forward of all ranks, as HF defines it,
+            and averaged over the micro-steps; the z-loss over all tokens of the step.
+
+    Returns:
+        The step's figures, with a grad_norm of 0.
+    """
+    device = batches[0].tokens_BS.device
+    counted = torch.tensor(
+        [[int((b.targets_BS != IGNORED).sum()), int(b.is_token_BS.sum())] for b in batches], device=device
+    )
+    dist.all_reduce(counted)
+    num_targets, num_tokens = (max(int(n), 1) for n in counted.sum(dim=0))
+
+    losses = torch.zeros(3, dtype=torch.float64, device=device)
+    total_counts_LE: Tensor | int = 0
+    for batch, (_, tokens_in_forward) in zip(batches, counted, strict=True):
+        logits_BSV = model(input_ids=batch.tokens_BS, is_token_BS=batch.is_token_BS, use_cache=False).logits
+        stats = take_stats(model)
+        counts_LE = torch.stack([s.counts_E for s in stats])
+        cross_entropy = token_loss_sum(logits_BSV, batch.targets_BS) / num_targets
+        # freed before backward: nothing needs the logits but their loss's own graph
+        del logits_BSV
+        balance = z = torch.zeros((), device=device)
+        if weights.balance > 0:
+            dist.all_reduce(counts_LE)
+            balance = _balance(stats, counts_LE, tokens_in_forward) / len(batches)
+        if weights.z > 0:
+            z = router_z_loss(stats, num_tokens)
+        (cross_entropy + weights.balance * balance + weights.z * z).backward()
+        losses += torch.stack([cross_entropy, balance, z]).detach()
+        total_counts_LE = total_counts_LE + counts_LE
+
+    assert isinstance(total_counts_LE, Tensor)
+    if weights.balance == 0:
+        dist.all_reduce(total_counts_LE)
+    dist.all_reduce(losses)
+    loss, balance_loss, z_loss = losses.tolist()
+    return StepResult(loss, balance_loss, z_loss, 0.0, num_tokens, num_targets, total_counts_LE.cpu())
+
+
+def _balance(stats: Sequence[RouterStats], counts_LE: Tensor, tokens: Tensor) -> Tensor:
+    return load_balancing_loss(stats, counts_LE.sum(dim=0), tokens.clamp(min=1))
+
+
+def token_loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Sum of the target tokens' cross-entropies, in fp32 (`ForCausalLMLoss` in transformers, before its division)."""
+    logits = logits_BSV.flatten(0, 1).float()
+    return F.cross_entropy(logits, targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def train_step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    weights: LossWeights,
+    max_grad_norm: float,
+) -> StepResult:
+    """Gradients from zero, clipped over all meshes at once, then one update."""
+    optimizer.zero_grad()
+    result = compute_gradients(model, batches, weights)
+    grad_norm = clip_grad_norm(model, mesh, max_grad_norm)
+    optimizer.step()
+    return StepResult(**{**vars(result), "grad_norm": grad_norm})
