@@ -66,7 +66,7 @@ class RowsToTokens(torch.autograd.Function):
         if rows_nD.shape[0] > 0:
             for k in range(weights_TK.shape[1]):
                 chosen_TD = rows_nD.index_select(0, order.position_TK[:, k])
-                grad_weights_TK[:, k] = (chosen_TD.float() * grad_TD).sum(dim=-1)
+                grad_weights_TK[:, k] = (chosen_TD.to(_accumulation_dtype(rows_nD)) * grad_TD).sum(dim=-1)
         if order.is_kept_TK is not None:
             grad_weights_TK.masked_fill_(~order.is_kept_TK, 0.0)
         return grad_rows_nD, grad_weights_TK, None
@@ -89,7 +89,8 @@ class PermuteRows(torch.autograd.Function):
 def _gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) -> Tensor:
     """For each token the sum of its kept rows, weighted where weights are given, accumulated in fp32."""
     num_tokens, top_k = order.position_TK.shape
-    total_TD = torch.zeros(num_tokens, rows_nD.shape[1], dtype=torch.float32, device=rows_nD.device)
+    dtype = _accumulation_dtype(rows_nD)
+    total_TD = torch.zeros(num_tokens, rows_nD.shape[1], dtype=dtype, device=rows_nD.device)
     if rows_nD.shape[0] == 0:
         return total_TD.to(rows_nD.dtype)
     for k in range(top_k):
@@ -100,5 +101,9 @@ def _gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) 
         if weights_TK is None:
             total_TD += chosen_TD
         else:
-            total_TD.addcmul_(chosen_TD.float(), weights_TK[:, k].unsqueeze(-1))
+            total_TD.addcmul_(chosen_TD.to(dtype), weights_TK[:, k].unsqueeze(-1))
     return total_TD.to(rows_nD.dtype)
+
+
+def _accumulation_dtype(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)

@@ -169,7 +169,7 @@ def _yaml_arguments(parser: _Parser, file: Path) -> list[str]:
         if name not in known:
             raise ExpertMeshError(f"--config {file}: " + _unknown("key", str(key), known))
         if isinstance(value, list):
-            arguments += [f"--{name}", *map(str, value)]
+            arguments += [f"--{name}", *map(str, value)] if value else []
         elif value is not None:
             arguments.append(f"--{name}={value}")
     try:

@@ -22,7 +22,7 @@ class RunLog:
 
     def __init__(self, config: TrainConfig, output_dir: Path, num_steps: int, use_cpu: bool):
         try:
-            trackers: list[Any] = list(config.report_to)
+            trackers: list[Any] | None = list(config.report_to) or None
             self.accelerator = Accelerator(cpu=use_cpu, log_with=trackers, project_dir=str(output_dir))
         except ValueError as error:
             raise ExpertMeshError(f"--report-to {' '.join(config.report_to)}: {error}") from error

@@ -1,0 +1,189 @@
+"""The main job from end to end, on a CPU and without a network: `make demo`.
+
+    python -m benchmarks.demo --output-dir demo-run
+
+Makes a small random Mixtral in Hugging Face form, a tokenizer, and an instruction set with checkable answers; trains
+with `torchrun --nproc-per-node 4 train_ep.py --ep-size 4`; reloads the export with plain `transformers`; and prints
+the share of held-out tasks answered exactly, before and after.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+TRAIN_ROWS = 40_000
+HELD_OUT_ROWS = 100  # a task
+LETTERS = "abcdefghijklmnop"
+SEED = 0
+
+
+def _letters(rng: random.Random) -> str:
+    return "".join(rng.choice(LETTERS) for _ in range(rng.randint(3, 5)))
+
+
+def _sum(rng: random.Random) -> tuple[str, str]:
+    a, b = rng.randint(0, 49), rng.randint(0, 49)
+    return f"{a}+{b}", str(a + b)
+
+
+def _on_letters(name: str, answer: Callable[[str], str]) -> Callable[[random.Random], tuple[str, str]]:
+    def make(rng: random.Random) -> tuple[str, str]:
+        word = _letters(rng)
+        return f"{name} {word}", answer(word)
+
+    return make
+
+
+# easiest first
+TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
+    "copy": _on_letters("copy", lambda word: word),
+    "reverse": _on_letters("reverse", lambda word: word[::-1]),
+    "sort": _on_letters("sort", lambda word: "".join(sorted(word))),
+    "sum": _sum,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("demo-run"), help="replaced if it exists")
+    parser.add_argument("--max-steps", type=int, default=None, help="other than in configs/tiny.yaml")
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    out: Path = arguments.output_dir
+    shutil.rmtree(out, ignore_errors=True)
+    model, data, run = out / "model", out / "train.jsonl", out / "run"
+    out.mkdir(parents=True)
+
+    held_out = write_tasks(data)
+    save_tokenizer(model, data)
+    save_random_model(model)
+    print(f"made {model} and {data} ({TRAIN_ROWS:,} rows)", flush=True)
+    before = accuracy(model, held_out)
+    train(model, data, run, arguments.max_steps)
+    after = accuracy(run / "hf", held_out)
+    print_accuracy(before, after, held_out)
+    print(f"whole demo: {time.perf_counter() - begin:.0f} s; the trained model: {run / 'hf'}")
+    easiest = next(iter(TASKS))
+    if after[easiest][0] < 0.9:
+        print(f"demo: error: only {after[easiest][0]:.0%} of {easiest!r} right after training", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write_tasks(file: Path) -> dict[str, list[tuple[str, str]]]:
+    """Write the training rows; the held-out tasks, none of which is among them."""
+    rng = random.Random(SEED)
+    held_out: dict[str, list[tuple[str, str]]] = {}
+    for name, make in TASKS.items():
+        distinct: dict[str, str] = {}
+        while len(distinct) < HELD_OUT_ROWS:
+            prompt, answer = make(rng)
+            distinct[prompt] = answer
+        held_out[name] = list(distinct.items())
+    forbidden = {prompt for rows in held_out.values() for prompt, _ in rows}
+    with open(file, "w", encoding="utf-8") as lines:
+        written = 0
+        while written < TRAIN_ROWS:
+            prompt, answer = TASKS[rng.choice(list(TASKS))](rng)
+            if prompt not in forbidden:
+                lines.write(json.dumps({"prompt": prompt, "response": answer}) + "\n")
+                written += 1
+    return held_out
+
+
+def save_tokenizer(path: Path, data: Path) -> None:
+    """A tokenizer of characters, trained on the data."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(_texts(data), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+    fast.save_pretrained(path)
+
+
+def _texts(data: Path) -> Iterable[str]:
+    with open(data, encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            yield f"{row['prompt']}\n{row['response']}"
+
+
+def save_random_model(path: Path) -> None:
+    from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    config = MixtralConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(SEED)
+    model: Any = MixtralForCausalLM(config)
+    model.save_pretrained(path)
+
+
+def train(model: Path, data: Path, run: Path, max_steps: int | None) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["train_ep.py", "--config", "configs/tiny.yaml", "--ep-size", "4", "--model", str(model.resolve())]
+    command += ["--dataset", str(data.resolve()), "--output-dir", str(run.resolve())]
+    command += [] if max_steps is None else ["--max-steps", str(max_steps)]
+    print("$ torchrun " + " ".join(command[3:]), flush=True)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+Scores = dict[str, tuple[float, str]]
+
+
+def accuracy(path: Path, held_out: dict[str, list[tuple[str, str]]]) -> Scores:
+    """Per task the share answered exactly, and the first answer; greedy, by `transformers` alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    scores: Scores = {}
+    for name, rows in held_out.items():
+        inputs = tokenizer([prompt + "\n" for prompt, _ in rows], return_tensors="pt", padding=True)
+        inputs.pop("token_type_ids", None)
+        tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        answers = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        right = sum(answer == expected for answer, (_, expected) in zip(answers, rows, strict=True))
+        scores[name] = (right / len(rows), answers[0])
+    return scores
+
+
+def print_accuracy(before: Scores, after: Scores, held_out: dict[str, list[tuple[str, str]]]) -> None:
+    print(f"\nheld-out accuracy, {HELD_OUT_ROWS} rows a task, reloaded with transformers")
+    print(f"{'task':10}{'before':>8}{'after':>8}   an example, and the answer after")
+    for name, rows in held_out.items():
+        print(f"{name:10}{before[name][0]:>8.0%}{after[name][0]:>8.0%}   {rows[0][0]!r} -> {after[name][1]!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""How much memory loading and exporting a checkpoint takes on each rank.
+
+    python -m benchmarks.load_memory --ranks 4 --ep-size 4 --gigabytes 1.0
+
+Makes a random Mixtral checkpoint of at least that size, then starts that many processes, which load and export it.
+A rank's peak is the kernel's high-water mark of its resident memory (VmHWM), from the moment its imports and process
+group are up. The bound held against it: 1.3 x the rank's shard + 200 MB. Exits with 1 when a rank exceeds it.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoints import export_model, load_model, open_checkpoint, open_source
+from moe import KERNELS, build_model
+from sharding import (
+    Topology,
+    build_mesh,
+    end_process_group,
+    local_tensor,
+    materialize,
+    parallelize,
+    start_process_group,
+)
+
+MB = 10**6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ep-size", type=int, default=4)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="least size of the checkpoint, 10^9 bytes")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
+    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        return measure(arguments.worker, arguments.ep_size)
+    with tempfile.TemporaryDirectory() as directory:
+        size = make_checkpoint(Path(directory) / "model", arguments.gigabytes, getattr(torch, arguments.dtype))
+        print(
+            f"checkpoint: {size / 1e9:.2f} GB {arguments.dtype}, parameters held in float32; "
+            f"{arguments.ranks} ranks, ep {arguments.ep_size}; one run"
+        )
+        figures = start_ranks(Path(directory), arguments.ranks, arguments.ep_size)
+    print_table(figures)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=2))
+    return 0 if all(f["within_bound"] for f in figures) else 1
+
+
+def make_checkpoint(path: Path, gigabytes: float, dtype: torch.dtype) -> int:
+    """Save a random Mixtral of at least that many 10^9 bytes, one layer more at a time; its size in bytes."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=32000,
+        hidden_size=512,
+        intermediate_size=1792,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_local_experts=8,
+    )
+    with torch.device("meta"):
+        one, two = (MixtralForCausalLM(MixtralConfig(num_hidden_layers=n, **sizes)).num_parameters() for n in (1, 2))
+    layers = max(1, -(-int(gigabytes * 10**9 / dtype.itemsize - one) // (two - one)) + 1)
+    model: Any = MixtralForCausalLM(MixtralConfig(num_hidden_layers=layers, **sizes))
+    model.to(dtype)
+    model.save_pretrained(path, max_shard_size="500MB")
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def start_ranks(directory: Path, ranks: int, ep_size: int) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "benchmarks.load_memory", "--worker", str(directory), "--ep-size", str(ep_size)]
+    subprocess.run(command, check=True, timeout=540, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def measure(directory: Path, ep_size: int) -> int:
+    """On each rank: load, export, and write down what the kernel saw."""
+    ranks = start_process_group(use_cpu=True, timeout_seconds=300)
+    topology = Topology(ranks.world_size, ep_size)
+    mesh = build_mesh("cpu", topology)
+    source = open_source(directory / "model")
+    model: Any = build_model(source.family, source.config, KERNELS["loop"])
+    checkpoint = open_checkpoint(source, {n: tuple(p.shape) for n, p in model.named_parameters()})
+    dist.barrier()
+    start = resident("VmRSS")
+
+    begin = time.perf_counter()
+    parallelize(model, mesh, torch.float32, gradient_checkpointing=False)
+    materialize(model, ranks.device)
+    load_model(model, checkpoint, topology)
+    load_seconds, load_peak = time.perf_counter() - begin, resident("VmHWM") - start
+
+    # the second high-water mark includes the first, so export's bound is held by both together
+    begin = time.perf_counter()
+    export_model(model, checkpoint, topology, directory / "export", 500 * MB)
+    export_seconds, export_peak = time.perf_counter() - begin, resident("VmHWM") - start
+
+    shard = sum(local_tensor(p).numel() * p.element_size() for p in model.parameters())
+    bound = 1.3 * shard + 200 * MB
+    figures = {
+        "rank": ranks.rank,
+        "start_mb": start / MB,
+        "shard_mb": shard / MB,
+        "load_peak_mb": load_peak / MB,
+        "export_peak_mb": export_peak / MB,
+        "bound_mb": bound / MB,
+        "within_bound": max(load_peak, export_peak) <= bound,
+        "load_seconds": load_seconds,
+        "export_seconds": export_seconds,
+    }
+    (directory / f"rank-{ranks.rank}.json").write_text(json.dumps(figures))
+    if ranks.rank == 0:
+        shutil.rmtree(directory / "export")
+    end_process_group()
+    return 0
+
+
+def resident(field: str) -> int:
+    """Bytes of a memory field in /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}; this benchmark needs Linux")
+
+
+def print_table(figures: list[dict[str, Any]]) -> None:
+    print("rank   at start      shard  load peak  export peak      bound   load s  export s   (MB; peaks above start)")
+    for f in figures:
+        print(
+            f"{f['rank']:4d} {f['start_mb']:10.0f} {f['shard_mb']:10.0f} {f['load_peak_mb']:10.0f} "
+            f"{f['export_peak_mb']:12.0f} {f['bound_mb']:10.0f} {f['load_seconds']:8.1f} {f['export_seconds']:9.1f}"
+            f"{'' if f['within_bound'] else '   OVER THE BOUND'}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Fixtures shared by all tests: the pool of ranks, small models, tokenizers and data, all made on the spot."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from tests.distributed.pool import RankPool
+from tests.tiny import save_model, save_tokenizer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep `datasets` from writing to, or reading from, the cache of whoever runs the tests."""
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets-cache"))
+
+
+@pytest.fixture(scope="session")
+def ranks(_own_cache: None) -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved random Mixtral (8 experts, top-2, fp32, per-expert names) with a tokenizer."""
+    path = tmp_path_factory.mktemp("tiny-mixtral")
+    save_model(path)
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """50 rows of prompt and response, of unequal lengths."""
+    file = tmp_path_factory.mktemp("data") / "train.jsonl"
+    rows = [{"prompt": f"say {i}", "response": "x" * (i % 7 + 1) + str(i)} for i in range(50)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

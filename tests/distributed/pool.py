@@ -1,0 +1,164 @@
+"""Persistent worker processes that stand in for ranks: started once, used by every distributed test.
+
+Starting eight interpreters with torch and transformers costs more than most tests, so the workers are forked from one
+process that has imported everything, and each job only joins and leaves a process group.
+"""
+
+import io
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+MAX_RANKS = 8
+_PRELOAD = [
+    "accelerate",
+    "datasets",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.auto.tokenization_auto",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "training",
+    "checkpoints",
+]
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died, or did not finish in time."""
+
+
+class RankPool:
+    """Runs a function on `world_size` ranks at once, each a process of its own, over gloo."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(_PRELOAD)
+        self.workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        join_group: bool = True,
+        timeout: float = 120.0,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """What `function(*args, **kwargs)` returned on each rank.
+
+        Args:
+            function: importable by name.
+            join_group: whether the worker joins the process group around the call; else the function does it itself.
+
+        Raises:
+            RankFailure: with the traceback of the first rank that failed.
+        """
+        self._grow(world_size)
+        port = _free_port()
+        for rank in range(world_size):
+            self.workers[rank][1].send((function, args, kwargs, rank, world_size, port, join_group))
+        return self._collect(world_size, time.monotonic() + timeout)
+
+    def _grow(self, world_size: int) -> None:
+        assert world_size <= MAX_RANKS
+        while len(self.workers) < world_size:
+            ours, theirs = self.context.Pipe()
+            process = self.context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
+    def _collect(self, world_size: int, deadline: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failure: str | None = None
+        while len(results) < world_size and time.monotonic() < deadline:
+            for rank in set(range(world_size)) - set(results):
+                process, connection = self.workers[rank]
+                try:
+                    if not connection.poll(0.005):
+                        if not process.is_alive():
+                            raise EOFError
+                        continue
+                    ok, content = connection.recv()
+                except (EOFError, OSError):
+                    ok, content = False, f"the process died with exit code {process.exitcode}"
+                results[rank] = content if not ok else torch.load(io.BytesIO(content), weights_only=False)
+                if not ok and failure is None:
+                    failure = f"rank {rank}: {content}"
+                    # the others may wait for this one in a collective
+                    deadline = min(deadline, time.monotonic() + 5.0)
+        if failure is None and len(results) == world_size:
+            return [results[rank] for rank in range(world_size)]
+        self.close()
+        late = sorted(set(range(world_size)) - set(results))
+        raise RankFailure(failure or f"ranks {late} did not finish in time")
+
+    def close(self) -> None:
+        """End the workers; the next job starts new ones."""
+        for process, connection in self.workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self.workers = []
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _work(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        try:
+            buffer = io.BytesIO()
+            torch.save(_run_job(*job), buffer)
+            answer: tuple[bool, bytes | str] = (True, buffer.getvalue())
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+def _run_job(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    join_group: bool,
+) -> Any:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from sharding import end_process_group, start_process_group
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    torch.manual_seed(rank)
+    if join_group:
+        start_process_group(use_cpu=True, timeout_seconds=60)
+    result = function(*args, **kwargs)
+    if join_group:
+        end_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    GradientState._reset_state()
+    return result

@@ -1,0 +1,171 @@
+"""The yardstick: `MixtralForCausalLM` in one process on the whole batch, and the same figures from our ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import MixtralForCausalLM
+
+from checkpoints import load_model, open_checkpoint, open_source
+from moe import build_model, choose_kernel
+from sharding import Topology, build_mesh, materialize, parallelize
+from tests.tiny import tiny_mixtral
+from training import TrainConfig
+from training.data import Batch, DataOrder, Sample, collate
+from training.optimizer import build_optimizer
+from training.step import LossWeights, compute_gradients, train_step
+
+STEPS = 3
+MAX_GRAD_NORM = 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. `samples` are spread over ranks as the data order does, in one global batch each step."""
+
+    samples: list[Sample]
+    balance: float = 0.0
+    z: float = 0.0
+    accumulation: int = 1
+    kernel: str = "loop"
+    gradient_checkpointing: bool = False
+    compute_dtype: torch.dtype = torch.float32
+    steps: int = STEPS
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """losses: cross-entropy a step. grads: of the first step, by name, full. weights: after the last step, full."""
+
+    losses: list[float]
+    balance_loss: float
+    z_loss: float
+    grad_norms: list[float]
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def random_samples(lengths: Sequence[int], vocabulary: int = 320, seed: int = 3) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Sample(torch.randint(0, vocabulary, (length,), generator=generator).tolist(), prompt_length=length // 3)
+        for length in lengths
+    ]
+
+
+def train_config() -> TrainConfig:
+    return TrainConfig(model="unused", dataset="unused", learning_rate=1e-3, weight_decay=0.1)
+
+
+def reference(case: Case, **changes: Any) -> Figures:
+    """HF's model, HF's loss, HF's balancing loss, torch's clipping and AdamW, one process, one batch."""
+    model = tiny_mixtral(**case.changes, **changes)
+    model.train()
+    config = train_config()
+    decayed = [p for n, p in model.named_parameters() if "norm" not in n]
+    norms = [p for n, p in model.named_parameters() if "norm" in n]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        lr=config.learning_rate,
+    )
+    batch = collate(case.samples)
+    labels = unshifted_labels(case.samples, batch)
+    losses, grad_norms, grads, balances, zs = [], [], {}, [], []
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        out = model(
+            input_ids=batch.tokens_BS,
+            attention_mask=batch.is_token_BS.long(),
+            labels=labels,
+            num_items_in_batch=max(int((labels[:, 1:] != -100).sum()), 1),
+            output_router_logits=True,
+        )
+        balance = out.aux_loss
+        cross_entropy = out.loss - model.router_aux_loss_coef * balance
+        logits = torch.stack([layer.float()[batch.is_token_BS.flatten()] for layer in out.router_logits])
+        z = logits.logsumexp(dim=-1).square().mean()
+        (cross_entropy + case.balance * balance + case.z * z).backward()
+        if step == 0:
+            grads = {n: g.clone() for n, g in in_our_layout(model, "grad").items()}
+        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)))
+        optimizer.step()
+        losses.append(float(cross_entropy.detach()))
+        balances.append(float(balance.detach()))
+        zs.append(float(z.detach()))
+    return Figures(losses, balances[0], zs[0], grad_norms, grads, in_our_layout(model, "data"))
+
+
+def unshifted_labels(samples: Sequence[Sample], batch: Batch) -> Tensor:
+    """HF's unshifted labels, written from the samples and not from the batch's targets."""
+    labels = torch.full_like(batch.tokens_BS, -100)
+    for row, sample in enumerate(samples):
+        for position in range(max(sample.prompt_length, 1), len(sample.tokens)):
+            labels[row, position] = sample.tokens[position]
+    return labels
+
+
+def in_our_layout(model: MixtralForCausalLM, what: str) -> dict[str, Tensor]:
+    """A HF model's gradients or weights under our names and in our layout."""
+    figures = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if what == "grad" else parameter.detach()
+        assert tensor is not None, name
+        width = tensor.shape[-1]
+        if name.endswith("gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            figures[name.replace("gate_up_proj", "w1")] = gate.reshape(-1, width)
+            figures[name.replace("gate_up_proj", "v1")] = up.reshape(-1, width)
+        elif name.endswith("down_proj"):
+            figures[name.replace("down_proj", "w2")] = tensor.transpose(1, 2).reshape(-1, tensor.shape[1])
+        else:
+            figures[name.replace("mlp.gate", "mlp.router")] = tensor
+    return figures
+
+
+def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, Any]:
+    """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group."""
+    source = open_source(path)
+    model: Any = build_model(source.family, source.config, choose_kernel(case.kernel, "cpu").kernel)
+    checkpoint = open_checkpoint(source, {n: tuple(p.shape) for n, p in model.named_parameters()})
+    mesh = build_mesh("cpu", topology)
+    parallelize(model, mesh, case.compute_dtype, case.gradient_checkpointing)
+    materialize(model, torch.device("cpu"))
+    load_model(model, checkpoint, topology)
+    return model, mesh, checkpoint
+
+
+def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
+    """The same figures from this process group; rank 0 returns them."""
+    model, mesh, _ = sharded_model(path, topology, case)
+    model.train()
+    optimizer = build_optimizer(model, train_config())
+    rank = torch.distributed.get_rank()
+    batches = my_batches(case, topology, rank)
+    weights = LossWeights(case.balance, case.z)
+    first = compute_gradients(model, batches, weights)
+    grads = {n: _full(p.grad) for n, p in model.named_parameters()}
+    losses, grad_norms = [], []
+    for _ in range(case.steps):
+        result = train_step(model, optimizer, batches, mesh, weights, MAX_GRAD_NORM)
+        losses.append(result.loss)
+        grad_norms.append(result.grad_norm)
+    final = {n: _full(p) for n, p in model.named_parameters()}
+    if rank > 0:
+        return None
+    return Figures(losses, first.balance_loss, first.z_loss, grad_norms, grads, final)
+
+
+def my_batches(case: Case, topology: Topology, rank: int) -> list[Batch]:
+    per_device = -(-len(case.samples) // (topology.world_size * case.accumulation))
+    order = DataOrder(len(case.samples), topology.world_size, per_device, case.accumulation, seed=0)
+    return [collate([case.samples[row] for row in rows]) for rows in order.micro_batches(0, rank)]
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

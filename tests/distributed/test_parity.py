@@ -1,0 +1,69 @@
+"""The first law: loss, gradients and updated weights do not depend on how ranks are arranged.
+
+Each case is held against `MixtralForCausalLM` in one process on the whole batch.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, Figures, ours, random_samples, reference
+from tests.tiny import relative_error, save_model
+
+TOPOLOGIES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (8, 8)]
+TOLERANCE = 1e-5
+# 32 rows of 2 to 13 tokens, so that ranks differ in their token counts
+SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(32)])
+
+CASES = {
+    "aux": Case(SAMPLES, balance=0.05, z=0.01),
+    "aux-grouped": Case(SAMPLES, balance=0.05, z=0.01, kernel="torch-grouped"),
+    "accumulate-1": Case(SAMPLES, z=0.01),
+    "accumulate-2": Case(SAMPLES, z=0.01, accumulation=2),
+    "accumulate-4": Case(SAMPLES, z=0.01, accumulation=4, kernel="torch-grouped"),
+    "checkpointing": Case(SAMPLES, balance=0.05, gradient_checkpointing=True),
+}
+
+
+@cache
+def expected(name: str) -> Figures:
+    return reference(CASES[name])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parity")
+    save_model(path)
+    return path
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dense_shard", ["full", "hybrid"])
+@pytest.mark.parametrize(("world_size", "ep_size"), TOPOLOGIES)
+def test_equals_one_process(
+    ranks: RankPool, model: Path, world_size: int, ep_size: int, dense_shard: str, name: str
+) -> None:
+    topology = Topology(world_size, ep_size, dense_shard)  # type: ignore[arg-type]
+    found = ranks.run(ours, world_size, model, topology, CASES[name])[0]
+    assert_same(found, expected(name), CASES[name])
+
+
+def assert_same(found: Figures, want: Figures, case: Case, cancelled: float = 0.0) -> None:
+    """`cancelled`: gradients below this share of the global norm are held to the tolerance at that share, and weights
+    are left out, since AdamW's first step follows the signs of such gradients."""
+    assert found.losses == pytest.approx(want.losses, rel=TOLERANCE)
+    assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
+    if case.balance:
+        assert found.balance_loss == pytest.approx(want.balance_loss, rel=TOLERANCE)
+    if case.z:
+        assert found.z_loss == pytest.approx(want.z_loss, rel=TOLERANCE)
+    for kind in ("grads",) if cancelled else ("grads", "weights"):
+        have, expect = getattr(found, kind), getattr(want, kind)
+        assert have.keys() == expect.keys()
+        floor = cancelled * want.grad_norms[0]
+        errors = {name: relative_error(have[name], expect[name], floor) for name in expect}
+        wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+        assert not wrong, (kind, wrong)

@@ -1,0 +1,259 @@
+"""train_ep.py run whole: the same exported weights at any arrangement, and one clear error for every bad input."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import train_ep
+from tests.distributed.pool import RankPool
+from tests.distributed.test_checkpoints import read
+from tests.tiny import relative_error, save_model, save_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_main(argv: list[str]) -> tuple[int, str]:
+    """(exit code, standard error) of train_ep.py on this rank."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        code = train_ep.main(argv)
+    return code, errors.getvalue()
+
+
+def train(ranks: RankPool, world_size: int, model: Path, data: Path, out: Path, *flags: str) -> dict[str, torch.Tensor]:
+    """Run three steps with clipping over 16 rows each; the exported weights."""
+    argv = ["--model", str(model), "--dataset", str(data), "--output-dir", str(out), "--use-cpu", "--max-steps", "3"]
+    argv += ["--learning-rate", "1e-3", "--max-grad-norm", "0.5", "--warmup-steps", "1", *flags]
+    for code, errors in ranks.run(run_main, world_size, argv, join_group=False):
+        assert code == 0, errors
+    return read(out / "hf")
+
+
+def assert_equal_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    assert max(errors.values()) <= 2e-5, {name: error for name, error in errors.items() if error > 2e-5}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8 experts top-2": {},
+    "6 experts top-3": {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "F < D": {"intermediate_size": 16},
+    "one KV head": {"num_key_value_heads": 1},
+    "tied embeddings": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_same_weights_at_any_arrangement(
+    ranks: RankPool, tiny_data: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    save_model(tmp_path / "model", **changes)
+    save_tokenizer(tmp_path / "model")
+    before = read(tmp_path / "model")
+
+    def run(name: str, world_size: int, per_device: int, *flags: str) -> dict[str, torch.Tensor]:
+        batch = ("--per-device-train-batch-size", str(per_device))
+        return train(ranks, world_size, tmp_path / "model", tiny_data, tmp_path / name, *batch, *flags)
+
+    aux = ("--router-aux-loss-coef", "0.05", "--router-z-loss-coef", "0.01")
+    alone = run("1-1", 1, 16, *aux)
+    assert_equal_weights(run("4-2", 4, 4, *aux, "--ep-size", "2"), alone)
+    assert any(relative_error(alone[name], before[name]) > 1e-3 for name in before), "nothing was trained"
+
+    accumulate = ("--gradient-accumulation-steps", "3", "--router-z-loss-coef", "0.01")
+    alone = run("1-1-accumulate", 1, 6, *accumulate)
+    assert_equal_weights(run("2-2-accumulate", 2, 3, *accumulate, "--ep-size", "2"), alone)
+    # and once through an epoch's short last batch: 50 rows are 2 batches of 18 and one of 14
+    assert_equal_weights(run("4-4-no-accumulate", 3, 6, "--router-z-loss-coef", "0.01"), alone)
+
+
+def test_writes_metrics_and_trackers(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    train(
+        ranks, 2, tiny_model, tiny_data, tmp_path, "--ep-size", "2", "--report-to", "tensorboard",
+        "--router-aux-loss-coef", "0.01",
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.0, 1e-3, 5e-4])
+    first = lines[0]
+    assert {"loss", "balance_loss", "grad_norm", "tokens_per_second", "expert_load_max_over_mean"} <= first.keys()
+    # every token of the step is routed to two experts in each layer, padding to none
+    assert [sum(layer) for layer in first["expert_tokens"]] == [2 * first["tokens"]] * 2
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["ep_size"] == 2
+    assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
+def test_plain_python_and_torchrun(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Started as a user starts it: one process without torchrun, and two with it."""
+    common = [
+        "train_ep.py", "--model", str(tiny_model), "--dataset", str(tiny_data), "--max-steps", "2", "--use-cpu",
+        "--per-device-train-batch-size",
+    ]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    alone = [sys.executable, *common, "4", "--output-dir", str(tmp_path / "1")]
+    pair = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        *common, "2", "--ep-size", "2", "--output-dir", str(tmp_path / "2"),
+    ]  # fmt: skip
+    for command in (alone, pair):
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert "step 2/2" in done.stdout
+    assert_equal_weights(read(tmp_path / "2" / "hf"), read(tmp_path / "1" / "hf"))
+
+
+def test_no_export(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--max-steps", "1"]
+    assert ranks.run(run_main, 1, [*argv, "--use-cpu", "--no-export"], join_group=False)[0][0] == 0
+    assert not (tmp_path / "hf").exists()
+
+
+# Bad input. Each function spoils a copy of a good model or data file and gives further flags.
+
+
+def _truncate(model: Path, data: Path) -> list[str]:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    return []
+
+
+def _index_to_missing(model: Path, data: Path) -> list[str]:
+    _write_index(model, "model-00002-of-00002.safetensors")
+    return []
+
+
+def _index_to_outside(model: Path, data: Path) -> list[str]:
+    _write_index(model, "../secret.safetensors")
+    return []
+
+
+def _write_index(model: Path, other: str) -> None:
+    file = model / "model.safetensors"
+    weight_map = dict.fromkeys(load_file(file), file.name)
+    weight_map["lm_head.weight"] = other
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _nan(model: Path, data: Path) -> list[str]:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.block_sparse_moe.experts.7.w3.weight"][0, 0] = float("inf")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    return []
+
+
+def _other_family(model: Path, data: Path) -> list[str]:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    return []
+
+
+def _empty_data(model: Path, data: Path) -> list[str]:
+    data.write_text("")
+    return []
+
+
+def _malformed_line(model: Path, data: Path) -> list[str]:
+    lines = data.read_text().splitlines()
+    lines[6] = lines[6][:-3]
+    data.write_text("\n".join(lines))
+    return []
+
+
+def _not_text(model: Path, data: Path) -> list[str]:
+    data.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": null}\n')
+    return []
+
+
+def _yaml(text: str) -> Callable[[Path, Path], list[str]]:
+    def write(model: Path, data: Path) -> list[str]:
+        (model / "run.yaml").write_text(text)
+        return ["--config", str(model / "run.yaml")]
+
+    return write
+
+
+def _flags(*flags: str) -> Callable[[Path, Path], list[str]]:
+    return lambda model, data: list(flags)
+
+
+BAD_INPUT: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
+    "ep size and experts": (
+        _flags("--ep-size", "3"),
+        ["--ep-size 3 does not divide the 8 experts of this model; use 1, 2, 4 or 8", "with 2 ranks: 1 or 2"],
+    ),
+    "ep size and ranks": (_flags("--ep-size", "4"), ["--ep-size 4 does not divide the 2 ranks; use 1 or 2"]),
+    "unknown flag": (_flags("--ep-sise", "2"), ["unknown flag --ep-sise; did you mean --ep-size?"]),
+    "value of a flag": (_flags("--max-steps", "many"), ["--max-steps", "many"]),
+    "negative value": (_flags("--learning-rate", "-1"), ["--learning-rate -1.0: must be 0 or more"]),
+    "choice": (_flags("--dense-shard", "half"), ["--dense-shard", "half", "hybrid"]),
+    "kernel": (_flags("--expert-kernel", "magic"), ["--expert-kernel magic is unknown", "loop, torch-grouped"]),
+    "unknown key": (_yaml("learning_rat: 1"), ["run.yaml", "unknown key learning_rat; did you mean learning_rate?"]),
+    "value of a key": (_yaml("ep_size: two"), ["run.yaml", "ep_size", "two"]),
+    "YAML": (_yaml("a: [1"), ["run.yaml", "cannot be read"]),
+    "no model": (_flags("--model", "/no/such/model"), ["--model /no/such/model: no such directory"]),
+    "truncated file": (_truncate, ["model.safetensors", "not a whole safetensors file"]),
+    "missing file": (_index_to_missing, ["index.json", "model-00002-of-00002.safetensors", "not there"]),
+    "path out of the directory": (_index_to_outside, ["index.json", "lm_head.weight", "../secret.safetensors"]),
+    "not finite": (_nan, ["model.layers.1.block_sparse_moe.experts.7.w3.weight", "not finite"]),
+    "unknown family": (_other_family, ["config.json", "'llama'", "mixtral"]),
+    "no data": (_flags("--dataset", "/no/such/data.jsonl"), ["--dataset /no/such/data.jsonl: no such file"]),
+    "empty data": (_empty_data, ["--dataset", "is empty"]),
+    "malformed line": (_malformed_line, ["data.jsonl", "line 7 is not valid JSON"]),
+    "no column": (_flags("--response-column", "answer"), ["'answer'", "prompt, response", "--response-column"]),
+    "no text": (_not_text, ["data.jsonl", "row 2", "response", "None"]),
+    "tracker": (_flags("--report-to", "nothing"), ["--report-to nothing"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, name: str) -> None:
+    """One error, on one rank, that says what is wrong; every rank ends with 2, and nothing is trained or written."""
+    spoil, said = BAD_INPUT[name]
+    model, data = tmp_path / "model", tmp_path / "data.jsonl"
+    model.mkdir()
+    for file in tiny_model.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    data.write_bytes(tiny_data.read_bytes())
+    argv = ["--model", str(model), "--dataset", str(data), "--output-dir", str(tmp_path / "out"), "--use-cpu"]
+    argv += ["--max-steps", "1", *spoil(model, data)]
+    results = ranks.run(run_main, 2, argv, join_group=False)
+    assert [code for code, _ in results] == [2, 2], results
+    messages = [line for _, errors in results for line in errors.splitlines() if "error:" in line]
+    assert len(messages) == 1
+    assert all(word in messages[0] for word in said), messages[0]
+    assert not (tmp_path / "out" / "hf").exists()
+
+
+def test_results_are_not_overwritten(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    train(ranks, 1, tiny_model, tiny_data, tmp_path / "out", "--max-steps", "1")
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu"]
+    ((code, errors),) = ranks.run(run_main, 1, argv, join_group=False)
+    assert code == 2
+    assert "already holds hf and metrics.jsonl" in errors
+    train(ranks, 1, tiny_model, tiny_data, tmp_path / "out", "--max-steps", "2", "--overwrite-output-dir")
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_bad_input_under_torchrun_does_not_hang(tiny_data: Path, tmp_path: Path) -> None:
+    """An error met after the process group has formed: the launcher ends, with a code other than 0."""
+    save_model(tmp_path)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_ep.py",
+        "--model", str(tmp_path), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.count("train_ep.py: error:") == 1
+    assert "no tokenizer there" in done.stderr

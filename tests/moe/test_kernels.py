@@ -1,0 +1,94 @@
+"""Expert kernels against a plain matmul an expert, with autograd's own backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe import KERNELS, ExpertMeshError, choose_kernel
+
+D, WIDTH = 16, 24
+COUNTS = {
+    "even": [3, 3, 3, 3],
+    "one has all": [0, 0, 12, 0],
+    "first and last empty": [0, 5, 7, 0],
+    "a single row": [0, 1, 0, 0],
+    "no row": [0, 0, 0, 0],
+    "one expert": [5],
+}
+
+
+def plain(rows: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+    outs = []
+    for n, x in enumerate(rows.split(counts)):
+        w1_n, v1_n, w2_n = (w[n * WIDTH : (n + 1) * WIDTH] for w in (w1, v1, w2))
+        outs.append((F.silu(x @ w1_n.t()) * (x @ v1_n.t())) @ w2_n)
+    return torch.cat(outs)
+
+
+def inputs(counts: list[int], dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [(sum(counts), D)] + [(len(counts) * WIDTH, D)] * 3
+    return [(0.5 * torch.randn(shape)).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def check(kernel: str, counts: list[int], dtype: torch.dtype, device: str, tolerance: float) -> None:
+    mine, theirs = inputs(counts, dtype, device), inputs(counts, torch.float64)
+    out = KERNELS[kernel](mine[0], torch.tensor(counts, device=device), *mine[1:])
+    expected = plain(theirs[0], counts, *theirs[1:])
+    assert out.dtype == dtype
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    out.backward(grad.to(device, dtype))
+    expected.backward(grad.double())
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+    for found, want in zip(mine, theirs, strict=True):
+        assert found.grad is not None
+        assert want.grad is not None
+        torch.testing.assert_close(found.grad.cpu().double(), want.grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_fp32(kernel: str, counts: list[int]) -> None:
+    check(kernel, counts, torch.float32, "cpu", 1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bf16(kernel: str) -> None:
+    check(kernel, COUNTS["first and last empty"], torch.bfloat16, "cpu", 6e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bf16_on_gpu(kernel: str, counts: list[int]) -> None:
+    check(kernel, counts, torch.bfloat16, "cuda", 6e-2)
+
+
+def test_loop_backward_in_fp64() -> None:
+    """The backward written by hand, against finite differences."""
+    counts = torch.tensor([2, 0, 1])
+    arguments = inputs([2, 0, 1], torch.float64)
+    assert torch.autograd.gradcheck(lambda *a: KERNELS["loop"](a[0], counts, *a[1:]), arguments)
+
+
+def test_expanded_gradient() -> None:
+    rows, w1, v1, w2 = inputs([2, 2], torch.float32)
+    KERNELS["torch-grouped"](rows, torch.tensor([2, 2]), w1, v1, w2).sum().backward()
+    assert rows.grad is not None
+
+
+def test_grouped_refuses_what_it_cannot_do() -> None:
+    weight = torch.zeros(10, 6)
+    with pytest.raises(ExpertMeshError, match="multiples of 4"):
+        KERNELS["torch-grouped"](torch.zeros(2, 6), torch.tensor([2]), weight, weight, weight)
+    with pytest.raises(ExpertMeshError, match="float64"):
+        KERNELS["torch-grouped"](torch.zeros(2, 6).double(), torch.tensor([2]), weight, weight, weight)
+
+
+def test_choice() -> None:
+    assert choose_kernel("auto", "cpu").name == "loop"
+    assert choose_kernel("auto", "cuda").name == "torch-grouped"
+    assert choose_kernel("torch-grouped", "cpu").why == "asked for"
+    with pytest.raises(ExpertMeshError, match="magic is unknown; use auto, loop"):
+        choose_kernel("magic", "cpu")

@@ -1,0 +1,64 @@
+"""Which rank holds which rows: every row once, and as FSDP2 and DTensor cut them (the checkpoint tests hold that)."""
+
+import pytest
+
+from moe import ExpertMeshError
+from sharding import Topology, check_ep_size
+
+
+@pytest.mark.parametrize("is_expert", [False, True])
+@pytest.mark.parametrize("num_rows", [8, 24, 56, 328])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology(1, 1),
+        Topology(4, 2),
+        Topology(8, 2),
+        Topology(8, 8),
+        Topology(6, 2, "hybrid"),
+        Topology(4, 1, "hybrid"),
+    ],
+    ids=str,
+)
+def test_every_row_has_one_owner(topology: Topology, num_rows: int, is_expert: bool) -> None:
+    owners = list(topology.owners(num_rows, is_expert))
+    assert [row for _, rows in owners for row in rows] == list(range(num_rows))
+    for rank, rows in owners:
+        assert topology.rows(num_rows, is_expert, rank) == rows
+    held = {row for rank in range(topology.world_size) for row in topology.rows(num_rows, is_expert, rank)}
+    assert held == set(range(num_rows))
+
+
+def test_more_ranks_than_rows() -> None:
+    assert [len(Topology(4, 1).rows(2, False, rank)) for rank in range(4)] == [1, 1, 0, 0]
+
+
+def test_hybrid_replicas_hold_the_same() -> None:
+    topology = Topology(4, 2, "hybrid")
+    assert topology.rows(10, False, 0) == topology.rows(10, False, 2) == range(0, 5)
+    assert [rank for rank, _ in topology.owners(10, False)] == [0, 1]
+
+
+def test_experts_lie_on_consecutive_ep_ranks_and_are_cut_over_dp() -> None:
+    topology = Topology(4, 2)
+    assert [topology.rows(16, True, rank) for rank in range(4)] == [
+        range(0, 4),
+        range(8, 12),
+        range(4, 8),
+        range(12, 16),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "world_size", "said"),
+    [
+        (3, 8, r"--ep-size 3 does not divide the 8 experts of this model; use 1, 2, 4 or 8$"),
+        (3, 2, r"use 1, 2, 4 or 8 \(with 2 ranks: 1 or 2\)"),
+        (8, 4, r"--ep-size 8 does not divide the 4 ranks; use 1, 2 or 4"),
+        (2, 1, r"--ep-size 2 does not divide the 1 ranks; use 1"),
+        (0, 4, r"--ep-size 0 does not divide"),
+    ],
+)
+def test_ep_size_that_will_not_do(ep_size: int, world_size: int, said: str) -> None:
+    with pytest.raises(ExpertMeshError, match=said):
+        check_ep_size(ep_size, world_size, num_experts=8)

@@ -1,0 +1,63 @@
+"""Flags, YAML, and what wins."""
+
+from pathlib import Path
+
+import pytest
+
+from moe import ExpertMeshError
+from training import parse_config
+from training.config import parse_size
+
+NEEDED = ["--model", "m", "--dataset", "d"]
+
+
+def test_both_spellings() -> None:
+    assert parse_config([*NEEDED, "--learning-rate", "0.5"]).learning_rate == 0.5
+    assert parse_config([*NEEDED, "--learning_rate=0.5"]).learning_rate == 0.5
+
+
+def test_yaml_gives_defaults_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    # YAML reads 1e-4, without a dot, as text
+    file.write_text("model: m\ndataset: d\nlearning-rate: 1e-4\nep_size: 4\nexport: false\nreport_to: [tensorboard]\n")
+    config = parse_config(["--config", str(file), "--ep-size", "2"])
+    assert config.learning_rate == 1e-4
+    assert config.ep_size == 2
+    assert config.export is False
+    assert config.report_to == ["tensorboard"]
+
+
+def test_saved_config_reads_back(tmp_path: Path) -> None:
+    config = parse_config([*NEEDED, "--prompt-template", "Q: {prompt}\\nA:", "--bf16", "--no-export"])
+    config.save(tmp_path / "config.yaml")
+    assert parse_config(["--config", str(tmp_path / "config.yaml")]) == config
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--learning-rat", "1"], "unknown flag --learning-rat; did you mean --learning-rate?"),
+        (["--ep", "2"], "unknown flag --ep"),
+        (["stray"], "unknown flag stray"),
+        (["--learning-rate", "nan"], "--learning-rate nan: must be 0 or more"),
+        (["--adam-beta2", "1"], r"--adam-beta2 1.0: must be in \[0, 1\)"),
+        (["--max-shard-size", "big"], "--max-shard-size big: write it like 5GB"),
+        (["--prompt-template", "x"], "--prompt-template 'x' has no {prompt}"),
+        (["--bf16", "maybe"], "bf16"),
+    ],
+)
+def test_bad_flags(flags: list[str], said: str) -> None:
+    with pytest.raises(ExpertMeshError, match=said):
+        parse_config([*NEEDED, *flags])
+
+
+def test_missing_flags() -> None:
+    with pytest.raises(ExpertMeshError, match="--model is missing"):
+        parse_config([])
+    with pytest.raises(ExpertMeshError, match="--dataset is missing"):
+        parse_config(["--model", "m"])
+    assert parse_config(["--model", "m", "--max-steps", "0"]).max_steps == 0
+
+
+def test_sizes() -> None:
+    assert [parse_size("--x", text) for text in ("5GB", "500 mb", "3K", "7")] == [5 * 10**9, 500 * 10**6, 3000, 7]
