@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-# The suite and the demo are written for torch 2.13; a machine with a CUDA driver gets the default build instead.
+# Another torch, say one for a given CUDA: TORCH="torch==2.11.0 --index-url ..." make install
 TORCH  ?= torch==2.13.0
 
 .PHONY: install demo test lint format clean
@@ -12,12 +12,14 @@ TORCH  ?= torch==2.13.0
 install: $(VENV)/.installed
 
 # torch first and alone: another package's range for it could pull in a newer build with gigabytes of CUDA.
-# MegaBlocks last and without its pins (see pyproject.toml); it is not needed to import any part of expertmesh.
+# MegaBlocks last and without its pins (torch < 2.7.1): no resolver could put it beside this torch. No part of
+# expertmesh needs it to import, and beside a CUDA torch it may want a compiler: so its failure is only told.
 $(VENV)/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)" "setuptools>=77" wheel numpy packaging
+	$(BIN)/python -m pip install --quiet $(TORCH) "setuptools>=77" wheel numpy packaging
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[test,lint]"
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation megablocks==0.10.0 stanford-stk==0.7.1
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation megablocks==0.10.0 stanford-stk==0.7.1 \
+		|| echo "make install: MegaBlocks could not be installed; expertmesh works without it" >&2
 	touch $@
 
 demo: install

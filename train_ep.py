@@ -13,36 +13,41 @@ from typing import Any
 
 import torch
 
-from checkpoints import Checkpoint, ModelSource, export_model, load_model, open_checkpoint, open_source, resolve_model
+from checkpoints import ModelSource, export_model, open_source, resolve_model, shard_and_load, write_errors
 from moe import ExpertMeshError, KernelChoice, build_model, choose_kernel
 from sharding import (
-    Mesh,
     Ranks,
     Topology,
     build_mesh,
     check_ep_size,
     end_process_group,
     is_expert,
-    materialize,
-    parallelize,
     raise_together,
     read_environment,
     start_process_group,
 )
-from training import RunLog, TrainConfig, data_order, load_samples, number_of_steps, parse_config, train
-from training.data import Sample
+from training import (
+    DataFormat,
+    RunLog,
+    TrainConfig,
+    data_order,
+    load_samples,
+    loss_weights,
+    number_of_steps,
+    parse_config,
+    train,
+)
+from training.data import Samples
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit code is 0, or 2 after a mistake of the user's, reported once a node."""
-    _, world_size, local_rank = read_environment()
+    _, _, local_rank = read_environment()
     try:
         config = parse_config(argv)
-        source = open_source(resolve_model(config.model))
-        check_ep_size(config.ep_size, world_size, source.shape.num_experts)
         ranks = start_process_group(config.use_cpu, config.ddp_timeout)
         try:
-            run(config, source, ranks)
+            run(config, ranks)
         except ExpertMeshError:
             end_process_group()  # every rank raised it together
             raise
@@ -50,67 +55,77 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except ExpertMeshError as error:
         if local_rank == 0:
-            print(f"train_ep.py: error: {error}", file=sys.stderr, flush=True)
+            print(f"train_ep.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
 
 
-def run(config: TrainConfig, source: ModelSource, ranks: Ranks) -> None:
-    """Load, train, export."""
-    output_dir = prepare_output(config, ranks)
-    samples = read_data(config, source, ranks)
+def run(config: TrainConfig, ranks: Ranks) -> None:
+    """Check everything that was asked for, load, train, export."""
+    compute_dtype = torch.bfloat16 if config.bf16 else torch.float32
+    with raise_together():
+        source = open_source(resolve_model(config.model))
+        check_ep_size(config.ep_size, ranks.world_size, source.shape.num_experts)
+        kernel = choose_kernel(
+            config.expert_kernel,
+            ranks.device.type,
+            source.shape.model_width,
+            source.shape.expert_width,
+            compute_dtype,
+        )
+        model = build_model(source.family, source.config, kernel.kernel, config.attn_implementation)
     topology = Topology(ranks.world_size, config.ep_size, config.dense_shard)
-    mesh = build_mesh(ranks.device.type, topology)
-    kernel = choose_kernel(config.expert_kernel, ranks.device.type)
-    model = build_model(source.family, source.config, kernel.kernel, config.attn_implementation)
-    order = data_order(config, len(samples), ranks.world_size)
+    output_dir = prepare_output(config, ranks)
+    tokenizer, samples = read_data(config, source, ranks)
+    order = data_order(config, len(samples) if samples else 0, ranks.world_size)
+    if ranks.rank == 0:
+        print(facts(model, source, topology, kernel, config, samples, order.global_batch_size), flush=True)
 
-    with RunLog(config, output_dir, number_of_steps(config, order), ranks.device.type == "cpu") as log:
-        log.line(facts(model, source, topology, kernel, config, order.global_batch_size))
-        checkpoint = shard_and_load(model, source, mesh, config, ranks.device)
-        torch.manual_seed(config.seed + ranks.rank)
-        train(model, samples, order, config, mesh, ranks, log)
+    log = RunLog(config, output_dir, number_of_steps(config, order), ranks.device.type == "cpu")
+    mesh = build_mesh(ranks.device.type, topology, config.ddp_timeout)
+    checkpoint = shard_and_load(model, source, mesh, ranks.device, compute_dtype, config.gradient_checkpointing)
+    torch.manual_seed(config.seed + ranks.rank)
+    with log:
+        if samples is not None:
+            train(model, samples, order, config, loss_weights(config, source), mesh, ranks, log)
         if config.export:
-            export_model(model, checkpoint, topology, output_dir / "hf", config.shard_bytes)
+            own_tokenizer = tokenizer if config.tokenizer else None
+            export_model(model, checkpoint, topology, output_dir / "hf", config.shard_bytes, own_tokenizer)
             log.line(f"exported to {output_dir / 'hf'}")
 
 
 def prepare_output(config: TrainConfig, ranks: Ranks) -> Path:
     """Make the output directory, refusing one that holds another run's results."""
     output_dir = Path(config.output_dir)
-    with raise_together():
+    with raise_together(), write_errors(output_dir):
         if ranks.rank == 0:
-            taken = [name for name in ("hf", "metrics.jsonl") if (output_dir / name).exists()]
+            taken = [name for name in ("hf", "metrics.jsonl", "config.yaml") if (output_dir / name).exists()]
             if taken and not config.overwrite_output_dir:
                 raise ExpertMeshError(
-                    f"--output-dir {output_dir}: already holds {' and '.join(taken)}; "
+                    f"--output-dir {output_dir}: already holds {', '.join(taken)}; "
                     "choose another, or replace them with --overwrite-output-dir"
                 )
-            try:
-                output_dir.mkdir(parents=True, exist_ok=True)
-                config.save(output_dir / "config.yaml")
-            except OSError as error:
-                raise ExpertMeshError(f"--output-dir {output_dir}: cannot be written: {error.strerror}") from error
+            output_dir.mkdir(parents=True, exist_ok=True)
     return output_dir
 
 
-def read_data(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Sequence[Sample]:
-    """The tokenised samples. Rank 0 goes first and fills the cache that the others then read."""
-    samples: Sequence[Sample] = []
-    if not config.dataset:
-        return samples
+def read_data(config: TrainConfig, source: ModelSource, ranks: Ranks) -> tuple[Any, Samples | None]:
+    """Tokenizer and tokenised samples. Rank 0 goes first and fills the cache that the others then read."""
+    import datasets
+
+    tokenizer, samples = None, None
+    if ranks.rank > 0:
+        datasets.disable_progress_bars()
     for first in (True, False):
         with raise_together():
             if first == (ranks.rank == 0):
-                tokenizer = load_tokenizer(config, source)
-                samples = load_samples(
-                    config.dataset,
-                    tokenizer,
-                    config.prompt_column,
-                    config.response_column,
-                    config.prompt_template,
-                    config.max_seq_length,
-                )
-    return samples
+                if config.tokenizer or config.dataset:
+                    tokenizer = load_tokenizer(config, source)
+                if config.dataset:
+                    data_format = DataFormat(
+                        config.prompt_column, config.response_column, config.prompt_template, config.max_seq_length
+                    )
+                    samples = load_samples(config.dataset, tokenizer, data_format)
+    return tokenizer, samples
 
 
 def load_tokenizer(config: TrainConfig, source: ModelSource) -> Any:
@@ -121,7 +136,7 @@ def load_tokenizer(config: TrainConfig, source: ModelSource) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except Exception as error:
-        raise ExpertMeshError(f"{where}: no tokenizer there ({error}); name one with --tokenizer") from error
+        raise ExpertMeshError(f"{where}: no tokenizer there; name one with --tokenizer ({error})") from error
     if len(tokenizer) > source.config.vocab_size:
         raise ExpertMeshError(
             f"{where}: the tokenizer has {len(tokenizer)} tokens, the model only {source.config.vocab_size}"
@@ -129,39 +144,37 @@ def load_tokenizer(config: TrainConfig, source: ModelSource) -> Any:
     return tokenizer
 
 
-def shard_and_load(
-    model: Any, source: ModelSource, mesh: Mesh, config: TrainConfig, device: torch.device
-) -> Checkpoint:
-    """Put every parameter on its rank and read each rank's part; gives the checkpoint they came from."""
-    parameters = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    with raise_together():
-        checkpoint = open_checkpoint(source, parameters)
-    compute_dtype = torch.bfloat16 if config.bf16 else torch.float32
-    parallelize(model, mesh, compute_dtype, config.gradient_checkpointing)
-    materialize(model, device)
-    load_model(model, checkpoint, mesh.topology)
-    return checkpoint
-
-
 def facts(
-    model: Any, source: ModelSource, topology: Topology, kernel: KernelChoice, config: TrainConfig, global_batch: int
+    model: Any,
+    source: ModelSource,
+    topology: Topology,
+    kernel: KernelChoice,
+    config: TrainConfig,
+    samples: Samples | None,
+    global_batch: int,
 ) -> str:
-    """What is about to run, in three lines."""
+    """What is about to run, in a few lines."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     total = sum(sizes.values())
     experts = sum(size for name, size in sizes.items() if is_expert(name, model))
     active = total - experts + experts * source.shape.top_k // source.shape.num_experts
     world, local_experts = topology.world_size, source.shape.num_experts // topology.ep_size
     checkpointing = ", activation checkpointing" if config.gradient_checkpointing else ""
-    return (
+    lines = [
         f"{source.path}: {source.family.model_type}, {total / 1e6:,.1f} M parameters, "
-        f"{active / 1e6:,.1f} M active a token\n"
+        f"{active / 1e6:,.1f} M active a token",
         f"{world} ranks: dp {topology.dp_size} x ep {topology.ep_size}, {local_experts} experts a rank, "
         f"dense shard {topology.dense_shard}; global batch {global_batch} rows = {world} ranks "
-        f"x {config.per_device_train_batch_size} rows x {config.gradient_accumulation_steps} forwards\n"
+        f"x {config.per_device_train_batch_size} rows x {config.gradient_accumulation_steps} forwards",
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
-        f"attention {config.attn_implementation}{checkpointing}"
-    )
+        f"attention {config.attn_implementation}{checkpointing}",
+    ]
+    if samples is not None:
+        lines.append(
+            f"{config.dataset}: {len(samples):,} rows; {samples.num_cut:,} cut at {config.max_seq_length} tokens, "
+            f"{samples.num_without_target:,} with nothing left to learn"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -56,14 +56,19 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, default=Path("demo-run"), help="replaced if it exists")
+    parser.add_argument("--output-dir", type=Path, default=Path("demo-run"), help="an earlier demo in it is replaced")
     parser.add_argument("--max-steps", type=int, default=None, help="other than in configs/tiny.yaml")
     arguments = parser.parse_args()
     begin = time.perf_counter()
     out: Path = arguments.output_dir
+    marker = out / "made-by-the-demo"
+    if out.exists() and any(out.iterdir()) and not marker.exists():
+        print(f"demo: error: --output-dir {out}: holds other files; choose another", file=sys.stderr)
+        return 2
     shutil.rmtree(out, ignore_errors=True)
     model, data, run = out / "model", out / "train.jsonl", out / "run"
     out.mkdir(parents=True)
+    marker.touch()
 
     held_out = write_tasks(data)
     save_tokenizer(model, data)

@@ -21,15 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoints import export_model, load_model, open_checkpoint, open_source
+from checkpoints import export_model, open_source, shard_and_load
 from moe import KERNELS, build_model
 from sharding import (
     Topology,
     build_mesh,
     end_process_group,
     local_tensor,
-    materialize,
-    parallelize,
     start_process_group,
 )
 
@@ -95,14 +93,11 @@ def measure(directory: Path, ep_size: int) -> int:
     mesh = build_mesh("cpu", topology)
     source = open_source(directory / "model")
     model: Any = build_model(source.family, source.config, KERNELS["loop"])
-    checkpoint = open_checkpoint(source, {n: tuple(p.shape) for n, p in model.named_parameters()})
     dist.barrier()
     start = resident("VmRSS")
 
     begin = time.perf_counter()
-    parallelize(model, mesh, torch.float32, gradient_checkpointing=False)
-    materialize(model, ranks.device)
-    load_model(model, checkpoint, topology)
+    checkpoint = shard_and_load(model, source, mesh, ranks.device)
     load_seconds, load_peak = time.perf_counter() - begin, resident("VmHWM") - start
 
     # the second high-water mark includes the first, so export's bound is held by both together

@@ -1,8 +1,10 @@
 """Bytes on disk: reading Hugging Face checkpoints into shards and writing them back."""
 
 from checkpoints.export import export_model
-from checkpoints.load import load_model
-from checkpoints.source import Checkpoint, ModelSource, open_checkpoint, open_source, resolve_model
+from checkpoints.files import write_errors
+from checkpoints.load import load_model, shard_and_load
+from checkpoints.opening import open_checkpoint, parameter_shapes
+from checkpoints.source import Checkpoint, ModelSource, open_source, resolve_model
 
 __all__ = [
     "Checkpoint",
@@ -11,5 +13,8 @@ __all__ = [
     "load_model",
     "open_checkpoint",
     "open_source",
+    "parameter_shapes",
     "resolve_model",
+    "shard_and_load",
+    "write_errors",
 ]

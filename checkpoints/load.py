@@ -1,63 +1,92 @@
-"""Reads each rank's own slices of a Hugging Face checkpoint into its shards; no rank ever holds the full model."""
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+"""Reads each rank's own rows of a checkpoint into its shards; no rank ever holds the full model."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoints.mapping import DiskTensor, overlap
+from checkpoints.checksums import add_sums, row_sum
+from checkpoints.mapping import DiskTensor
+from checkpoints.opening import open_checkpoint
+from checkpoints.reader import SafetensorsReader
 from checkpoints.shards import ShardedParameter, sharded_parameters
-from checkpoints.source import Checkpoint, open_safetensors
+from checkpoints.source import Checkpoint, ModelSource
 from moe import ExpertMeshError
-from sharding import Topology, raise_together
+from sharding import Mesh, Topology, materialize, parallelize, raise_together
 
-# A file is mapped into memory while its slices are copied, and mapped pages count as this process's own. It is
-# closed and opened anew after so many bytes, so that they never pile up beside the shard.
-_BYTES_BEFORE_REOPEN = 32 * 2**20
+
+def shard_and_load(
+    model: nn.Module,
+    source: ModelSource,
+    mesh: Mesh,
+    device: torch.device,
+    compute_dtype: torch.dtype = torch.float32,
+    gradient_checkpointing: bool = False,
+) -> Checkpoint:
+    """Take a model from the meta device to its ranks, loaded. All ranks call it together.
+
+    Args:
+        model: from `moe.build_model`; parallelised in place (see `sharding.parallelize`).
+        source: the directory it is read from.
+
+    Returns:
+        The checkpoint it came from, which an export needs.
+
+    Raises:
+        ExpertMeshError: on all ranks, when the checkpoint is damaged or does not fit (see `open_checkpoint`).
+    """
+    with raise_together():
+        checkpoint = open_checkpoint(source, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    parallelize(model, mesh, compute_dtype, gradient_checkpointing)
+    materialize(model, device)
+    load_model(model, checkpoint, mesh.topology)
+    return checkpoint
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint, topology: Topology) -> None:
     """Fill the model's shards from the checkpoint. All ranks call it together.
 
     Raises:
-        ExpertMeshError: on all ranks, when a tensor is not finite, or a tied copy differs from its original.
+        ExpertMeshError: on all ranks, when a tensor is not finite, a tied copy differs from its original, or a file's
+            content does not match its checksum.
     """
+    sums: dict[str, int] = {}
     with raise_together():
-        _load_shards(model, checkpoint, topology)
+        shards = sharded_parameters(model, topology)
+        sums = _load_shards(shards, checkpoint)
+    if checkpoint.row_sums is not None:
+        _check_row_sums(sums, checkpoint)
 
 
 @torch.no_grad()
-def _load_shards(model: nn.Module, checkpoint: Checkpoint, topology: Topology) -> None:
-    shards = sharded_parameters(model, topology)
-    reader = _Reader(checkpoint.source.path)
-    for tensor in checkpoint.tensors:
-        for target, data, file in _slices(tensor, checkpoint, shards, reader):
-            target.copy_(data)
+def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) -> dict[str, int]:
+    """The row sums of what this rank has read and owns."""
+    reader = SafetensorsReader(checkpoint)
+    sums: dict[str, int] = {}
+    for parameter, shard in shards.items():
+        for piece in reader.pieces(parameter, shard.rows):
+            target = shard.view(piece.rows)
+            target.copy_(piece.data)
+            if checkpoint.row_sums is not None and shard.is_owner:
+                name = piece.tensor.name
+                sums[name] = add_sums(sums.get(name, 0), row_sum(piece.data, piece.rows.start))
             if not _all_finite(target):
-                raise ExpertMeshError(f"{file}: tensor {tensor.name} holds values that are not finite")
-    for tensor in checkpoint.tied_copies:
-        for target, data, file in _slices(tensor, checkpoint, shards, reader):
-            if not torch.equal(target, data.to(target.device, target.dtype)):
-                raise ExpertMeshError(
-                    f"{file}: {tensor.name} differs from {tensor.regions[0].parameter}, though config.json ties them; "
-                    "set tie_word_embeddings to false there"
-                )
+                raise ExpertMeshError(f"{piece.file}: tensor {piece.tensor.name} holds values that are not finite")
+    for copy in checkpoint.tied_copies:
+        _check_copy(copy, shards, reader)
     reader.close()
+    return sums
 
 
-def _slices(
-    tensor: DiskTensor, checkpoint: Checkpoint, shards: dict[str, ShardedParameter], reader: "_Reader"
-) -> Iterator[tuple[Tensor, Tensor, Path]]:
-    """(part of a shard, what the tensor on disk has for it, file) for each region that this rank holds rows of."""
-    file = checkpoint.infos[tensor.name].file
-    for region in tensor.regions:
-        shard = shards[region.parameter]
-        rows = overlap(shard.rows, region.rows)
-        if rows:
-            data = reader.read(file, tensor.name, region.select(rows))
-            yield shard.view(rows), data.t() if region.transposed else data, checkpoint.source.path / file
+def _check_copy(copy: DiskTensor, shards: dict[str, ShardedParameter], reader: SafetensorsReader) -> None:
+    (region,) = copy.regions
+    shard = shards[region.parameter]
+    for piece in reader.region_pieces(copy, region, shard.rows):
+        target = shard.view(piece.rows)
+        if not torch.equal(target, piece.data.to(target.device, target.dtype)):
+            raise ExpertMeshError(
+                f"{piece.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
+                "set tie_word_embeddings to false there"
+            )
 
 
 def _all_finite(tensor: Tensor) -> bool:
@@ -65,23 +94,11 @@ def _all_finite(tensor: Tensor) -> bool:
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
-class _Reader:
-    """Slices of the safetensors files in one directory, one file open at a time."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.file: str | None = None
-        self.handle: Any = None
-        self.bytes_read = 0
-
-    def read(self, file: str, name: str, index: tuple[int | slice, ...]) -> Tensor:
-        """A slice, lying in the mapped file: use it and let it go, or the file stays mapped."""
-        if file != self.file or self.bytes_read > _BYTES_BEFORE_REOPEN:
-            self.close()
-            self.file, self.handle, self.bytes_read = file, open_safetensors(self.path / file), 0
-        data = self.handle.get_slice(name)[index]
-        self.bytes_read += data.numel() * data.element_size()
-        return data
-
-    def close(self) -> None:
-        self.file = self.handle = None
+def _check_row_sums(sums: dict[str, int], checkpoint: Checkpoint) -> None:
+    assert checkpoint.row_sums is not None
+    shares: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(shares, sums)
+    for name, expected in checkpoint.row_sums.items():
+        if add_sums(*(share.get(name, 0) for share in shares)) != expected:
+            file = checkpoint.source.path / checkpoint.infos[name].file
+            raise ExpertMeshError(f"{file}: is damaged: the content of {name} does not match its checksum")

@@ -15,6 +15,7 @@ class ShardedParameter:
         rows: which they are.
         row_shape: shape of one row.
         owners: (rank, rows) of all rows, in row order, one owner a row.
+        is_owner: whether this rank is among them; else it holds a replica.
     """
 
     def __init__(self, parameter: Tensor, is_expert: bool, topology: Topology):
@@ -22,6 +23,7 @@ class ShardedParameter:
         self.rows = topology.rows(parameter.shape[0], is_expert, dist.get_rank())
         self.row_shape = torch.Size(parameter.shape[1:])
         self.owners = list(topology.owners(parameter.shape[0], is_expert))
+        self.is_owner = any(rank == dist.get_rank() for rank, _ in self.owners)
         assert self.local.shape[0] == len(self.rows), (self.local.shape, self.rows)
 
     def view(self, rows: range) -> Tensor:

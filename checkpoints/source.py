@@ -1,11 +1,12 @@
-"""Opening a Hugging Face model directory: its config, its safetensors files, and the names, shapes and dtypes in them.
+"""Opening a model directory: its config, its safetensors files, and the names, shapes and dtypes in them.
 
 Only JSON and safetensors are read; nothing is unpickled, and no path from an index leads out of the directory.
 """
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.mapping import DiskTensor, Region, disk_tensors, names_on_disk
+from checkpoints.output import DTYPES, INDEX_NAME, SINGLE_NAME, OutputTensor
 from moe import ExpertMeshError, Family, MoEShape, check_config, family_of
-from moe.families import DiskNames
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+# not "*.safetensors": some repositories hold the weights a second time, as consolidated*.safetensors
+_HUB_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+
+Parameters = dict[str, tuple[int, ...]]
+"""Global shape of every parameter of a model, by name; a tied one appears once."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +43,32 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model directory whose tensors have been matched with a model's parameters.
+    """A directory of safetensors files whose tensors have been matched with a model's parameters.
 
     Attributes:
         source: the directory and its config.
-        names: how it calls the MoE tensors.
         tensors: what it holds, in the model's order.
         tied_copies: tensors that repeat one of these, as an output projection stored beside the tied embedding does.
         infos: file, shape and dtype of each tensor, by name.
+        exported: what a Hugging Face directory of this model holds, in this order.
+        row_sums: of each tensor, where the directory has them (see `checkpoints.checksums`).
+        problems: what does not match, where the caller asked to be told instead of stopped.
     """
 
     source: ModelSource
-    names: DiskNames
     tensors: list[DiskTensor]
     tied_copies: list[DiskTensor]
     infos: dict[str, TensorInfo]
+    exported: list[OutputTensor]
+    row_sums: dict[str, int] | None = None
+    problems: list[str] = field(default_factory=list)
 
 
-def resolve_model(model: str) -> Path:
+def resolve_model(model: str, flag: str = "--model") -> Path:
     """The directory of `model`: itself, or the local copy of a hub id, downloaded if need be.
+
+    Args:
+        flag: how the user gave it, for the error.
 
     Raises:
         ExpertMeshError: it is neither, or cannot be fetched.
@@ -68,14 +77,14 @@ def resolve_model(model: str) -> Path:
     if path.is_dir():
         return path
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ExpertMeshError(f"--model {model}: no such directory")
+        raise ExpertMeshError(f"{flag} {model}: no such directory")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
     except Exception as error:
         raise ExpertMeshError(
-            f"--model {model}: no such directory, and not to be had from the hub "
+            f"{flag} {model}: no such directory, and not to be had from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
 
@@ -115,8 +124,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def open_checkpoint(source: ModelSource, parameters: dict[str, tuple[int, ...]]) -> Checkpoint:
-    """Read the headers of all files and match them with the model's parameters (name to global shape).
+def open_hf(source: ModelSource, parameters: Parameters, strict: bool = True) -> Checkpoint:
+    """Read the headers of all files of a Hugging Face directory and match them with the model's parameters.
+
+    Args:
+        strict: stop at what does not match; else list it in `problems` and leave it out of `tensors`.
 
     Raises:
         ExpertMeshError: a file is missing, truncated or outside the directory; a tensor is missing, unused,
@@ -125,36 +137,39 @@ def open_checkpoint(source: ModelSource, parameters: dict[str, tuple[int, ...]])
     infos = _read_headers(source.path, source.family)
     names = names_on_disk(infos, source.family)
     tensors = disk_tensors(parameters, source.family, source.shape, names)
-    copies = _tied_copies(parameters, infos)
-    _check_tensors(source, tensors + copies, infos)
-    return Checkpoint(source, names, tensors, copies, infos)
+    copies = tied_head(parameters, infos)
+    wrong = _mismatches(source, tensors + copies, infos)
+    if strict and wrong:
+        raise ExpertMeshError(f"{source.path}: {next(iter(wrong.values()))}")
+    tensors = [tensor for tensor in tensors if tensor.name not in wrong]
+    exported = [OutputTensor(tensor, infos[tensor.name].dtype) for tensor in tensors + copies]
+    return Checkpoint(source, tensors, copies, infos, exported, problems=list(wrong.values()))
 
 
-def _tied_copies(parameters: dict[str, tuple[int, ...]], infos: dict[str, TensorInfo]) -> list[DiskTensor]:
-    """With tied embeddings some checkpoints hold the output projection as a second copy."""
+def tied_head(parameters: Parameters, found: Collection[str]) -> list[DiskTensor]:
+    """With tied embeddings some checkpoints hold the output projection as a second copy; it, if it is among `found`."""
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    if head in parameters or head not in infos:
+    if head in parameters or head not in found:
         return []
     size = parameters[embedding]
     return [DiskTensor(head, size, (Region(embedding, range(size[0])),))]
 
 
-def _check_tensors(source: ModelSource, tensors: list[DiskTensor], infos: dict[str, TensorInfo]) -> None:
+def _mismatches(source: ModelSource, tensors: list[DiskTensor], infos: dict[str, TensorInfo]) -> dict[str, str]:
+    """What is wrong, by the name of the tensor."""
+    wrong = {}
     for tensor in tensors:
-        if tensor.name not in infos:
-            raise ExpertMeshError(f"{source.path}: tensor {tensor.name} is missing")
-        info = infos[tensor.name]
-        if info.shape != tensor.shape:
-            raise ExpertMeshError(
-                f"{source.path / info.file}: tensor {tensor.name} has shape {list(info.shape)}; "
+        info = infos.get(tensor.name)
+        if info is None:
+            wrong[tensor.name] = f"tensor {tensor.name} is missing"
+        elif info.shape != tensor.shape:
+            wrong[tensor.name] = (
+                f"tensor {tensor.name} in {info.file} has shape {list(info.shape)}; "
                 f"the config asks for {list(tensor.shape)}"
             )
-    unused = sorted(set(infos) - {tensor.name for tensor in tensors})
-    if unused:
-        more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
-        raise ExpertMeshError(
-            f"{source.path}: tensor {unused[0]}{more} has no place in this model; is config.json its own?"
-        )
+    for name in sorted(set(infos) - {tensor.name for tensor in tensors}):
+        wrong[name] = f"tensor {name} in {infos[name].file} has no place in this model; is config.json its own?"
+    return wrong
 
 
 def _read_headers(path: Path, family: Family) -> dict[str, TensorInfo]:
@@ -162,7 +177,7 @@ def _read_headers(path: Path, family: Family) -> dict[str, TensorInfo]:
     weight_map = _weight_map(path)
     ignored = [re.compile(pattern) for pattern in family.ignored_on_disk]
     for file in _files(path, weight_map):
-        for name, info in _read_header(path / file).items():
+        for name, info in read_header(path / file).items():
             if weight_map is not None and weight_map.get(name) != file:
                 raise ExpertMeshError(f"{path / file}: tensor {name} is not where {INDEX_NAME} has it")
             if not any(pattern.search(name) for pattern in ignored):
@@ -200,7 +215,13 @@ def _files(path: Path, weight_map: dict[str, str] | None) -> list[str]:
     return files
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Every tensor in a safetensors file.
+
+    Raises:
+        ExpertMeshError: the file is missing, truncated or no safetensors file, or has a tensor of another dtype
+            than fp32, bf16 or fp16.
+    """
     infos = {}
     with open_safetensors(file) as handle:
         for name in list(handle.keys()):

@@ -2,7 +2,7 @@
 
 from moe.errors import ExpertMeshError
 from moe.families import FAMILIES, Family, check_config, family_of
-from moe.kernels import KERNELS, KernelChoice, choose_kernel
+from moe.kernels import KERNELS, KernelChoice, check_kernel_name, choose_kernel
 from moe.layer import DroplessMoE, ExpertMLP, MoEShape
 from moe.losses import load_balancing_loss, router_z_loss
 from moe.router import Router, RouterStats
@@ -21,6 +21,7 @@ __all__ = [
     "RouterStats",
     "build_model",
     "check_config",
+    "check_kernel_name",
     "choose_kernel",
     "decoder_layers",
     "family_of",

@@ -101,7 +101,7 @@ def torch_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2:
     """
     num_experts, model_width = counts_e.numel(), rows_RD.shape[1]
     width = w1.shape[0] // num_experts
-    _check_grouped_mm(rows_RD, model_width, width)
+    _check_grouped_mm(rows_RD.dtype, model_width, width)
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
     w1_eFD, v1_eFD, w2_eFD = (w.view(num_experts, width, model_width) for w in (w1, v1, w2))
     gate_RF = F.grouped_mm(rows_RD, w1_eFD.transpose(1, 2), offs=ends_e)
@@ -109,13 +109,13 @@ def torch_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2:
     return _ContiguousGrad.apply(F.grouped_mm(F.silu(gate_RF) * up_RF, w2_eFD, offs=ends_e))
 
 
-def _check_grouped_mm(rows: Tensor, model_width: int, width: int) -> None:
-    if rows.dtype == torch.float64:
+def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
+    if dtype == torch.float64:
         raise ExpertMeshError("--expert-kernel torch-grouped has no float64; use --expert-kernel loop")
-    step = 16 // rows.element_size()
+    step = 16 // dtype.itemsize
     if model_width % step or width % step:
         raise ExpertMeshError(
-            f"--expert-kernel torch-grouped needs hidden and expert width to be multiples of {step} in {rows.dtype}; "
+            f"--expert-kernel torch-grouped needs hidden and expert width to be multiples of {step} in {dtype}; "
             f"this model has {model_width} and {width}; use --expert-kernel loop"
         )
 
@@ -142,16 +142,32 @@ class KernelChoice:
     why: str
 
 
-def choose_kernel(name: str, device_type: str) -> KernelChoice:
-    """The kernel for `--expert-kernel name`; "auto" picks by device, and `why` says so.
+def check_kernel_name(name: str) -> None:
+    """
+    Raises:
+        ExpertMeshError: no kernel is called `name`.
+    """
+    if name not in ("auto", *KERNELS):
+        raise ExpertMeshError(f"--expert-kernel {name} is unknown; use auto, {', '.join(KERNELS)}")
+
+
+def choose_kernel(name: str, device_type: str, model_width: int, expert_width: int, dtype: torch.dtype) -> KernelChoice:
+    """The kernel for `--expert-kernel name`; "auto" picks by device, sizes and dtype, and `why` says so.
 
     Raises:
-        ExpertMeshError: the name is unknown.
+        ExpertMeshError: the name is unknown, or that kernel cannot compute these sizes in this dtype.
     """
-    if name in KERNELS:
-        return KernelChoice(name, KERNELS[name], "asked for")
+    check_kernel_name(name)
+    if name == "torch-grouped":
+        _check_grouped_mm(dtype, model_width, expert_width)
     if name != "auto":
-        raise ExpertMeshError(f"--expert-kernel {name} is unknown; use auto, {', '.join(KERNELS)}")
+        return KernelChoice(name, KERNELS[name], "asked for")
     if device_type == "cpu":
         return KernelChoice("loop", loop, "auto: this is a CPU")
+    if dtype == torch.float32:
+        return KernelChoice("loop", loop, "auto: grouped_mm is made for bf16")
+    try:
+        _check_grouped_mm(dtype, model_width, expert_width)
+    except ExpertMeshError:
+        return KernelChoice("loop", loop, f"auto: widths {model_width} and {expert_width} do not suit grouped_mm")
     return KernelChoice("torch-grouped", torch_grouped, f"auto: one launch for all experts on {device_type}")

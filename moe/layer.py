@@ -46,6 +46,7 @@ class ExpertMLP(nn.Module):
 
 
 def _local(weight: Tensor) -> Tensor:
+    """Experts that have been distributed are DTensors; a kernel computes on this rank's part."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -55,7 +56,8 @@ class DroplessMoE(nn.Module):
     Attributes:
         dispatcher: local until `sharding` puts an all-to-all one in its place.
         is_token_BS: set before each forward where the batch holds padding (see `moe.swap`); None means no padding.
-        stats: the routing statistics of the latest forward.
+        stats: the routing statistics of the latest forward, until `moe.swap.take_stats` takes them.
+        recording: whether a forward leaves its statistics in `stats`.
     """
 
     def __init__(self, shape: MoEShape, kernel: Kernel = loop):
@@ -66,6 +68,7 @@ class DroplessMoE(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(shape.num_experts)
         self.is_token_BS: Tensor | None = None
         self.stats: RouterStats | None = None
+        self.recording = True
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.training and self.shape.jitter_noise > 0:
@@ -74,7 +77,8 @@ class DroplessMoE(nn.Module):
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         is_token_T = None if self.is_token_BS is None else self.is_token_BS.reshape(-1)
         routing = self.router(x_TD, is_token_T)
-        self.stats = routing.stats
+        if self.recording:
+            self.stats = routing.stats
         has_padding = is_token_T is not None
         rows_RD, counts_e, plan = self.dispatcher.dispatch(
             x_TD, routing.experts_TK, routing.stats.counts_E, has_padding

@@ -1,10 +1,12 @@
 """Puts `DroplessMoE` layers where a Hugging Face model has its own MoE blocks; attention and the rest stay HF's."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe.errors import ExpertMeshError
 from moe.families import Family
 from moe.kernels import Kernel
 from moe.layer import DroplessMoE, MoEShape
@@ -12,12 +14,25 @@ from moe.router import RouterStats
 
 
 def build_model(family: Family, config: Any, kernel: Kernel, attn_implementation: str = "sdpa") -> nn.Module:
-    """The family's HF model on the meta device, fp32, with its MoE blocks swapped. Holds no memory yet."""
+    """The family's HF model on the meta device, fp32, with its MoE blocks swapped. Holds no memory yet.
+
+    Raises:
+        ExpertMeshError: transformers cannot build it from this config with this attention.
+    """
     import transformers
 
     model_class = getattr(transformers, family.model_class)
+    # HF would compute its balancing loss from router modules that are no longer there; ours is in moe.losses
+    config = deepcopy(config)
+    config.output_router_logits = False
     with torch.device("meta"):
-        model = model_class._from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
+        try:
+            model = model_class._from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
+        except Exception as error:
+            raise ExpertMeshError(
+                f"transformers cannot build {family.model_class} from this config.json "
+                f"with --attn-implementation {attn_implementation}: {type(error).__name__}: {error}"
+            ) from error
         swap_moe_blocks(model, family, family.shape(config), kernel)
     return model
 
@@ -31,19 +46,26 @@ def swap_moe_blocks(model: nn.Module, family: Family, shape: MoEShape, kernel: K
     """
     for layer in decoder_layers(model):
         setattr(layer, family.block, DroplessMoE(shape, kernel))
-    model.register_forward_pre_hook(_tell_padding, with_kwargs=True)
+    decoder_stack(model).register_forward_pre_hook(_before_forward, with_kwargs=True)
 
 
-def _tell_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+def _before_forward(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     is_token_BS = kwargs.pop("is_token_BS", None)
     attention_mask = kwargs.get("attention_mask")
     if is_token_BS is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        tokens: Any = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        candidates = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        tokens = next(t for t in candidates if t is not None)
         # with a KV cache the mask also covers the tokens of earlier calls
         is_token_BS = attention_mask[:, -tokens.shape[1] :].bool()
-    for block in moe_blocks(model):
+    for block in moe_blocks(stack):
         block.is_token_BS = is_token_BS
+        block.recording = True
     return args, kwargs
+
+
+def decoder_stack(model: Any) -> nn.Module:
+    """The part of a HF causal language model that holds embeddings and decoder layers."""
+    return model.model
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -63,4 +85,7 @@ def take_stats(model: nn.Module) -> list[RouterStats]:
         assert block.stats is not None, "take_stats before any forward"
         stats.append(block.stats)
         block.stats = None
+        # activation checkpointing runs the layer again in backward: what it records then would keep alive all that
+        # was recomputed, layer upon layer
+        block.recording = False
     return stats

@@ -3,7 +3,14 @@
 from sharding.clipping import clip_grad_norm
 from sharding.mesh import Mesh, build_mesh
 from sharding.parallelize import is_expert, local_tensor, materialize, parallelize
-from sharding.process import Ranks, end_process_group, raise_together, read_environment, start_process_group
+from sharding.process import (
+    Ranks,
+    device_type,
+    end_process_group,
+    raise_together,
+    read_environment,
+    start_process_group,
+)
 from sharding.topology import DenseShard, Topology, check_ep_size
 
 __all__ = [
@@ -14,6 +21,7 @@ __all__ = [
     "build_mesh",
     "check_ep_size",
     "clip_grad_norm",
+    "device_type",
     "end_process_group",
     "is_expert",
     "local_tensor",

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 
 from moe import ExpertMeshError
 
@@ -28,22 +30,30 @@ def read_environment() -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
+def device_type(use_cpu: bool) -> str:
+    """Where a run computes: "cuda" where there is a GPU, unless told otherwise."""
+    return "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"
+
+
 def start_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
     """Join the process group: gloo on CPU; on GPU nccl, with gloo beside it for what lies in host memory.
 
     Works under torchrun, and as a plain `python` process, which becomes a group of one.
     """
     rank, world_size, local_rank = read_environment()
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and not use_cpu:
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
+    kind = device_type(use_cpu)
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     dist.init_process_group(
-        backend, rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout_seconds)
+        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+        rank=rank,
+        world_size=world_size,
+        store=None if "RANK" in os.environ else dist.HashStore(),
+        timeout=timedelta(seconds=timeout_seconds),
     )
-    return Ranks(rank, world_size, device)
+    state: Any = PartialState(cpu=kind == "cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    return Ranks(state.process_index, state.num_processes, device)
 
 
 def end_process_group() -> None:
@@ -54,18 +64,26 @@ def end_process_group() -> None:
 
 @contextmanager
 def raise_together() -> Iterator[None]:
-    """Around work that each rank does alone and that may fail on some only, without collectives inside.
+    """Around work that may fail on some ranks only, so that no rank goes on to wait for one that has failed.
+
+    The work may use collectives only if a rank that meets an error still takes part in all of them.
 
     Raises:
-        ExpertMeshError: on every rank, the error of the lowest rank that met one, so that no rank waits for another.
+        ExpertMeshError: on every rank, when one met an error; the message is that of the lowest such rank. A rank
+            that met anything but an ExpertMeshError raises that itself.
     """
-    problem: str | None = None
+    caught: Exception | None = None
     try:
         yield
-    except ExpertMeshError as error:
-        problem = str(error)
+    except Exception as error:
+        caught = error
+    problem = None if caught is None else str(caught)
+    if caught is not None and not isinstance(caught, ExpertMeshError):
+        problem = f"rank {dist.get_rank()} failed: {type(caught).__name__}: {caught}"
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
+    if caught is not None and not isinstance(caught, ExpertMeshError):
+        raise caught
     first = next((p for p in problems if p is not None), None)
     if first is not None:
-        raise ExpertMeshError(first)
+        raise ExpertMeshError(first) from caught

@@ -2,7 +2,6 @@
 
 import difflib
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -12,7 +11,8 @@ from typing import Any, Literal, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from moe import KERNELS, ExpertMeshError
+from moe import KERNELS, ExpertMeshError, check_kernel_name
+from moe.sizes import parse_size
 from sharding import DenseShard
 
 Scheduler = Literal[
@@ -69,10 +69,10 @@ class TrainConfig:
 
     logging_steps: int = _flag(1, "Log every so many steps.")
     report_to: list[str] = field(
-        default_factory=list, metadata={"help": "Trackers of accelerate: tensorboard, wandb, mlflow, ..."}
+        default_factory=list, metadata={"help": "Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none."}
     )
     run_name: str = _flag("expertmesh", "Name of the run in the trackers.")
-    export: bool = _flag(True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf.")
+    export: bool = _flag(True, "Whether, at the end, to write the model in Hugging Face form to OUTPUT_DIR/hf.")
     max_shard_size: str = _flag("5GB", "Size of an exported safetensors file.")
 
     def __post_init__(self) -> None:
@@ -83,8 +83,9 @@ class TrainConfig:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ExpertMeshError(f"{_as_flag(name)} {getattr(self, name)}: must be in [0, 1)")
-        if self.expert_kernel not in ("auto", *KERNELS):
-            raise ExpertMeshError(f"--expert-kernel {self.expert_kernel} is unknown; use auto, {', '.join(KERNELS)}")
+        check_kernel_name(self.expert_kernel)
+        if self.seed >= 2**62:
+            raise ExpertMeshError(f"--seed {self.seed}: must be below 2^62")
         if "{prompt}" not in self.prompt_template:
             raise ExpertMeshError(f"--prompt-template {self.prompt_template!r} has no {{prompt}} in it")
         if not self.model:
@@ -99,14 +100,6 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
-
-
-def parse_size(flag: str, text: str) -> int:
-    """Bytes written like 5GB or 500MB; as in transformers, 1 GB is 10^9 bytes."""
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
-    if match is None or int(match[1]) == 0:
-        raise ExpertMeshError(f"{flag} {text}: write it like 5GB or 500MB")
-    return int(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2].upper()]
 
 
 _AT_LEAST = {
@@ -180,8 +173,8 @@ def _yaml_arguments(parser: _Parser, file: Path) -> list[str]:
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f"unknown {kind} {name}; did you mean {near[0]}?"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"unknown {kind} {name}; " + (f"did you mean {near[0]}?" if near else "--help lists what there is")
 
 
 def _as_flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run tells: a line of facts at the start, a progress bar, metrics.jsonl, and accelerate's trackers.
+"""What a run tells: a progress bar, config.yaml and metrics.jsonl, and accelerate's trackers.
 
 Only the main process writes.
 """
@@ -13,7 +13,9 @@ from typing import Any, TextIO
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from checkpoints import write_errors
 from moe import ExpertMeshError
+from sharding import raise_together
 from training.config import TrainConfig
 
 
@@ -21,11 +23,15 @@ class RunLog:
     """Use as a context manager; on processes other than the main one every method does nothing."""
 
     def __init__(self, config: TrainConfig, output_dir: Path, num_steps: int, use_cpu: bool):
+        trackers: list[Any] = [name for name in config.report_to if name != "none"]
         try:
-            trackers: list[Any] | None = list(config.report_to) or None
-            self.accelerator = Accelerator(cpu=use_cpu, log_with=trackers, project_dir=str(output_dir))
+            self.accelerator = Accelerator(cpu=use_cpu, log_with=trackers or None, project_dir=str(output_dir))
         except ValueError as error:
             raise ExpertMeshError(f"--report-to {' '.join(config.report_to)}: {error}") from error
+        # accelerate leaves out without a word what is not installed
+        missing = {str(name) for name in trackers} - {str(name) for name in self.accelerator.log_with} - {"all"}
+        if missing:
+            raise ExpertMeshError(f"--report-to {' '.join(sorted(missing))}: not installed; pip install it first")
         self.is_main = self.accelerator.is_main_process
         self.config = config
         self.output_dir = output_dir
@@ -34,8 +40,10 @@ class RunLog:
         self.bar: Any = None
 
     def __enter__(self) -> "RunLog":
-        if self.is_main:
-            self.file = open(self.output_dir / "metrics.jsonl", "w", encoding="utf-8")
+        with raise_together(), write_errors(self.output_dir):
+            if self.is_main:
+                self.config.save(self.output_dir / "config.yaml")
+                self.file = open(self.output_dir / "metrics.jsonl", "w", encoding="utf-8")
         settings = {k: v for k, v in asdict(self.config).items() if isinstance(v, int | float | str)}
         self.accelerator.init_trackers(self.config.run_name, config=settings)
         return self

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from checkpoints import ModelSource
 from sharding import Mesh, Ranks
 from training.config import TrainConfig
 from training.data import DataOrder, Sample, collate
@@ -27,21 +28,27 @@ def number_of_steps(config: TrainConfig, order: DataOrder) -> int:
     return config.max_steps if config.max_steps >= 0 else math.ceil(config.num_train_epochs * order.steps_per_epoch)
 
 
-def loss_weights(config: TrainConfig, model_config: Any) -> LossWeights:
+def loss_weights(config: TrainConfig, source: ModelSource) -> LossWeights:
     """The coefficients asked for, or the model's own where it would add the balancing loss in transformers too."""
     balance = config.router_aux_loss_coef
     if balance is None:
-        balance = model_config.router_aux_loss_coef if model_config.output_router_logits else 0.0
+        balance = source.config.router_aux_loss_coef if source.config.output_router_logits else 0.0
     return LossWeights(balance, config.router_z_loss_coef)
 
 
 def train(
-    model: Any, samples: Sequence[Sample], order: DataOrder, config: TrainConfig, mesh: Mesh, ranks: Ranks, log: RunLog
+    model: Any,
+    samples: Sequence[Sample],
+    order: DataOrder,
+    config: TrainConfig,
+    weights: LossWeights,
+    mesh: Mesh,
+    ranks: Ranks,
+    log: RunLog,
 ) -> None:
     """Train `model` in place for the number of steps that `log` was told."""
     optimizer = build_optimizer(model, config)
     scheduler = build_scheduler(optimizer, config, log.num_steps)
-    weights = loss_weights(config, model.config)
     model.train()
     tokens_since, time_since = 0, time.perf_counter()
     for step in log.steps():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
+from moe import ExpertMeshError
 from training.config import TrainConfig
 
 
@@ -30,10 +31,17 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: TrainConfig, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """transformers' schedule over `num_steps`; a warm-up below 1 is a share of them."""
+    """transformers' schedule over `num_steps`; a warm-up below 1 is a share of them.
+
+    Raises:
+        ExpertMeshError: the schedule does not take this learning rate or warm-up.
+    """
     warmup = config.warmup_steps
     num_warmup = int(warmup) if warmup >= 1 else math.ceil(warmup * num_steps)
-    scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
-        config.lr_scheduler_type, optimizer, num_warmup_steps=num_warmup, num_training_steps=num_steps
-    )
+    try:
+        scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
+            config.lr_scheduler_type, optimizer, num_warmup_steps=num_warmup, num_training_steps=num_steps
+        )
+    except ValueError as error:
+        raise ExpertMeshError(f"--lr-scheduler-type {config.lr_scheduler_type}: {error}") from error
     return scheduler

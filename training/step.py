@@ -5,6 +5,7 @@ Every loss is a local sum over a global count, so that gradients are plain sums 
 Shape suffixes: B rows, S positions, V vocabulary, L MoE layers, E experts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe import RouterStats, load_balancing_loss, router_z_loss, take_stats
+from moe import ExpertMeshError, RouterStats, load_balancing_loss, router_z_loss, take_stats
 from sharding import Mesh, clip_grad_norm
 from training.data import IGNORED, Batch
 
@@ -57,9 +58,7 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
         The step's figures, with a grad_norm of 0.
     """
     device = batches[0].tokens_BS.device
-    counted = torch.tensor(
-        [[int((b.targets_BS != IGNORED).sum()), int(b.is_token_BS.sum())] for b in batches], device=device
-    )
+    counted = torch.tensor([[b.num_targets, b.num_tokens] for b in batches], device=device)
     dist.all_reduce(counted)
     num_targets, num_tokens = (max(int(n), 1) for n in counted.sum(dim=0))
 
@@ -108,9 +107,18 @@ def train_step(
     weights: LossWeights,
     max_grad_norm: float,
 ) -> StepResult:
-    """Gradients from zero, clipped over all meshes at once, then one update."""
+    """Gradients from zero, clipped over all meshes at once, then one update.
+
+    Raises:
+        ExpertMeshError: on all ranks, when loss or gradient norm is not finite; the weights are as before.
+    """
     optimizer.zero_grad()
     result = compute_gradients(model, batches, weights)
     grad_norm = clip_grad_norm(model, mesh, max_grad_norm)
+    if not math.isfinite(result.loss + grad_norm):
+        raise ExpertMeshError(
+            f"the loss is {result.loss} and the gradient norm {grad_norm}: training has diverged; the update was not "
+            "made; try a lower --learning-rate, more --warmup-steps, or --max-grad-norm 1"
+        )
     optimizer.step()
     return StepResult(**{**vars(result), "grad_norm": grad_norm})

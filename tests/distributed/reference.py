@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import MixtralForCausalLM
 
-from checkpoints import load_model, open_checkpoint, open_source
-from moe import build_model, choose_kernel
-from sharding import Topology, build_mesh, materialize, parallelize
+from checkpoints import open_source, shard_and_load
+from moe import KERNELS, build_model
+from sharding import Topology, build_mesh
 from tests.tiny import tiny_mixtral
 from training import TrainConfig
 from training.data import Batch, DataOrder, Sample, collate
@@ -80,14 +80,14 @@ def reference(case: Case, **changes: Any) -> Figures:
         optimizer.zero_grad()
         out = model(
             input_ids=batch.tokens_BS,
-            attention_mask=batch.is_token_BS.long(),
+            attention_mask=attention_mask(batch),
             labels=labels,
             num_items_in_batch=max(int((labels[:, 1:] != -100).sum()), 1),
             output_router_logits=True,
         )
         balance = out.aux_loss
         cross_entropy = out.loss - model.router_aux_loss_coef * balance
-        logits = torch.stack([layer.float()[batch.is_token_BS.flatten()] for layer in out.router_logits])
+        logits = torch.stack([layer.float()[attention_mask(batch).bool().flatten()] for layer in out.router_logits])
         z = logits.logsumexp(dim=-1).square().mean()
         (cross_entropy + case.balance * balance + case.z * z).backward()
         if step == 0:
@@ -98,6 +98,11 @@ def reference(case: Case, **changes: Any) -> Figures:
         balances.append(float(balance.detach()))
         zs.append(float(z.detach()))
     return Figures(losses, balances[0], zs[0], grad_norms, grads, in_our_layout(model, "data"))
+
+
+def attention_mask(batch: Batch) -> Tensor:
+    """As transformers wants it: 1 for a token, 0 for padding."""
+    return torch.ones_like(batch.tokens_BS) if batch.is_token_BS is None else batch.is_token_BS.long()
 
 
 def unshifted_labels(samples: Sequence[Sample], batch: Batch) -> Tensor:
@@ -130,12 +135,11 @@ def in_our_layout(model: MixtralForCausalLM, what: str) -> dict[str, Tensor]:
 def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, Any]:
     """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group."""
     source = open_source(path)
-    model: Any = build_model(source.family, source.config, choose_kernel(case.kernel, "cpu").kernel)
-    checkpoint = open_checkpoint(source, {n: tuple(p.shape) for n, p in model.named_parameters()})
+    model: Any = build_model(source.family, source.config, KERNELS[case.kernel])
     mesh = build_mesh("cpu", topology)
-    parallelize(model, mesh, case.compute_dtype, case.gradient_checkpointing)
-    materialize(model, torch.device("cpu"))
-    load_model(model, checkpoint, topology)
+    checkpoint = shard_and_load(
+        model, source, mesh, torch.device("cpu"), case.compute_dtype, case.gradient_checkpointing
+    )
     return model, mesh, checkpoint
 
 

@@ -1,6 +1,8 @@
 """HF checkpoint in, HF checkpoint out: the same bits, streamed, at any arrangement of ranks."""
 
 import json
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from checkpoints import export_model
 from moe import ExpertMeshError
 from sharding import Topology
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, random_samples, sharded_model
+from tests.distributed.reference import Case, attention_mask, random_samples, sharded_model
 from tests.tiny import relative_error, save_model, save_tokenizer
 from training.data import collate
 
@@ -104,7 +106,7 @@ def logits(path: Path, topology: Topology) -> torch.Tensor:
     model, _, _ = sharded_model(path, topology, CASE)
     batch = collate(CASE.samples)
     with torch.no_grad():
-        return model.eval()(input_ids=batch.tokens_BS, attention_mask=batch.is_token_BS.long()).logits
+        return model.eval()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(4, 2)], ids=str)
@@ -113,9 +115,10 @@ def test_sharded_logits_equal_transformers(ranks: RankPool, tiny_model: Path, to
     batch = collate(CASE.samples)
     model = MixtralForCausalLM.from_pretrained(tiny_model)
     with torch.no_grad():
-        expected = model(input_ids=batch.tokens_BS, attention_mask=batch.is_token_BS.long()).logits
+        expected = model(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits
+    is_token_BS = attention_mask(batch).bool()
     for found in ranks.run(logits, topology.world_size, tiny_model, topology):
-        assert relative_error(found[batch.is_token_BS], expected[batch.is_token_BS]) < 1e-5
+        assert relative_error(found[is_token_BS], expected[is_token_BS]) < 1e-5
 
 
 def load_error(path: Path, topology: Topology) -> str:
@@ -164,8 +167,30 @@ def test_bad_tensor_is_named_on_all_ranks(ranks: RankPool, tmp_path: Path, chang
     assert all(word in messages[0] for word in said), messages[0]
 
 
+def test_export_that_fails_half_way(ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
+    """A full disk, played by a limit on the size of a file: every rank learns of it, none waits for another, nothing
+    is left behind, and what stood there before is untouched."""
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "earlier").write_text("precious")
+    messages = ranks.run(export_error_with_file_limit, 4, tiny_model, out, Topology(4, 2), 20_000)
+    assert len(set(messages)) == 1
+    assert "cannot be written" in messages[0]
+    assert [path.name for path in tmp_path.rglob("*")] == ["hf", "earlier"]
+
+
+def export_error_with_file_limit(source: Path, out: Path, topology: Topology, limit: int) -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        return export_error(source, out, topology)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
 def test_export_that_cannot_be_written(ranks: RankPool, tiny_model: Path, tmp_path: Path) -> None:
-    """All ranks learn of it, and what stood there before is untouched."""
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     messages = ranks.run(export_error, 2, tiny_model, blocked / "hf", Topology(2, 2))

@@ -87,8 +87,13 @@ def test_grouped_refuses_what_it_cannot_do() -> None:
 
 
 def test_choice() -> None:
-    assert choose_kernel("auto", "cpu").name == "loop"
-    assert choose_kernel("auto", "cuda").name == "torch-grouped"
-    assert choose_kernel("torch-grouped", "cpu").why == "asked for"
+    bf16 = torch.bfloat16
+    assert choose_kernel("auto", "cpu", 64, 64, bf16).name == "loop"
+    assert choose_kernel("auto", "cuda", 64, 64, bf16).name == "torch-grouped"
+    assert choose_kernel("auto", "cuda", 64, 64, torch.float32).name == "loop"
+    assert choose_kernel("auto", "cuda", 64, 60, bf16).name == "loop"
+    assert choose_kernel("torch-grouped", "cpu", 64, 64, bf16).why == "asked for"
+    with pytest.raises(ExpertMeshError, match="multiples of 8"):
+        choose_kernel("torch-grouped", "cuda", 64, 60, bf16)
     with pytest.raises(ExpertMeshError, match="magic is unknown; use auto, loop"):
-        choose_kernel("magic", "cpu")
+        choose_kernel("magic", "cpu", 64, 64, bf16)

@@ -166,7 +166,7 @@ def test_auxiliary_losses_add_up_over_ranks() -> None:
 
 
 def test_swapped_model_is_on_meta_and_padding_is_passed_on() -> None:
-    model = build_model(family_of("mixtral", "here"), tiny_config(), KERNELS["loop"])
+    model: Any = build_model(family_of("mixtral", "here"), tiny_config(), KERNELS["loop"])
     assert all(p.is_meta for p in model.parameters())
     blocks = moe_blocks(model)
     assert len(blocks) == 2
@@ -179,7 +179,12 @@ def test_swapped_model_is_on_meta_and_padding_is_passed_on() -> None:
     assert [int(s.counts_E.sum()) for s in take_stats(model)] == [2 * 6, 2 * 6]
     model(input_ids=tokens, is_token_BS=mask.bool(), use_cache=False)
     assert [int(s.counts_E.sum()) for s in take_stats(model)] == [2 * 6, 2 * 6]
-    model(input_ids=tokens, use_cache=False)
+    embedded = model.get_input_embeddings()(tokens)
+    model(input_ids=None, inputs_embeds=embedded, attention_mask=mask, use_cache=False)
+    assert [int(s.counts_E.sum()) for s in take_stats(model)] == [2 * 6, 2 * 6]
+    # the decoder stack alone, without a mask, must not remember the last one
+    model.get_decoder()(input_ids=tokens, use_cache=False)
+    assert [int(s.counts_E.sum()) for s in take_stats(model)] == [2 * 8, 2 * 8]
     assert blocks[0].is_token_BS is None
 
 

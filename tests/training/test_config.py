@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from moe import ExpertMeshError
+from moe.sizes import parse_size
 from training import parse_config
-from training.config import parse_size
 
 NEEDED = ["--model", "m", "--dataset", "d"]
 

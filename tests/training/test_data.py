@@ -1,6 +1,7 @@
 """Tokenising, batching, and the order of rows."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from moe import ExpertMeshError
-from training import load_samples
+from training import DataFormat, load_samples
 from training.data import DataOrder, Sample, collate
+
+FORMAT = DataFormat("prompt", "response", "{prompt}\\n", max_seq_length=64)
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +21,7 @@ def tokenizer(tiny_model: Path) -> Any:
 
 
 def load(file: Path, tokenizer: Any, **changes: Any) -> Any:
-    settings = dict(
-        prompt_column="prompt", response_column="response", prompt_template="{prompt}\\n", max_seq_length=64
-    )
-    return load_samples(str(file), tokenizer, **{**settings, **changes})
+    return load_samples(str(file), tokenizer, replace(FORMAT, **changes))
 
 
 @pytest.mark.parametrize("lines", [True, False], ids=["JSON lines", "one JSON list"])
@@ -37,9 +37,13 @@ def test_tokens_and_prompt_length(tmp_path: Path, tokenizer: Any, lines: bool) -
 
 def test_truncation(tmp_path: Path, tokenizer: Any) -> None:
     file = tmp_path / "data.jsonl"
-    file.write_text(json.dumps({"prompt": "abcdef", "response": "ghi"}))
-    (sample,) = load(file, tokenizer, max_seq_length=4)
-    assert len(sample.tokens) == sample.prompt_length == 4
+    file.write_text("\n".join(json.dumps({"prompt": p, "response": "ghi"}) for p in ("abcdef", "a", "")))
+    samples = load(file, tokenizer, max_seq_length=4)
+    assert [(len(s.tokens), s.prompt_length) for s in samples] == [(4, 4), (4, 2), (4, 1)]
+    assert samples.num_cut == 3
+    assert samples.num_without_target == 1
+    with pytest.raises(ExpertMeshError, match="no row has a response token within --max-seq-length 2"):
+        load(file, tokenizer, prompt_template="{prompt}{prompt}  ", max_seq_length=2)
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path, tokenizer: Any) -> None:
@@ -53,28 +57,58 @@ def test_a_changed_file_is_read_anew(tmp_path: Path, tokenizer: Any) -> None:
 def test_malformed_json_list(tmp_path: Path, tokenizer: Any) -> None:
     file = tmp_path / "data.json"
     file.write_text('[{"prompt": "a", "response": ')
-    with pytest.raises(ExpertMeshError, match="cannot be read as JSON"):
+    with pytest.raises(ExpertMeshError, match=r"the file is not valid JSON .*line 1 column 30"):
         load(file, tokenizer)
 
 
-def test_line_that_is_no_object(tmp_path: Path, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "a", "response": "b"}\n[1, 2]\n', "line 2 is no JSON object"),
+        (b'\n{"prompt": "a", "response": "caf\xe9"}\n', "line 2 is not UTF-8 text"),
+        (b" \n\n", "has no rows"),
+        (b"[]", "has no rows"),
+        (b"{}", "line 1 has no column 'prompt'"),
+        (b'[{"prompt": "a", "response": "b"}, {"prompt": "a"}]', "row 2 has no column 'response'; found: prompt"),
+        (b'{"prompt": "a", "response": 3}', "line 1: response is 3, not text"),
+        (b"[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_bad_data(tmp_path: Path, tokenizer: Any, content: bytes, said: str) -> None:
     file = tmp_path / "data.jsonl"
-    file.write_text('{"prompt": "a", "response": "b"}\n[1, 2]\n')
-    with pytest.raises(ExpertMeshError, match="line 2 is no JSON object"):
+    file.write_bytes(content)
+    with pytest.raises(ExpertMeshError, match=said):
         load(file, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["data[1].jsonl", "a b*.json"])
+def test_text_that_looks_like_something_else(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    """Dates and numbers in quotes stay text, a byte order mark is no text, and a file's name is no pattern."""
+    file = tmp_path / name
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "007", "response": "2024-01-01", "other": 1}\n')
+    (sample,) = load(file, tokenizer)
+    assert tokenizer.decode(sample.tokens) == "007\n2024-01-01</s>"
 
 
 def test_targets_are_the_response_and_its_end() -> None:
     batch = collate([Sample([10, 11, 12, 13], prompt_length=2), Sample([20, 21], prompt_length=0), Sample([30, 31], 2)])
     assert batch.tokens_BS.tolist() == [[10, 11, 12, 13], [20, 21, 0, 0], [30, 31, 0, 0]]
+    assert batch.is_token_BS is not None
     assert batch.is_token_BS.sum(dim=1).tolist() == [4, 2, 2]
+    assert (batch.num_tokens, batch.num_targets) == (8, 3)
     assert batch.targets_BS.tolist() == [[-100, 12, 13, -100], [21, -100, -100, -100], [-100] * 4]
 
 
 def test_no_sample_is_one_position_of_padding() -> None:
     batch = collate([])
     assert batch.tokens_BS.shape == (1, 1)
+    assert batch.is_token_BS is not None
     assert not batch.is_token_BS.any()
+    assert (batch.num_tokens, batch.num_targets) == (0, 0)
+
+
+def test_no_padding_no_mask() -> None:
+    assert collate([Sample([1, 2], 1), Sample([3, 4], 1)]).is_token_BS is None
 
 
 def test_rows_of_a_step_do_not_depend_on_how_they_are_shared_out() -> None:

@@ -1,0 +1,129 @@
+"""Convert, export, verify and inspect checkpoints: `python -m checkpoints ...`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from checkpoints.convert import HowToWrite, convert, export_offline
+from checkpoints.inspection import describe
+from checkpoints.manifest import check_all_bytes
+from checkpoints.opening import open_checkpoint, parameter_shapes
+from checkpoints.reader import SafetensorsReader
+from checkpoints.source import open_source, resolve_model
+from checkpoints.verify import Side, compare
+from moe import ExpertMeshError
+from moe.sizes import parse_size
+
+DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ExpertMeshError(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m checkpoints", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    how = _Parser(add_help=False)
+    how.add_argument("--max-shard-size", default="5GB", help="size of a file, where it is free to choose")
+    how.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="files written at once")
+    how.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+
+    to_shards = commands.add_parser("convert", parents=[how], help="Hugging Face directory to EP shards")
+    to_shards.add_argument("source", help="directory, or hub id")
+    to_shards.add_argument("out", type=Path)
+    to_shards.add_argument("--ep-size", type=int, required=True, help="ranks that share out the experts")
+    to_shards.add_argument("--dtype", choices=list(DTYPE_NAMES), help="of every tensor; default: as they are")
+
+    to_hf = commands.add_parser("export", parents=[how], help="EP shards to Hugging Face directory")
+    to_hf.add_argument("source", type=Path)
+    to_hf.add_argument("out", type=Path)
+
+    verify = commands.add_parser("verify", help="whether two checkpoints of any form hold the same model")
+    verify.add_argument("a", type=Path)
+    verify.add_argument("b", type=Path)
+    verify.add_argument("--rtol", type=float, help="allow values this far apart, relatively; default: same bits")
+
+    inspect = commands.add_parser("inspect", help="what a checkpoint is, and whether it is whole")
+    inspect.add_argument("path", type=Path)
+    inspect.add_argument("--tensors", action="store_true", help="list them")
+    inspect.add_argument("--check", action="store_true", help="hold every byte against the checksums")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; 1 where `verify` finds a difference or `inspect` a fault; 2 after a mistake in the input."""
+    try:
+        arguments = build_parser().parse_args(argv)
+        return {"convert": _convert, "export": _export, "verify": _verify, "inspect": _inspect}[arguments.command](
+            arguments
+        )
+    except ExpertMeshError as error:
+        print(f"checkpoints: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _how(arguments: argparse.Namespace) -> HowToWrite:
+    if arguments.workers < 1:
+        raise ExpertMeshError(f"--workers {arguments.workers}: must be 1 or more")
+    size = parse_size("--max-shard-size", arguments.max_shard_size)
+    return HowToWrite(size, arguments.workers, arguments.overwrite, show_progress=True)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    dtype = None if arguments.dtype is None else DTYPE_NAMES[arguments.dtype]
+    convert(resolve_model(arguments.source, "convert"), arguments.out, arguments.ep_size, dtype, _how(arguments))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    export_offline(_directory(arguments.source), arguments.out, _how(arguments))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    a, b = (_side(_directory(path)) for path in (arguments.a, arguments.b))
+    comparison = compare(a, b, arguments.rtol)
+    for line in comparison.differences:
+        print(line)
+    same = "the same bits" if arguments.rtol is None else f"the same to a relative {arguments.rtol}"
+    if comparison.differences:
+        print(f"{len(comparison.differences)} differences in {comparison.num_tensors} tensors")
+        return 1
+    print(f"{comparison.num_tensors} tensors, {same}")
+    return 0
+
+
+def _side(path: Path) -> Side:
+    source = open_source(path)
+    checkpoint = open_checkpoint(source, parameter_shapes(source), strict=False)
+    return Side(checkpoint, lambda: SafetensorsReader(checkpoint))
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    path = _directory(arguments.path)
+    source = open_source(path)
+    parameters = parameter_shapes(source)
+    checkpoint = open_checkpoint(source, parameters, strict=False)
+    for line in describe(checkpoint, parameters, arguments.tensors):
+        print(line)
+    if arguments.check:
+        check_all_bytes(path)
+        print("checksums   match" if checkpoint.row_sums is not None else "checksums   none in this form")
+    return 1 if checkpoint.problems else 0
+
+
+def _directory(path: Path) -> Path:
+    if not path.is_dir():
+        raise ExpertMeshError(f"{path}: no such directory")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

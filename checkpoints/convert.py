@@ -1,0 +1,154 @@
+"""From a checkpoint of one form to one of another, offline: `convert` to EP shards, `export` to Hugging Face form."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoints.checksums import file_checksum
+from checkpoints.files import copy_side_files
+from checkpoints.manifest import MANIFEST, FileSum, check_all_bytes, make_manifest, shard_files
+from checkpoints.opening import open_checkpoint, parameter_dtypes, parameter_shapes
+from checkpoints.output import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
+from checkpoints.reader import ParameterReader, SafetensorsReader
+from checkpoints.relayout import FileRecord, forget_progress, write_files
+from checkpoints.source import Checkpoint, open_source
+from moe import ExpertMeshError
+from sharding.topology import either
+
+
+@dataclass(frozen=True)
+class HowToWrite:
+    """workers: files written at once. max_shard_size: bytes. overwrite: whether `out` may be replaced."""
+
+    max_shard_size: int
+    workers: int
+    overwrite: bool = False
+    show_progress: bool = False
+
+
+def convert(source_path: Path, out: Path, ep_size: int, dtype: torch.dtype | None, how: HowToWrite) -> None:
+    """Write EP shards of a Hugging Face directory, or of other EP shards.
+
+    Args:
+        dtype: of every tensor; None leaves each as it is.
+
+    Raises:
+        ExpertMeshError: the source is damaged, ep_size does not divide its experts, or `out` is not to be had.
+    """
+    source = open_source(source_path)
+    num_experts = source.shape.num_experts
+    if ep_size < 1 or num_experts % ep_size:
+        fits = either([n for n in range(1, num_experts + 1) if num_experts % n == 0])
+        raise ExpertMeshError(
+            f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {fits}"
+        )
+    parameters = parameter_shapes(source)
+    checkpoint = open_checkpoint(source, parameters)
+    check_all_bytes(source_path)
+    _check_tied_copies(checkpoint)
+    dtypes = {name: dtype or found for name, found in parameter_dtypes(checkpoint).items()}
+    exported = [OutputTensor(o.tensor, dtype or o.dtype) for o in checkpoint.exported]
+    files = shard_files(parameters, dtypes, source, ep_size, how.max_shard_size)
+
+    _prepare(out, MANIFEST, how.overwrite)
+    records = _write(files, out, checkpoint, how)
+    copy_side_files(source_path, out)
+    sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
+    for file in sorted(out.iterdir()):
+        if file.name not in sums and file.suffix != ".done":
+            sums[file.name] = FileSum(file.stat().st_size, file_checksum(file), None)
+    row_sums = {name: value for r in records for name, value in r.row_sums.items()}
+    manifest = make_manifest(source, ep_size, files, sums, row_sums, exported, origin=source_path.name)
+    _finish(out, MANIFEST, json.dumps(manifest, indent=1))
+
+
+def export_offline(source_path: Path, out: Path, how: HowToWrite) -> None:
+    """Write the Hugging Face form of EP shards, or of another Hugging Face directory (in other files).
+
+    Raises:
+        ExpertMeshError: the source is damaged, or `out` is not to be had.
+    """
+    source = open_source(source_path)
+    checkpoint = open_checkpoint(source, parameter_shapes(source))
+    check_all_bytes(source_path)
+    write_hf(checkpoint, lambda: SafetensorsReader(checkpoint), out, how)
+
+
+def write_hf(checkpoint: Checkpoint, make_reader: Callable[[], ParameterReader], out: Path, how: HowToWrite) -> None:
+    """Write a Hugging Face directory of what `checkpoint.exported` lists; its index, or sole file, comes last."""
+    files = plan_hf_files(checkpoint.exported, how.max_shard_size)
+    last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
+    _prepare(out, last, how.overwrite)
+    _write(files, out, checkpoint, how, make_reader)
+    copy_side_files(checkpoint.source.path, out)
+    _finish(out, last, hf_index(files) if len(files) > 1 else None)
+
+
+def _prepare(out: Path, last: str, overwrite: bool) -> None:
+    """Make `out`. A whole one, which has the file `last`, is replaced only if told so; a begun one is gone on with."""
+    begun = any(out.glob("*.done")) or any(out.glob("*.part"))
+    if (out / last).exists() and not begun and not overwrite:
+        raise ExpertMeshError(f"{out}: is there already, and whole; choose another, or replace it with --overwrite")
+    if out.exists() and not begun and not overwrite and any(out.iterdir()):
+        raise ExpertMeshError(f"{out}: holds other files; choose another, or replace it with --overwrite")
+    try:
+        if overwrite and out.exists() and not begun:
+            shutil.rmtree(out)
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExpertMeshError(f"{out}: cannot be written: {error.strerror}") from error
+
+
+def _write(
+    files: Sequence[OutputFile],
+    out: Path,
+    checkpoint: Checkpoint,
+    how: HowToWrite,
+    make_reader: Callable[[], ParameterReader] | None = None,
+) -> list[FileRecord]:
+    make_reader = make_reader or (lambda: SafetensorsReader(checkpoint))
+    try:
+        return write_files(files, out, make_reader, _fingerprint(files, checkpoint), how.workers, how.show_progress)
+    except OSError as error:
+        raise ExpertMeshError(
+            f"{error.filename or out}: cannot be written: {error.strerror}; what is finished is kept: "
+            "the same command goes on from there"
+        ) from error
+
+
+def _fingerprint(files: Sequence[OutputFile], checkpoint: Checkpoint) -> str:
+    """Of the source's files, by name, size and time, and of the plan."""
+    state = hashlib.sha256()
+    for name in sorted({info.file for info in checkpoint.infos.values()}):
+        status = (checkpoint.source.path / name).stat()
+        state.update(f"{name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    for file in files:
+        state.update(file.name.encode() + file.header)
+    return state.hexdigest()
+
+
+def _finish(out: Path, last: str, content: str | None) -> None:
+    """Put the file that makes `out` whole in its place, at one stroke."""
+    if content is not None:
+        partial = out / (last + ".part")
+        partial.write_text(content)
+        partial.replace(out / last)
+    forget_progress(out)
+
+
+def _check_tied_copies(checkpoint: Checkpoint) -> None:
+    reader = SafetensorsReader(checkpoint)
+    for copy in checkpoint.tied_copies:
+        (region,) = copy.regions
+        (original,) = (piece.data for piece in reader.pieces(region.parameter, region.rows))
+        (repeated,) = (piece.data for piece in reader.region_pieces(copy, region, region.rows))
+        if not torch.equal(original, repeated):
+            raise ExpertMeshError(
+                f"{checkpoint.source.path}: {copy.name} differs from {region.parameter}, its tied twin"
+            )
+    reader.close()

@@ -1,0 +1,66 @@
+"""Files beside the weights, directories that appear whole or not at all, and clear errors when writing fails."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moe import ExpertMeshError
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+# every name under which transformers' tokenizers save themselves or their chat template
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def copy_side_files(source: Path, out: Path, tokenizer: Any = None) -> None:
+    """Copy config, generation config and tokenizer as they are; or save `tokenizer` in place of the last."""
+    for name in CONFIG_FILES + (TOKENIZER_FILES if tokenizer is None else ()):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
+
+
+def temporary_beside(out: Path) -> Path:
+    """A new, empty directory on the same file system as `out`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+
+
+def replace_directory(new: Path, out: Path) -> None:
+    """Give the directory `new` the name `out`; what stood there is deleted only after."""
+    new.chmod(0o755)  # mkdtemp lets only the user in
+    if not out.exists():
+        new.rename(out)
+        return
+    old = temporary_beside(out)
+    out.rename(old / out.name)
+    new.rename(out)
+    shutil.rmtree(old)
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """
+    Raises:
+        ExpertMeshError: an OSError inside, with the file it is about, or else `path`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ExpertMeshError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,55 @@
+"""Says what a checkpoint is, from its config and its files' heads."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from checkpoints.manifest import MANIFEST, read_manifest
+from checkpoints.opening import is_shards
+from checkpoints.source import Checkpoint, Parameters
+
+
+def describe(checkpoint: Checkpoint, parameters: Parameters, list_tensors: bool) -> Iterator[str]:
+    """Lines: form, family, parameters in all, active for a token, and on a rank at each ep; tensors, dtypes, files."""
+    source, shape = checkpoint.source, checkpoint.source.shape
+    yield f"path        {source.path}"
+    yield f"form        {_form(source.path)}"
+    yield f"family      {source.family.model_type}: {shape.num_experts} experts, {shape.top_k} a token"
+    sizes = {name: _numel(shape_) for name, shape_ in parameters.items()}
+    experts = sum(size for name, size in sizes.items() if f".{source.family.block}.experts." in name)
+    dense = sum(sizes.values()) - experts
+    yield f"parameters  {dense + experts:,}, of them {experts:,} in experts"
+    yield f"active      {dense + experts * shape.top_k // shape.num_experts:,} for a token"
+    fits = [n for n in range(1, shape.num_experts + 1) if shape.num_experts % n == 0]
+    held = ", ".join(f"{(dense + experts) // n:,} at ep {n}" for n in fits)
+    yield f"on a rank   {held} (as many ranks as ep, all else sharded over them)"
+    dtypes = Counter(str(info.dtype).removeprefix("torch.") for info in checkpoint.infos.values())
+    yield f"tensors     {len(checkpoint.infos):,}: " + ", ".join(f"{n:,} {dtype}" for dtype, n in dtypes.items())
+    files = sorted({info.file for info in checkpoint.infos.values()})
+    num_bytes = sum((source.path / file).stat().st_size for file in files)
+    yield f"files       {len(files):,}, {num_bytes / 1e9:,.2f} GB"
+    if list_tensors:
+        for tensor in checkpoint.tensors + checkpoint.tied_copies:
+            info = checkpoint.infos[tensor.name]
+            yield f"  {info.file}  {tensor.name}  {list(info.shape)}  {str(info.dtype).removeprefix('torch.')}"
+    if checkpoint.problems:
+        yield "whole       no:"
+        yield from (f"  {problem}" for problem in checkpoint.problems)
+    else:
+        yield "whole       yes"
+
+
+def _form(path: Path) -> str:
+    if is_shards(path):
+        manifest = read_manifest(path)
+        return (
+            f"EP shards, ep {manifest['ep_size']}, of {manifest['source']!r} ({MANIFEST} version {manifest['version']})"
+        )
+    return "Hugging Face directory"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,223 @@
+"""EP shards: a checkpoint in the layer's own layout, so that a rank reads its own files only.
+
+    ep-00000-of-00008.safetensors   every layer's w1, v1, w2 of the experts of one ep rank
+    dense-00001-of-0000N.safetensors   everything else
+    manifest.json   what stands where, checksums, and how the tensors are called in Hugging Face form
+    config.json, tokenizer files   as the source had them
+
+The manifest is written last: a directory without one is not whole.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from checkpoints.checksums import check_seal, file_checksum, seal
+from checkpoints.mapping import DiskTensor, Region, disk_tensors, names_on_disk
+from checkpoints.output import DTYPE_CODES, DTYPES, OutputFile, OutputTensor, plan_files
+from checkpoints.source import Checkpoint, ModelSource, Parameters, TensorInfo, read_header, read_json, tied_head
+from moe import ExpertMeshError
+
+MANIFEST = "manifest.json"
+FORMAT = "expertmesh-ep-shards"
+
+
+def shard_files(
+    parameters: Parameters,
+    dtypes: dict[str, torch.dtype],
+    source: ModelSource,
+    ep_size: int,
+    max_shard_size: int,
+) -> list[OutputFile]:
+    """The files of a model's EP shards: one an ep rank, and as many dense ones as the size asks for."""
+    experts = {name: shape for name, shape in parameters.items() if is_expert_name(name, source)}
+    files = []
+    for rank in range(ep_size):
+        outputs = []
+        for name, shape in experts.items():
+            block = shape[0] // ep_size
+            rows = range(rank * block, (rank + 1) * block)
+            outputs.append(OutputTensor(_shard_of(name, rows, shape, source), dtypes[name]))
+        files.append(OutputFile(f"ep-{rank:05d}-of-{ep_size:05d}.safetensors", outputs))
+    dense = [
+        OutputTensor(DiskTensor(name, shape, (Region(name, range(shape[0])),)), dtypes[name])
+        for name, shape in parameters.items()
+        if name not in experts
+    ]
+    return files + plan_files(dense, max_shard_size, "dense")
+
+
+def is_expert_name(parameter: str, source: ModelSource) -> bool:
+    return f".{source.family.block}.experts." in parameter
+
+
+def _shard_of(parameter: str, rows: range, shape: tuple[int, ...], source: ModelSource) -> DiskTensor:
+    first, last = (row // source.shape.expert_width for row in (rows.start, rows.stop - 1))
+    return DiskTensor(f"{parameter}.{first}-{last}", (len(rows), *shape[1:]), (Region(parameter, rows),))
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Checksums of a file: of all of it, and of a safetensors file's head."""
+
+    num_bytes: int
+    checksum: str
+    header_checksum: str | None
+
+
+def make_manifest(
+    source: ModelSource,
+    ep_size: int,
+    files: Sequence[OutputFile],
+    file_sums: dict[str, FileSum],
+    row_sums: dict[str, int],
+    exported: Iterable[OutputTensor],
+    origin: str,
+) -> dict[str, Any]:
+    """The content of manifest.json; `exported` is what a Hugging Face directory of this model holds."""
+    tensors = []
+    for file in files:
+        for output in file.tensors:
+            (region,) = output.tensor.regions
+            width = source.shape.expert_width
+            is_expert = is_expert_name(region.parameter, source)
+            tensors.append(
+                {
+                    "name": output.tensor.name,
+                    "parameter": region.parameter,
+                    "rows": [region.rows.start, region.rows.stop],
+                    "experts": [region.rows.start // width, region.rows.stop // width] if is_expert else None,
+                    "shape": list(output.tensor.shape),
+                    "dtype": DTYPE_CODES[output.dtype],
+                    "file": file.name,
+                    "row_sum": f"{row_sums[output.tensor.name]:016x}",
+                }
+            )
+    return seal(
+        {
+            "format": FORMAT,
+            "version": 1,
+            "family": source.family.model_type,
+            "source": origin,
+            "ep_size": ep_size,
+            "tensors": tensors,
+            "files": {
+                name: {"bytes": s.num_bytes, "xxh3_128": s.checksum, "header_xxh3_128": s.header_checksum}
+                for name, s in sorted(file_sums.items())
+            },
+            "exported": [{"name": o.tensor.name, "dtype": DTYPE_CODES[o.dtype]} for o in exported],
+        }
+    )
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """manifest.json of a directory, its own checksum checked.
+
+    Raises:
+        ExpertMeshError: it is damaged, or of another format or version.
+    """
+    file = path / MANIFEST
+    manifest = read_json(file)
+    if manifest.get("format") != FORMAT or manifest.get("version") != 1:
+        raise ExpertMeshError(
+            f"{file}: format {manifest.get('format')!r} version {manifest.get('version')!r} is unknown; "
+            f"this version reads {FORMAT!r} version 1"
+        )
+    check_seal(manifest, file)
+    return manifest
+
+
+def open_shards(source: ModelSource, parameters: Parameters) -> Checkpoint:
+    """Check a directory of EP shards against its manifest and the model, without reading the weights.
+
+    Raises:
+        ExpertMeshError: a file is missing, truncated or damaged in its head; or it is another model's.
+    """
+    if not (source.path / MANIFEST).exists():
+        raise ExpertMeshError(
+            f"{source.path}: has EP shards but no {MANIFEST}: the conversion did not finish; run it again"
+        )
+    manifest = read_manifest(source.path)
+    tensors, infos, row_sums = [], {}, {}
+    _check_files(source.path, manifest["files"])
+    headers = {file: read_header(source.path / file) for file in {entry["file"] for entry in manifest["tensors"]}}
+    for entry in manifest["tensors"]:
+        name, shape, file = entry["name"], tuple(entry["shape"]), entry["file"]
+        if headers[file].get(name) != TensorInfo(file, shape, DTYPES[entry["dtype"]]):
+            raise ExpertMeshError(f"{source.path / file}: tensor {name} is not as {MANIFEST} has it")
+        tensors.append(DiskTensor(name, shape, (Region(entry["parameter"], range(*entry["rows"])),)))
+        infos[name] = headers[file][name]
+        row_sums[name] = int(entry["row_sum"], 16)
+    _check_coverage(source, tensors, parameters)
+    return Checkpoint(source, tensors, [], infos, exported_from(manifest["exported"], source, parameters), row_sums)
+
+
+def _check_files(path: Path, files: dict[str, Any]) -> None:
+    for name, entry in files.items():
+        file = path / name
+        if Path(name).name != name:
+            raise ExpertMeshError(f"{path / MANIFEST}: names {name!r}; only files beside it are read")
+        if not file.is_file():
+            raise ExpertMeshError(f"{file}: is missing, though {MANIFEST} lists it")
+        if file.stat().st_size != entry["bytes"]:
+            raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MANIFEST} says {entry['bytes']}")
+        if entry["header_xxh3_128"] is None:
+            damaged = file_checksum(file) != entry["xxh3_128"]
+        else:
+            damaged = _header_checksum(file) != entry["header_xxh3_128"]
+        if damaged:
+            raise ExpertMeshError(f"{file}: is damaged: its checksum is not the one in {MANIFEST}")
+
+
+def check_all_bytes(path: Path) -> None:
+    """Hold every byte of EP shards against the manifest; does nothing for a directory without one.
+
+    Raises:
+        ExpertMeshError: a file is damaged; the message names it.
+    """
+    if not (path / MANIFEST).exists():
+        return
+    for name, entry in read_manifest(path)["files"].items():
+        if file_checksum(path / name) != entry["xxh3_128"]:
+            raise ExpertMeshError(f"{path / name}: is damaged: its checksum is not the one in {MANIFEST}")
+
+
+def _header_checksum(file: Path) -> str:
+    with open(file, "rb") as stream:
+        length = stream.read(8)
+        # a damaged length may be anything; the file's own size bounds what is read
+        rest = stream.read(min(int.from_bytes(length, "little"), file.stat().st_size))
+    return xxhash.xxh3_128(length + rest).hexdigest()
+
+
+def _check_coverage(source: ModelSource, tensors: list[DiskTensor], parameters: Parameters) -> None:
+    """Every row of every parameter is there once, with the right row shape."""
+    rows: dict[str, list[range]] = {name: [] for name in parameters}
+    for tensor in tensors:
+        (region,) = tensor.regions
+        if region.parameter not in parameters or tensor.shape[1:] != parameters[region.parameter][1:]:
+            raise ExpertMeshError(
+                f"{source.path}: tensor {tensor.name} does not fit the model that config.json describes"
+            )
+        rows[region.parameter].append(region.rows)
+    for name, shape in parameters.items():
+        end = 0
+        for part in sorted(rows[name], key=lambda r: r.start):
+            if part.start != end:
+                break
+            end = part.stop
+        if end != shape[0]:
+            raise ExpertMeshError(f"{source.path}: rows from {end} on of {name} are missing")
+
+
+def exported_from(table: Sequence[dict[str, str]], source: ModelSource, parameters: Parameters) -> list[OutputTensor]:
+    """The tensors of this model's Hugging Face form, from a saved list of their names and dtypes."""
+    names = names_on_disk([entry["name"] for entry in table], source.family)
+    tensors = disk_tensors(parameters, source.family, source.shape, names)
+    tensors += tied_head(parameters, [entry["name"] for entry in table])
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return [OutputTensor(by_name[entry["name"]], DTYPES[entry["dtype"]]) for entry in table]

@@ -1,0 +1,79 @@
+"""Laying tensors out in safetensors files: which goes into which, and the bytes of each file's head."""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from checkpoints.mapping import DiskTensor
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to be written, and its dtype on disk."""
+
+    tensor: DiskTensor
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.tensor.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A safetensors file to be written: its tensors in the order of their bytes."""
+
+    name: str
+    tensors: list[OutputTensor]
+
+    @property
+    def header(self) -> bytes:
+        """The head of the file: its length as u64, then JSON, padded so that the data is aligned."""
+        table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for output in self.tensors:
+            end = offset + output.num_bytes
+            table[output.tensor.name] = {
+                "dtype": DTYPE_CODES[output.dtype],
+                "shape": output.tensor.shape,
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+
+def plan_files(tensors: Sequence[OutputTensor], max_shard_size: int, prefix: str) -> list[OutputFile]:
+    """Files of at most `max_shard_size` bytes (or a single tensor), named PREFIX-00001-of-0000N.safetensors."""
+    groups: list[list[OutputTensor]] = [[]]
+    size = 0
+    for output in tensors:
+        if groups[-1] and size + output.num_bytes > max_shard_size:
+            groups.append([])
+            size = 0
+        groups[-1].append(output)
+        size += output.num_bytes
+    names = (f"{prefix}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1))
+    return [OutputFile(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def plan_hf_files(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[OutputFile]:
+    """The files of a Hugging Face directory: one model.safetensors, or several beside an index."""
+    files = plan_files(tensors, max_shard_size, "model")
+    return [OutputFile(SINGLE_NAME, files[0].tensors)] if len(files) == 1 else files
+
+
+def hf_index(files: Sequence[OutputFile]) -> str:
+    """Content of model.safetensors.index.json."""
+    weight_map = {output.tensor.name: file.name for file in files for output in file.tensors}
+    total = sum(output.num_bytes for file in files for output in file.tensors)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"

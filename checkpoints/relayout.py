@@ -1,0 +1,139 @@
+"""Writes parameters that a reader gives into safetensors files of another layout: streamed, parallel, resumable.
+
+Used offline, in one process; `checkpoints.export` does the same from a live, sharded model.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoints.checksums import add_sums, as_bytes, row_sum
+from checkpoints.mapping import Region
+from checkpoints.output import OutputFile, OutputTensor
+from checkpoints.reader import ParameterReader
+
+_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What is known of a written file: size, XXH3-128 of all of it and of its head, and each tensor's row sum."""
+
+    name: str
+    num_bytes: int
+    checksum: str
+    header_checksum: str
+    row_sums: dict[str, int]
+
+
+def write_files(
+    files: Sequence[OutputFile],
+    out: Path,
+    make_reader: Callable[[], ParameterReader],
+    fingerprint: str,
+    workers: int,
+    show_progress: bool,
+) -> list[FileRecord]:
+    """Write `files` into `out`, several at a time, skipping those that an earlier, interrupted call has finished.
+
+    Args:
+        make_reader: called once a worker and file.
+        fingerprint: of everything the content depends on. A file counts as finished only with the same fingerprint.
+    """
+    total = sum(output.num_bytes for file in files for output in file.tensors)
+    lock = threading.Lock()
+    disable = None if show_progress else True
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True, disable=disable) as bar,
+        ThreadPoolExecutor(max_workers=workers) as pool,
+    ):
+
+        def advance(num_bytes: int) -> None:
+            with lock:
+                bar.update(num_bytes)
+
+        jobs = [pool.submit(_write_or_skip, file, out, make_reader, fingerprint, advance) for file in files]
+        try:
+            return [job.result() for job in jobs]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def forget_progress(out: Path) -> None:
+    """Delete the notes that let an interrupted call go on; for when everything is written."""
+    for note in out.glob("*.done"):
+        note.unlink()
+
+
+def _write_or_skip(
+    file: OutputFile,
+    out: Path,
+    make_reader: Callable[[], ParameterReader],
+    fingerprint: str,
+    advance: Callable[[int], None],
+) -> FileRecord:
+    note = out / (file.name + ".done")
+    if note.exists() and (out / file.name).exists():
+        content = json.loads(note.read_text())
+        if content["fingerprint"] == fingerprint:
+            advance(sum(output.num_bytes for output in file.tensors))
+            return FileRecord(**content["record"])
+    partial = out / (file.name + ".part")
+    reader = make_reader()
+    with open(partial, "wb") as stream:
+        record = _write_file(file, stream, reader, advance)
+    reader.close()
+    os.replace(partial, out / file.name)
+    note.write_text(json.dumps({"fingerprint": fingerprint, "record": asdict(record)}))
+    return record
+
+
+def _write_file(
+    file: OutputFile, stream: BinaryIO, reader: ParameterReader, advance: Callable[[int], None]
+) -> FileRecord:
+    whole = xxhash.xxh3_128(file.header)
+    stream.write(file.header)
+    num_bytes = len(file.header)
+    row_sums: dict[str, int] = {}
+    for output in file.tensors:
+        for data, share in _blocks(output, reader):
+            content = as_bytes(data)
+            stream.write(content)
+            whole.update(content)
+            num_bytes += len(content)
+            row_sums[output.tensor.name] = add_sums(row_sums.get(output.tensor.name, 0), share)
+            advance(len(content))
+    header_checksum = xxhash.xxh3_128(file.header).hexdigest()
+    return FileRecord(file.name, num_bytes, whole.hexdigest(), header_checksum, row_sums)
+
+
+def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Tensor, int]]:
+    """(contiguous content, share of the row sum) of a tensor in disk order. A transposed one has no row sum."""
+    for region in output.tensor.regions:
+        if region.transposed:
+            parts = [piece.data for piece in reader.pieces(region.parameter, region.rows)]
+            data = parts[0] if len(parts) == 1 else torch.cat(parts)
+            yield data.t().to(output.dtype).contiguous(), 0
+            continue
+        for rows in _chunks(region, output):
+            for piece in reader.pieces(region.parameter, rows):
+                data = piece.data.to(output.dtype).contiguous()
+                yield data, row_sum(data, piece.rows.start)
+
+
+def _chunks(region: Region, output: OutputTensor) -> Iterator[range]:
+    row_bytes = max(1, output.num_bytes // max(1, sum(len(r.rows) for r in output.tensor.regions)))
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for start in range(region.rows.start, region.rows.stop, step):
+        yield range(start, min(start + step, region.rows.stop))

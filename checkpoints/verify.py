@@ -1,0 +1,93 @@
+"""Compares two checkpoints of any form, by the names their tensors have in Hugging Face form."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from checkpoints.mapping import Region
+from checkpoints.output import OutputTensor
+from checkpoints.reader import ParameterReader
+from checkpoints.source import Checkpoint
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """differences: a line each, naming the tensor. num_tensors: how many could be compared."""
+
+    differences: list[str]
+    num_tensors: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: what it holds, and how to read it."""
+
+    checkpoint: Checkpoint
+    make_reader: Callable[[], ParameterReader]
+
+    @property
+    def path(self) -> str:
+        return str(self.checkpoint.source.path)
+
+
+def compare(a: Side, b: Side, rtol: float | None) -> Comparison:
+    """Hold every tensor of `a` against the same rows in `b`: dtype and bits; or, with `rtol`, values within
+    rtol · max(|a|, |b|), whatever the dtypes. What one of them lacks, or has too much, is a difference as well."""
+    differences = [f"{problem} ({side.path})" for side in (a, b) for problem in side.checkpoint.problems]
+    reader_a, reader_b = a.make_reader(), b.make_reader()
+    dtypes_b = _dtypes(b.checkpoint)
+    compared = 0
+    for output in a.checkpoint.exported:
+        compared += 1
+        for region in output.tensor.regions:
+            rows_a, rows_b = (_read(reader, region) for reader in (reader_a, reader_b))
+            if rows_a is None or rows_b is None:
+                continue  # told above, as a tensor that is missing
+            dtype_b = dtypes_b.get(output.tensor.name, rows_b.dtype)
+            problem = _difference(rows_a.to(output.dtype), rows_b.to(dtype_b), rtol)
+            if problem is not None:
+                differences.append(f"{_name(output, region)}: {problem}")
+    reader_a.close()
+    reader_b.close()
+    return Comparison(differences, compared)
+
+
+def _dtypes(checkpoint: Checkpoint) -> dict[str, torch.dtype]:
+    return {output.tensor.name: output.dtype for output in checkpoint.exported}
+
+
+def _read(reader: ParameterReader, region: Region) -> Tensor | None:
+    """All rows of a region; None if the checkpoint lacks any."""
+    parts = [piece.data for piece in reader.pieces(region.parameter, region.rows)]
+    if sum(len(part) for part in parts) != len(region.rows):
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _name(output: OutputTensor, region: Region) -> str:
+    """The tensor; in a fused one also whose rows they are."""
+    if not region.index:
+        return output.tensor.name
+    part = {"w1": "gate", "v1": "up", "w2": "down"}[region.parameter.rpartition(".")[2]]
+    return f"{output.tensor.name} (expert {region.index[0]}, {part})"
+
+
+def _difference(a: Tensor, b: Tensor, rtol: float | None) -> str | None:
+    if rtol is None and a.dtype != b.dtype:
+        return f"{_short(a.dtype)} against {_short(b.dtype)}"
+    if a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
+        return None
+    wide_a, wide_b = a.double(), b.double()
+    off = (wide_a - wide_b).abs()
+    bound = torch.maximum(wide_a.abs(), wide_b.abs()) * (rtol or 0.0)
+    num_off = int((~(off <= bound)).sum())
+    if rtol is not None and num_off == 0:
+        return None
+    # of equal values with other bits (0 and -0), none is off
+    return f"{max(num_off, 1):,} of {a.numel():,} values differ, by at most {float(off.max()):.3g}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,226 @@
+"""convert, export, verify, inspect: through the command line, in this process."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints.__main__ import main
+from tests.tiny import save_model, save_tokenizer
+
+
+def run(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("shards") / "ep4"
+    assert run("convert", tiny_model, out, "--ep-size", 4, "--max-shard-size", "30KB") == 0
+    return out
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("original", [True, False], ids=["per-expert", "fused"])
+def test_there_and_back_is_bit_exact(
+    tmp_path: Path, ep_size: int, dtype: torch.dtype, original: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, there, back = tmp_path / "source", tmp_path / "there", tmp_path / "back"
+    save_model(source, dtype, "50KB", save_original_format=original)
+    save_tokenizer(source)
+    assert run("convert", source, there, "--ep-size", ep_size) == 0
+    assert len(list(there.glob("ep-*.safetensors"))) == ep_size
+    assert run("export", there, back, "--max-shard-size", "50KB", "--workers", 3) == 0
+    before, after = read(source), read(back)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) and after[name].dtype == dtype for name, tensor in before.items())
+    assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    for a, b in ((source, there), (there, back), (source, back)):
+        assert run("verify", a, b) == 0, capsys.readouterr().out
+    # shards of shards, at another ep size
+    assert run("convert", there, tmp_path / "other", "--ep-size", 2) == 0
+    assert run("verify", tmp_path / "other", source) == 0
+
+
+def test_layout_of_a_shard(shards: Path, tiny_model: Path) -> None:
+    """Experts 2 and 3 lie in the second file, down transposed, concatenated along dim 0."""
+    shard = load_file(shards / "ep-00001-of-00004.safetensors")
+    hf = read(tiny_model)
+    prefix = "model.layers.1.block_sparse_moe.experts"
+    for ours, theirs in (("w1", "w1"), ("v1", "w3")):
+        expected = torch.cat([hf[f"{prefix}.{n}.{theirs}.weight"] for n in (2, 3)])
+        assert torch.equal(shard[f"model.layers.1.mlp.experts.{ours}.2-3"], expected)
+    expected = torch.cat([hf[f"{prefix}.{n}.w2.weight"].t() for n in (2, 3)])
+    assert torch.equal(shard["model.layers.1.mlp.experts.w2.2-3"], expected)
+    manifest = json.loads((shards / "manifest.json").read_text())
+    (entry,) = [e for e in manifest["tensors"] if e["name"] == "model.layers.1.mlp.experts.w2.2-3"]
+    assert entry["experts"] == [2, 4]
+    assert entry["file"] == "ep-00001-of-00004.safetensors"
+
+
+def test_dtype(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("convert", tiny_model, tmp_path / "bf16", "--ep-size", 2, "--dtype", "bfloat16") == 0
+    assert run("export", tmp_path / "bf16", tmp_path / "back") == 0
+    assert all(tensor.dtype == torch.bfloat16 for tensor in read(tmp_path / "back").values())
+    assert run("verify", tiny_model, tmp_path / "back") == 1
+    assert "float32 against bfloat16" in capsys.readouterr().out
+    assert run("verify", tiny_model, tmp_path / "back", "--rtol", 0.01) == 0
+    assert run("verify", tiny_model, tmp_path / "back", "--rtol", 1e-6) == 1
+
+
+PREFIX = "model.layers.0.block_sparse_moe.experts"
+
+
+def _flip_bit(tensors: dict[str, torch.Tensor]) -> list[str]:
+    tensors[f"{PREFIX}.3.w2.weight"].view(torch.int32)[5, 7] ^= 1
+    return [f"{PREFIX}.3.w2.weight"]
+
+
+def _swap(a: str, b: str, tensors: dict[str, torch.Tensor]) -> list[str]:
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+    return [a, b]
+
+
+def _swap_experts(tensors: dict[str, torch.Tensor]) -> list[str]:
+    return [n for w in ("w1", "w2", "w3") for n in _swap(f"{PREFIX}.1.{w}.weight", f"{PREFIX}.6.{w}.weight", tensors)]
+
+
+def _swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> list[str]:
+    return _swap(f"{PREFIX}.2.w1.weight", f"{PREFIX}.2.w3.weight", tensors)
+
+
+def _remove(tensors: dict[str, torch.Tensor]) -> list[str]:
+    del tensors["model.norm.weight"]
+    return ["model.norm.weight"]
+
+
+def _add(tensors: dict[str, torch.Tensor]) -> list[str]:
+    tensors["model.surplus.weight"] = torch.zeros(3)
+    return ["model.surplus.weight"]
+
+
+@pytest.mark.parametrize("change", [_flip_bit, _swap_experts, _swap_gate_and_up, _remove, _add])
+def test_verify_names_what_differs(
+    tiny_model: Path, shards: Path, tmp_path: Path, change: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(tiny_model, spoilt)
+    tensors = load_file(spoilt / "model.safetensors")
+    names = change(tensors)
+    save_file(tensors, spoilt / "model.safetensors", metadata={"format": "pt"})
+    for other in (tiny_model, shards):
+        for pair in ((spoilt, other), (other, spoilt)):
+            capsys.readouterr()
+            assert run("verify", *pair) == 1
+            told = capsys.readouterr().out.splitlines()
+            assert len(told) == len(names) + 1, told
+            assert all(any(name in line for line in told) for name in names), told
+
+
+def test_inspect(tiny_model: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", shards, "--check", "--tensors") == 0
+    told = capsys.readouterr().out
+    assert "EP shards, ep 4" in told
+    assert "8 experts, 2 a token" in told
+    assert "checksums   match" in told
+    assert "ep-00002-of-00004.safetensors  model.layers.0.mlp.experts.v1.4-5  [96, 32]  float32" in told
+    assert run("inspect", tiny_model) == 0
+    assert "Hugging Face directory" in capsys.readouterr().out
+    shutil.copytree(tiny_model, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    assert run("inspect", tmp_path / "model") == 1
+    assert "tensor lm_head.weight is missing" in capsys.readouterr().out
+
+
+def test_an_interrupted_conversion_is_not_whole_and_goes_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import checkpoints.relayout as relayout
+
+    written: list[str] = []
+    write = relayout._write_file
+
+    def fail_at_third(file: Any, *rest: Any) -> Any:
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        written.append(file.name)
+        return write(file, *rest)
+
+    out = tmp_path / "out"
+    command = ("convert", tiny_model, out, "--ep-size", 4, "--workers", 1)
+    monkeypatch.setattr(relayout, "_write_file", fail_at_third)
+    assert run(*command) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not (out / "manifest.json").exists()
+    assert run("inspect", out) == 2
+    assert run("export", out, tmp_path / "back") == 2
+
+    written.clear()
+
+    def record(file: Any, *rest: Any) -> Any:
+        written.append(file.name)
+        return write(file, *rest)
+
+    monkeypatch.setattr(relayout, "_write_file", record)
+    assert run(*command) == 0
+    assert written == [
+        "ep-00002-of-00004.safetensors",
+        "ep-00003-of-00004.safetensors",
+        "dense-00001-of-00001.safetensors",
+    ]
+    assert run("verify", tiny_model, out) == 0
+    assert not list(out.glob("*.done")) + list(out.glob("*.part"))
+
+
+def test_a_changed_source_is_converted_anew(tiny_model: Path, tmp_path: Path) -> None:
+    """What an interrupted conversion had finished is worth nothing once the source is another."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_model(source)
+    assert run("convert", source, out, "--ep-size", 2) == 0
+    (out / "manifest.json").unlink()
+    (out / "ep-00000-of-00002.safetensors.done").write_text(json.dumps({"fingerprint": "another", "record": {}}))
+    save_model(source, seed=1)
+    assert run("convert", source, out, "--ep-size", 2) == 0
+    assert run("verify", source, out) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["convert", "{model}", "{out}", "--ep-size", "3"], "--ep-size 3 does not divide the 8 experts"),
+        (["convert", "/no/such", "{out}", "--ep-size", "2"], "convert /no/such: no such directory"),
+        (["convert", "{model}", "{model}", "--ep-size", "2"], "holds other files"),
+        (["export", "{shards}", "{shards}"], "holds other files"),
+        (["convert", "{model}", "{shards}", "--ep-size", "2"], "is there already, and whole"),
+        (["export", "/no/such", "{out}"], "/no/such: no such directory"),
+        (["export", "{shards}", "{out}", "--max-shard-size", "x"], "--max-shard-size x"),
+        (["export", "{shards}", "{out}", "--workers", "0"], "--workers 0"),
+        (["verify", "{model}", "/no/such"], "/no/such: no such directory"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_bad_arguments(
+    tiny_model: Path, shards: Path, tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"model": tiny_model, "shards": shards, "out": tmp_path / "out"}
+    assert run(*(argument.format(**places) for argument in arguments)) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_overwrite(tiny_model: Path, tmp_path: Path) -> None:
+    assert run("convert", tiny_model, tmp_path / "out", "--ep-size", 8) == 0
+    assert run("convert", tiny_model, tmp_path / "out", "--ep-size", 2) == 2
+    assert run("convert", tiny_model, tmp_path / "out", "--ep-size", 2, "--overwrite") == 0
+    assert len(list((tmp_path / "out").glob("ep-*"))) == 2

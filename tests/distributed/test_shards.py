@@ -1,0 +1,89 @@
+"""EP shards loaded onto ranks: at any ep size, and never damaged ones."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoints.__main__ import main
+from sharding import Topology
+from tests.checkpoints.test_cli import run
+from tests.distributed.pool import RankPool
+from tests.distributed.test_checkpoints import load_error, read, round_trip
+from tests.tiny import save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("shards") / "ep8"
+    assert run("convert", tiny_model, out, "--ep-size", 8) == 0
+    save_tokenizer(out / "unused")
+    shutil.rmtree(out / "unused")
+    return out
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology(1, 1), Topology(2, 2), Topology(4, 2, "hybrid"), Topology(4, 4), Topology(8, 8)], ids=str
+)
+def test_any_ep_size_reads_them(
+    ranks: RankPool, shards: Path, tiny_model: Path, tmp_path: Path, topology: Topology
+) -> None:
+    ranks.run(round_trip, topology.world_size, shards, tmp_path / "hf", topology)
+    before, after = read(tiny_model), read(tmp_path / "hf")
+    assert before.keys() == after.keys()
+    assert all((after[name] == before[name]).all() for name in before)
+    assert main(["verify", str(tmp_path / "hf"), str(shards)]) == 0
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _change_at(share: float) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[min(int(share * len(content)), len(content) - 1)] ^= 4
+        file.write_bytes(bytes(content))
+
+    return change
+
+
+DAMAGES = {
+    "truncated": _truncate,
+    "emptied": _empty,
+    "first byte": _change_at(0),
+    "byte in the head": _change_at(0.01),
+    "byte in the middle": _change_at(0.5),
+    "last byte": _change_at(1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("topology", [Topology(1, 1), Topology(4, 2)], ids=str)
+def test_damage_is_found_at_load_by_file(
+    ranks: RankPool, shards: Path, tmp_path: Path, topology: Topology, damage: str
+) -> None:
+    """Each file of the directory in turn."""
+    names = sorted(file.name for file in shards.iterdir())
+    assert {"manifest.json", "config.json", "dense-00001-of-00001.safetensors"} <= set(names)
+    for name in names:
+        spoilt = tmp_path / name
+        shutil.copytree(shards, spoilt)
+        DAMAGES[damage](spoilt / name)
+        messages = set(ranks.run(load_error, topology.world_size, spoilt, topology))
+        assert len(messages) == 1
+        assert f"{spoilt / name}:" in messages.pop(), (name, damage)
+
+
+def test_a_missing_file_is_named(ranks: RankPool, shards: Path, tmp_path: Path) -> None:
+    for name in ("ep-00003-of-00008.safetensors", "manifest.json"):
+        spoilt = tmp_path / name
+        shutil.copytree(shards, spoilt)
+        (spoilt / name).unlink()
+        (message,) = set(ranks.run(load_error, 2, spoilt, Topology(2, 2)))
+        assert name in message
