@@ -6,6 +6,7 @@
 `--help` lists the flags.
 """
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,16 @@ from typing import Any
 
 import torch
 
-from checkpoints import ModelSource, export_model, open_source, resolve_model, shard_and_load, write_errors
+from checkpoints import (
+    ModelSource,
+    Saver,
+    export_model,
+    find_checkpoint,
+    open_source,
+    resolve_model,
+    shard_and_load,
+    write_errors,
+)
 from moe import ExpertMeshError, KernelChoice, build_model, choose_kernel
 from sharding import (
     Ranks,
@@ -28,6 +38,7 @@ from sharding import (
 )
 from training import (
     DataFormat,
+    Run,
     RunLog,
     TrainConfig,
     data_order,
@@ -39,28 +50,31 @@ from training import (
 )
 from training.data import Samples
 
+STOPPED = 75
+"""Exit code after a signal stopped the run with a checkpoint saved: "try again later", EX_TEMPFAIL of sysexits.h."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; the exit code is 0, or 2 after a mistake of the user's, reported once a node."""
+    """Run; the exit code is 0, 2 after a mistake of the user's (reported once a node), or STOPPED."""
     _, _, local_rank = read_environment()
     try:
         config = parse_config(argv)
         ranks = start_process_group(config.use_cpu, config.ddp_timeout)
         try:
-            run(config, ranks)
+            finished = run(config, ranks)
         except ExpertMeshError:
             end_process_group()  # every rank raised it together
             raise
         end_process_group()
-        return 0
+        return 0 if finished else STOPPED
     except ExpertMeshError as error:
         if local_rank == 0:
             print(f"train_ep.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
 
 
-def run(config: TrainConfig, ranks: Ranks) -> None:
-    """Check everything that was asked for, load, train, export."""
+def run(config: TrainConfig, ranks: Ranks) -> bool:
+    """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step."""
     compute_dtype = torch.bfloat16 if config.bf16 else torch.float32
     with raise_together():
         source = open_source(resolve_model(config.model))
@@ -82,15 +96,47 @@ def run(config: TrainConfig, ranks: Ranks) -> None:
 
     log = RunLog(config, output_dir, number_of_steps(config, order), ranks.device.type == "cpu")
     mesh = build_mesh(ranks.device.type, topology, config.ddp_timeout)
-    checkpoint = shard_and_load(model, source, mesh, ranks.device, compute_dtype, config.gradient_checkpointing)
+    resume_from = find_resume(config, output_dir, ranks)
+    checkpoint = shard_and_load(
+        model,
+        source,
+        mesh,
+        ranks.device,
+        compute_dtype,
+        config.gradient_checkpointing,
+        read_weights=resume_from is None,
+    )
     torch.manual_seed(config.seed + ranks.rank)
+    own_tokenizer = tokenizer if config.tokenizer else None
+    saver = None
+    if config.save_steps > 0:
+        keep, in_background = config.save_total_limit, config.async_save
+        if ranks.rank == 0 and not config.resume:
+            shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
+        saver = Saver(output_dir / "checkpoints", checkpoint, own_tokenizer, keep, in_background)
     with log:
         if samples is not None:
-            train(model, samples, order, config, loss_weights(config, source), mesh, ranks, log)
+            weights = loss_weights(config, source)
+            finished = train(Run(config, model, samples, order, weights, mesh, ranks, log, saver), resume_from)
+            if not finished:
+                kept = "--resume auto goes on from here" if saver else "nothing was saved, as --save-steps is 0"
+                log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
+                return False
         if config.export:
-            own_tokenizer = tokenizer if config.tokenizer else None
             export_model(model, checkpoint, topology, output_dir / "hf", config.shard_bytes, own_tokenizer)
             log.line(f"exported to {output_dir / 'hf'}")
+    return True
+
+
+def find_resume(config: TrainConfig, output_dir: Path, ranks: Ranks) -> Path | None:
+    """The checkpoint to go on from; None to start from the model."""
+    if not config.resume:
+        return None
+    found, warnings = find_checkpoint(config.resume, output_dir / "checkpoints", config.trust_checkpoint_owner)
+    if ranks.rank == 0:
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return found
 
 
 def prepare_output(config: TrainConfig, ranks: Ranks) -> Path:
@@ -99,10 +145,11 @@ def prepare_output(config: TrainConfig, ranks: Ranks) -> Path:
     with raise_together(), write_errors(output_dir):
         if ranks.rank == 0:
             taken = [name for name in ("hf", "metrics.jsonl", "config.yaml") if (output_dir / name).exists()]
-            if taken and not config.overwrite_output_dir:
+            taken += [path.name for path in (output_dir / "checkpoints").glob("step-*")]
+            if taken and not config.overwrite_output_dir and not config.resume:
                 raise ExpertMeshError(
                     f"--output-dir {output_dir}: already holds {', '.join(taken)}; "
-                    "choose another, or replace them with --overwrite-output-dir"
+                    "choose another, go on with --resume auto, or replace them with --overwrite-output-dir"
                 )
             output_dir.mkdir(parents=True, exist_ok=True)
     return output_dir

@@ -5,12 +5,17 @@ from checkpoints.files import write_errors
 from checkpoints.load import load_model, shard_and_load
 from checkpoints.opening import open_checkpoint, parameter_shapes
 from checkpoints.source import Checkpoint, ModelSource, open_source, resolve_model
+from checkpoints.training_state import Progress, Saver, find_checkpoint, load_training_state
 
 __all__ = [
     "Checkpoint",
     "ModelSource",
+    "Progress",
+    "Saver",
     "export_model",
+    "find_checkpoint",
     "load_model",
+    "load_training_state",
     "open_checkpoint",
     "open_source",
     "parameter_shapes",

@@ -11,11 +11,11 @@ import torch
 
 from checkpoints.convert import HowToWrite, convert, export_offline
 from checkpoints.inspection import describe
-from checkpoints.manifest import check_all_bytes
-from checkpoints.opening import open_checkpoint, parameter_shapes
-from checkpoints.reader import SafetensorsReader
-from checkpoints.source import open_source, resolve_model
-from checkpoints.verify import Side, compare
+from checkpoints.manifest import MANIFEST, check_all_bytes
+from checkpoints.opening import open_readable
+from checkpoints.source import resolve_model
+from checkpoints.training_state import MARKER
+from checkpoints.verify import compare
 from moe import ExpertMeshError
 from moe.sizes import parse_size
 
@@ -35,22 +35,31 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="files written at once")
     how.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
 
+    trust = _Parser(add_help=False)
+    trust.add_argument(
+        "--trust-checkpoint-owner", action="store_true", help="read another user's training checkpoint: it can run code"
+    )
+
     to_shards = commands.add_parser("convert", parents=[how], help="Hugging Face directory to EP shards")
     to_shards.add_argument("source", help="directory, or hub id")
     to_shards.add_argument("out", type=Path)
     to_shards.add_argument("--ep-size", type=int, required=True, help="ranks that share out the experts")
     to_shards.add_argument("--dtype", choices=list(DTYPE_NAMES), help="of every tensor; default: as they are")
 
-    to_hf = commands.add_parser("export", parents=[how], help="EP shards to Hugging Face directory")
+    to_hf = commands.add_parser(
+        "export", parents=[how, trust], help="EP shards or training checkpoint to Hugging Face form"
+    )
     to_hf.add_argument("source", type=Path)
     to_hf.add_argument("out", type=Path)
 
-    verify = commands.add_parser("verify", help="whether two checkpoints of any form hold the same model")
+    verify = commands.add_parser(
+        "verify", parents=[trust], help="whether two checkpoints of any form hold the same model"
+    )
     verify.add_argument("a", type=Path)
     verify.add_argument("b", type=Path)
     verify.add_argument("--rtol", type=float, help="allow values this far apart, relatively; default: same bits")
 
-    inspect = commands.add_parser("inspect", help="what a checkpoint is, and whether it is whole")
+    inspect = commands.add_parser("inspect", parents=[trust], help="what a checkpoint is, and whether it is whole")
     inspect.add_argument("path", type=Path)
     inspect.add_argument("--tensors", action="store_true", help="list them")
     inspect.add_argument("--check", action="store_true", help="hold every byte against the checksums")
@@ -83,12 +92,16 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    export_offline(_directory(arguments.source), arguments.out, _how(arguments))
+    trusted = arguments.trust_checkpoint_owner
+    export_offline(_directory(arguments.source), arguments.out, _how(arguments), trusted)
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    a, b = (_side(_directory(path)) for path in (arguments.a, arguments.b))
+    a, b = (
+        open_readable(_directory(path), strict=False, any_owner=arguments.trust_checkpoint_owner)
+        for path in (arguments.a, arguments.b)
+    )
     comparison = compare(a, b, arguments.rtol)
     for line in comparison.differences:
         print(line)
@@ -100,23 +113,16 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _side(path: Path) -> Side:
-    source = open_source(path)
-    checkpoint = open_checkpoint(source, parameter_shapes(source), strict=False)
-    return Side(checkpoint, lambda: SafetensorsReader(checkpoint))
-
-
 def _inspect(arguments: argparse.Namespace) -> int:
     path = _directory(arguments.path)
-    source = open_source(path)
-    parameters = parameter_shapes(source)
-    checkpoint = open_checkpoint(source, parameters, strict=False)
-    for line in describe(checkpoint, parameters, arguments.tensors):
+    readable = open_readable(path, strict=False, any_owner=arguments.trust_checkpoint_owner)
+    for line in describe(path, readable.checkpoint, readable.parameters, arguments.tensors):
         print(line)
     if arguments.check:
         check_all_bytes(path)
-        print("checksums   match" if checkpoint.row_sums is not None else "checksums   none in this form")
-    return 1 if checkpoint.problems else 0
+        in_this_form = (path / MANIFEST).exists() or (path / MARKER).exists()
+        print("checksums   match" if in_this_form else "checksums   none in this form")
+    return 1 if readable.checkpoint.problems else 0
 
 
 def _directory(path: Path) -> Path:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,11 @@ import torch
 from checkpoints.checksums import file_checksum
 from checkpoints.files import copy_side_files
 from checkpoints.manifest import MANIFEST, FileSum, check_all_bytes, make_manifest, shard_files
-from checkpoints.opening import open_checkpoint, parameter_dtypes, parameter_shapes
+from checkpoints.opening import Readable, open_readable, parameter_dtypes
 from checkpoints.output import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
-from checkpoints.reader import ParameterReader, SafetensorsReader
+from checkpoints.reader import SafetensorsReader
 from checkpoints.relayout import FileRecord, forget_progress, write_files
-from checkpoints.source import Checkpoint, open_source
+from checkpoints.source import Checkpoint
 from moe import ExpertMeshError
 from sharding.topology import either
 
@@ -40,15 +40,14 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: torch.dtype | Non
     Raises:
         ExpertMeshError: the source is damaged, ep_size does not divide its experts, or `out` is not to be had.
     """
-    source = open_source(source_path)
+    readable = open_readable(source_path)
+    source, parameters, checkpoint = readable.checkpoint.source, readable.parameters, readable.checkpoint
     num_experts = source.shape.num_experts
     if ep_size < 1 or num_experts % ep_size:
         fits = either([n for n in range(1, num_experts + 1) if num_experts % n == 0])
         raise ExpertMeshError(
             f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {fits}"
         )
-    parameters = parameter_shapes(source)
-    checkpoint = open_checkpoint(source, parameters)
     check_all_bytes(source_path)
     _check_tied_copies(checkpoint)
     dtypes = {name: dtype or found for name, found in parameter_dtypes(checkpoint).items()}
@@ -56,8 +55,8 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: torch.dtype | Non
     files = shard_files(parameters, dtypes, source, ep_size, how.max_shard_size)
 
     _prepare(out, MANIFEST, how.overwrite)
-    records = _write(files, out, checkpoint, how)
-    copy_side_files(source_path, out)
+    records = _write(files, out, readable, how)
+    copy_side_files(source.path, out)
     sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
     for file in sorted(out.iterdir()):
         if file.name not in sums and file.suffix != ".done":
@@ -67,25 +66,20 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: torch.dtype | Non
     _finish(out, MANIFEST, json.dumps(manifest, indent=1))
 
 
-def export_offline(source_path: Path, out: Path, how: HowToWrite) -> None:
-    """Write the Hugging Face form of EP shards, or of another Hugging Face directory (in other files).
+def export_offline(source_path: Path, out: Path, how: HowToWrite, any_owner: bool = False) -> None:
+    """Write the Hugging Face form of EP shards, a training checkpoint, or another Hugging Face directory (in other
+    files). Its index, or its only file, is what makes it whole, and comes last.
 
     Raises:
         ExpertMeshError: the source is damaged, or `out` is not to be had.
     """
-    source = open_source(source_path)
-    checkpoint = open_checkpoint(source, parameter_shapes(source))
+    source = open_readable(source_path, any_owner=any_owner)
     check_all_bytes(source_path)
-    write_hf(checkpoint, lambda: SafetensorsReader(checkpoint), out, how)
-
-
-def write_hf(checkpoint: Checkpoint, make_reader: Callable[[], ParameterReader], out: Path, how: HowToWrite) -> None:
-    """Write a Hugging Face directory of what `checkpoint.exported` lists; its index, or sole file, comes last."""
-    files = plan_hf_files(checkpoint.exported, how.max_shard_size)
+    files = plan_hf_files(source.checkpoint.exported, how.max_shard_size)
     last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
     _prepare(out, last, how.overwrite)
-    _write(files, out, checkpoint, how, make_reader)
-    copy_side_files(checkpoint.source.path, out)
+    _write(files, out, source, how)
+    copy_side_files(source.checkpoint.source.path, out)
     _finish(out, last, hf_index(files) if len(files) > 1 else None)
 
 
@@ -104,16 +98,10 @@ def _prepare(out: Path, last: str, overwrite: bool) -> None:
         raise ExpertMeshError(f"{out}: cannot be written: {error.strerror}") from error
 
 
-def _write(
-    files: Sequence[OutputFile],
-    out: Path,
-    checkpoint: Checkpoint,
-    how: HowToWrite,
-    make_reader: Callable[[], ParameterReader] | None = None,
-) -> list[FileRecord]:
-    make_reader = make_reader or (lambda: SafetensorsReader(checkpoint))
+def _write(files: Sequence[OutputFile], out: Path, source: Readable, how: HowToWrite) -> list[FileRecord]:
     try:
-        return write_files(files, out, make_reader, _fingerprint(files, checkpoint), how.workers, how.show_progress)
+        fingerprint = _fingerprint(files, source.checkpoint)
+        return write_files(files, out, source.make_reader, fingerprint, how.workers, how.show_progress)
     except OSError as error:
         raise ExpertMeshError(
             f"{error.filename or out}: cannot be written: {error.strerror}; what is finished is kept: "
@@ -124,11 +112,11 @@ def _write(
 def _fingerprint(files: Sequence[OutputFile], checkpoint: Checkpoint) -> str:
     """Of the source's files, by name, size and time, and of the plan."""
     state = hashlib.sha256()
-    for name in sorted({info.file for info in checkpoint.infos.values()}):
-        status = (checkpoint.source.path / name).stat()
-        state.update(f"{name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    for file in files:
-        state.update(file.name.encode() + file.header)
+    for file in checkpoint.files:
+        status = file.stat()
+        state.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    for plan in files:
+        state.update(plan.name.encode() + plan.header)
     return state.hexdigest()
 
 

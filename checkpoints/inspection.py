@@ -7,13 +7,14 @@ from pathlib import Path
 from checkpoints.manifest import MANIFEST, read_manifest
 from checkpoints.opening import is_shards
 from checkpoints.source import Checkpoint, Parameters
+from checkpoints.training_state import MARKER, read_marker
 
 
-def describe(checkpoint: Checkpoint, parameters: Parameters, list_tensors: bool) -> Iterator[str]:
+def describe(path: Path, checkpoint: Checkpoint, parameters: Parameters, list_tensors: bool) -> Iterator[str]:
     """Lines: form, family, parameters in all, active for a token, and on a rank at each ep; tensors, dtypes, files."""
     source, shape = checkpoint.source, checkpoint.source.shape
-    yield f"path        {source.path}"
-    yield f"form        {_form(source.path)}"
+    yield f"path        {path}"
+    yield f"form        {_form(path)}"
     yield f"family      {source.family.model_type}: {shape.num_experts} experts, {shape.top_k} a token"
     sizes = {name: _numel(shape_) for name, shape_ in parameters.items()}
     experts = sum(size for name, size in sizes.items() if f".{source.family.block}.experts." in name)
@@ -25,9 +26,8 @@ def describe(checkpoint: Checkpoint, parameters: Parameters, list_tensors: bool)
     yield f"on a rank   {held} (as many ranks as ep, all else sharded over them)"
     dtypes = Counter(str(info.dtype).removeprefix("torch.") for info in checkpoint.infos.values())
     yield f"tensors     {len(checkpoint.infos):,}: " + ", ".join(f"{n:,} {dtype}" for dtype, n in dtypes.items())
-    files = sorted({info.file for info in checkpoint.infos.values()})
-    num_bytes = sum((source.path / file).stat().st_size for file in files)
-    yield f"files       {len(files):,}, {num_bytes / 1e9:,.2f} GB"
+    num_bytes = sum(file.stat().st_size for file in checkpoint.files)
+    yield f"files       {len(checkpoint.files):,}, {num_bytes / 1e9:,.2f} GB"
     if list_tensors:
         for tensor in checkpoint.tensors + checkpoint.tied_copies:
             info = checkpoint.infos[tensor.name]
@@ -40,6 +40,11 @@ def describe(checkpoint: Checkpoint, parameters: Parameters, list_tensors: bool)
 
 
 def _form(path: Path) -> str:
+    if (path / MARKER).exists():
+        marker = read_marker(path)
+        return (
+            f"training checkpoint, step {marker['step']:,}, {marker['tokens']:,} tokens, {marker['world_size']} ranks"
+        )
     if is_shards(path):
         manifest = read_manifest(path)
         return (

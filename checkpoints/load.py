@@ -21,12 +21,14 @@ def shard_and_load(
     device: torch.device,
     compute_dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
+    read_weights: bool = True,
 ) -> Checkpoint:
     """Take a model from the meta device to its ranks, loaded. All ranks call it together.
 
     Args:
         model: from `moe.build_model`; parallelised in place (see `sharding.parallelize`).
         source: the directory it is read from.
+        read_weights: False leaves them uninitialised, for one who fills them from elsewhere.
 
     Returns:
         The checkpoint it came from, which an export needs.
@@ -38,7 +40,8 @@ def shard_and_load(
         checkpoint = open_checkpoint(source, {name: tuple(p.shape) for name, p in model.named_parameters()})
     parallelize(model, mesh, compute_dtype, gradient_checkpointing)
     materialize(model, device)
-    load_model(model, checkpoint, mesh.topology)
+    if read_weights:
+        load_model(model, checkpoint, mesh.topology)
     return checkpoint
 
 

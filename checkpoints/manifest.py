@@ -153,7 +153,9 @@ def open_shards(source: ModelSource, parameters: Parameters) -> Checkpoint:
         infos[name] = headers[file][name]
         row_sums[name] = int(entry["row_sum"], 16)
     _check_coverage(source, tensors, parameters)
-    return Checkpoint(source, tensors, [], infos, exported_from(manifest["exported"], source, parameters), row_sums)
+    exported = exported_from(manifest["exported"], source, parameters)
+    files = sorted(source.path / file for file in headers)
+    return Checkpoint(source, tensors, [], infos, exported, row_sums, files)
 
 
 def _check_files(path: Path, files: dict[str, Any]) -> None:

@@ -1,11 +1,15 @@
-"""Opening a checkpoint in safetensors form, whichever it is: a Hugging Face directory or EP shards."""
+"""Opening a checkpoint, whichever form it has."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from checkpoints.manifest import MANIFEST, open_shards
-from checkpoints.source import Checkpoint, ModelSource, Parameters, open_hf
+from checkpoints.reader import ParameterReader, SafetensorsReader
+from checkpoints.source import Checkpoint, ModelSource, Parameters, open_hf, open_source
+from checkpoints.training_state import MARKER, TrainingReader, open_training
 from moe import KERNELS, build_model
 
 
@@ -28,6 +32,32 @@ def open_checkpoint(source: ModelSource, parameters: Parameters, strict: bool = 
     if is_shards(source.path):
         return open_shards(source, parameters)
     return open_hf(source, parameters, strict)
+
+
+@dataclass(frozen=True)
+class Readable:
+    """A checkpoint of any form, a training checkpoint included, and how to read its parameters. `make_reader` may be
+    called once a thread."""
+
+    path: Path
+    checkpoint: Checkpoint
+    parameters: Parameters
+    make_reader: Callable[[], ParameterReader]
+
+
+def open_readable(path: Path, strict: bool = True, any_owner: bool = False) -> Readable:
+    """Open what lies at `path`, outside of any process group.
+
+    Raises:
+        ExpertMeshError: there is no checkpoint, or it is damaged or not whole (see the forms' own functions).
+    """
+    if (path / MARKER).exists():
+        training = open_training(path, parameter_shapes, any_owner)
+        return Readable(path, training, parameter_shapes(training.source), lambda: TrainingReader(training, path))
+    source = open_source(path)
+    parameters = parameter_shapes(source)
+    checkpoint = open_checkpoint(source, parameters, strict)
+    return Readable(path, checkpoint, parameters, lambda: SafetensorsReader(checkpoint))
 
 
 def parameter_dtypes(checkpoint: Checkpoint) -> dict[str, torch.dtype]:

@@ -52,6 +52,7 @@ class Checkpoint:
         infos: file, shape and dtype of each tensor, by name.
         exported: what a Hugging Face directory of this model holds, in this order.
         row_sums: of each tensor, where the directory has them (see `checkpoints.checksums`).
+        files: that hold the weights.
         problems: what does not match, where the caller asked to be told instead of stopped.
     """
 
@@ -61,6 +62,7 @@ class Checkpoint:
     infos: dict[str, TensorInfo]
     exported: list[OutputTensor]
     row_sums: dict[str, int] | None = None
+    files: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -143,7 +145,8 @@ def open_hf(source: ModelSource, parameters: Parameters, strict: bool = True) ->
         raise ExpertMeshError(f"{source.path}: {next(iter(wrong.values()))}")
     tensors = [tensor for tensor in tensors if tensor.name not in wrong]
     exported = [OutputTensor(tensor, infos[tensor.name].dtype) for tensor in tensors + copies]
-    return Checkpoint(source, tensors, copies, infos, exported, problems=list(wrong.values()))
+    files = sorted({source.path / info.file for info in infos.values()})
+    return Checkpoint(source, tensors, copies, infos, exported, files=files, problems=list(wrong.values()))
 
 
 def tied_head(parameters: Parameters, found: Collection[str]) -> list[DiskTensor]:

@@ -1,12 +1,12 @@
 """Compares two checkpoints of any form, by the names their tensors have in Hugging Face form."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from checkpoints.mapping import Region
+from checkpoints.opening import Readable
 from checkpoints.output import OutputTensor
 from checkpoints.reader import ParameterReader
 from checkpoints.source import Checkpoint
@@ -20,19 +20,7 @@ class Comparison:
     num_tensors: int
 
 
-@dataclass(frozen=True)
-class Side:
-    """One of the two: what it holds, and how to read it."""
-
-    checkpoint: Checkpoint
-    make_reader: Callable[[], ParameterReader]
-
-    @property
-    def path(self) -> str:
-        return str(self.checkpoint.source.path)
-
-
-def compare(a: Side, b: Side, rtol: float | None) -> Comparison:
+def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
     """Hold every tensor of `a` against the same rows in `b`: dtype and bits; or, with `rtol`, values within
     rtol · max(|a|, |b|), whatever the dtypes. What one of them lacks, or has too much, is a difference as well."""
     differences = [f"{problem} ({side.path})" for side in (a, b) for problem in side.checkpoint.problems]

@@ -3,10 +3,11 @@
 from training.config import TrainConfig, parse_config
 from training.data import DataFormat, load_samples
 from training.log import RunLog
-from training.loop import data_order, loss_weights, number_of_steps, train
+from training.loop import Run, data_order, loss_weights, number_of_steps, train
 
 __all__ = [
     "DataFormat",
+    "Run",
     "RunLog",
     "TrainConfig",
     "data_order",

@@ -20,6 +20,9 @@ Scheduler = Literal[
 ]
 
 
+OnSaveError = Literal["stop", "continue"]
+
+
 def _flag(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -66,6 +69,17 @@ class TrainConfig:
     )
     router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss.")
     seed: int = _flag(42, "Seed of the data order and of dropout and jitter.")
+
+    save_steps: int = _flag(500, "Save a training checkpoint every so many steps; 0 saves none.")
+    save_total_limit: int | None = _flag(None, "How many training checkpoints to keep. Default: all.")
+    async_save: bool = _flag(True, "Whether training goes on while a checkpoint is written.")
+    on_save_error: OnSaveError = _flag("stop", "What a checkpoint that cannot be written does to the run.")
+    resume: str = _flag(
+        "",
+        "Go on from a training checkpoint: its path, or auto for the newest whole one in --output-dir, if any.",
+        aliases=["--resume-from-checkpoint"],
+    )
+    trust_checkpoint_owner: bool = _flag(False, "Resume from another user's checkpoint; reading it can run their code.")
 
     logging_steps: int = _flag(1, "Log every so many steps.")
     report_to: list[str] = field(
@@ -119,6 +133,8 @@ _AT_LEAST = {
     "router_z_loss_coef": 0,
     "seed": 0,
     "logging_steps": 1,
+    "save_steps": 0,
+    "save_total_limit": 1,
 }
 
 

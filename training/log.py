@@ -43,7 +43,9 @@ class RunLog:
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 self.config.save(self.output_dir / "config.yaml")
-                self.file = open(self.output_dir / "metrics.jsonl", "w", encoding="utf-8")
+                # a resumed run keeps what the one before it has logged: see keep_until
+                path = self.output_dir / "metrics.jsonl"
+                self.file = path.open("a" if self.config.resume else "w", encoding="utf-8")
         settings = {k: v for k, v in asdict(self.config).items() if isinstance(v, int | float | str)}
         self.accelerator.init_trackers(self.config.run_name, config=settings)
         return self
@@ -74,8 +76,20 @@ class RunLog:
             if self.bar.disable:
                 tqdm.write(f"step {metrics['step']}/{self.num_steps}  {console}")
 
-    def steps(self) -> Iterator[int]:
-        """The steps from 0 on, counted off on the progress bar; off a terminal, a line a logged step instead."""
+    def keep_until(self, step: int) -> None:
+        """Forget what an earlier attempt has logged after `step`: those steps are about to be made again."""
+        path = self.output_dir / "metrics.jsonl"
+        if self.is_main and path.stat().st_size > 0:
+            kept = []
+            for line in path.read_text(encoding="utf-8").splitlines():
+                # the last line of a killed run may be cut off
+                if line.endswith("}") and json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            path.write_text("".join(kept), encoding="utf-8")
+
+    def steps(self, start: int) -> Iterator[int]:
+        """The steps from `start` on, counted off on the progress bar; off a terminal, a line a logged step instead."""
         disable = None if self.is_main else True
-        self.bar = tqdm(range(self.num_steps), unit="step", dynamic_ncols=True, disable=disable)
+        steps = range(start, self.num_steps)
+        self.bar = tqdm(steps, initial=start, total=self.num_steps, unit="step", dynamic_ncols=True, disable=disable)
         yield from self.bar

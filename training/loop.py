@@ -1,19 +1,37 @@
-"""The training loop: data in, steps, figures out."""
+"""The training loop: data in, steps, figures and checkpoints out."""
 
 import math
 import time
-from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from checkpoints import ModelSource
+from checkpoints import ModelSource, Progress, Saver, load_training_state
+from moe import ExpertMeshError
 from sharding import Mesh, Ranks
 from training.config import TrainConfig
-from training.data import DataOrder, Sample, collate
+from training.data import Batch, DataOrder, Samples, collate
 from training.log import RunLog
-from training.optimizer import build_optimizer, build_scheduler
+from training.optimizer import build_optimizer, build_scheduler, resume_scheduler
+from training.preemption import StopRequest
 from training.step import LossWeights, StepResult, train_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that training needs. `saver` is None where no checkpoints are asked for."""
+
+    config: TrainConfig
+    model: Any
+    samples: Samples
+    order: DataOrder
+    weights: LossWeights
+    mesh: Mesh
+    ranks: Ranks
+    log: RunLog
+    saver: Saver | None
 
 
 def data_order(config: TrainConfig, num_rows: int, world_size: int) -> DataOrder:
@@ -36,54 +54,104 @@ def loss_weights(config: TrainConfig, source: ModelSource) -> LossWeights:
     return LossWeights(balance, config.router_z_loss_coef)
 
 
-def train(
-    model: Any,
-    samples: Sequence[Sample],
-    order: DataOrder,
-    config: TrainConfig,
-    weights: LossWeights,
-    mesh: Mesh,
-    ranks: Ranks,
-    log: RunLog,
-) -> None:
-    """Train `model` in place for the number of steps that `log` was told."""
-    optimizer = build_optimizer(model, config)
+def train(run: Run, resume_from: Path | None) -> bool:
+    """Train the model in place for the number of steps that the log was told, from a checkpoint on if there is one.
+
+    Returns:
+        Whether all steps were made; False after a signal asked to stop, with a checkpoint saved.
+
+    Raises:
+        ExpertMeshError: on all ranks, when the checkpoint does not fit the run, training diverges, or a checkpoint
+            cannot be saved and --on-save-error says stop.
+    """
+    config, log = run.config, run.log
+    optimizer = build_optimizer(run.model, config)
     scheduler = build_scheduler(optimizer, config, log.num_steps)
-    model.train()
-    tokens_since, time_since = 0, time.perf_counter()
-    for step in log.steps():
-        rows = order.micro_batches(step, ranks.rank)
-        batches = [collate([samples[row] for row in forward]).to(ranks.device) for forward in rows]
-        learning_rate = scheduler.get_last_lr()[0]
-        result = train_step(model, optimizer, batches, mesh, weights, config.max_grad_norm)
-        scheduler.step()
-        tokens_since += result.tokens
-        if (step + 1) % config.logging_steps == 0 or step + 1 == log.num_steps:
-            now = time.perf_counter()
-            metrics = {
-                "step": step + 1,
-                "epoch": round((step + 1) / order.steps_per_epoch, 4),
-                "learning_rate": learning_rate,
-                "tokens_per_second": round(tokens_since / (now - time_since), 1),
-                **_figures(result, weights),
-            }
-            log.step(metrics, _console(metrics))
-            tokens_since, time_since = 0, now
+    first_step, tokens = 0, 0
+    if resume_from is not None:
+        progress = load_training_state(resume_from, run.model, optimizer)
+        _check_order(progress, run.order, resume_from)
+        resume_scheduler(optimizer, scheduler, progress.scheduler)
+        first_step, tokens = progress.step, progress.tokens
+        log.line(f"resumed from {resume_from}, step {first_step}")
+    run.model.train()
+    log.keep_until(first_step)
+    stopping = False
+    tokens_logged, time_logged = tokens, time.perf_counter()
+    with StopRequest() as stop:
+        for step in log.steps(first_step):
+            learning_rate = scheduler.get_last_lr()[0]
+            result = train_step(run.model, optimizer, _batches(run, step), run.mesh, run.weights, config.max_grad_norm)
+            scheduler.step()
+            done = step + 1
+            tokens += result.tokens
+            if done % config.logging_steps == 0 or done == log.num_steps:
+                now = time.perf_counter()
+                rate = (tokens - tokens_logged) / (now - time_logged)
+                tokens_logged, time_logged = tokens, now
+                metrics = _metrics(done, run, result, learning_rate, rate)
+                log.step(metrics, _console(metrics))
+            stopping = stop.on_any_rank(run.ranks.device)
+            if run.saver is not None and (stopping or done % config.save_steps == 0):
+                progress = Progress(done, tokens, scheduler.state_dict(), _order_facts(run.order), asdict(config))
+                _handle(run.saver.wait(), run)
+                run.saver.save(run.model, optimizer, progress)
+            if stopping:
+                break
+        if run.saver is not None:
+            _handle(run.saver.wait(), run)
+    return not stopping
 
 
-def _figures(result: StepResult, weights: LossWeights) -> dict[str, Any]:
+def _batches(run: Run, step: int) -> list[Batch]:
+    rows = run.order.micro_batches(step, run.ranks.rank)
+    return [collate([run.samples[row] for row in forward]).to(run.ranks.device) for forward in rows]
+
+
+def _handle(problem: str | None, run: Run) -> None:
+    """A checkpoint that could not be saved; every rank has the same problem."""
+    if problem is None:
+        return
+    if run.config.on_save_error == "stop":
+        raise ExpertMeshError(f"{problem}; with --on-save-error continue, training goes on without it")
+    run.log.line(f"warning: {problem}; training goes on, and the checkpoint before it stays")
+
+
+def _order_facts(order: DataOrder) -> dict[str, int]:
+    return {"rows": order.num_rows, "global_batch_size": order.global_batch_size, "seed": order.seed}
+
+
+def _check_order(progress: Progress, order: DataOrder, path: Path) -> None:
+    """The batches to come must be those that would have come."""
+    here = _order_facts(order)
+    for name, there in progress.order.items():
+        if here[name] != there:
+            raise ExpertMeshError(
+                f"--resume {path}: that run had {name.replace('_', ' ')} {there}, this one has {here[name]}; "
+                "with other batches it would not be the same run"
+            )
+
+
+def _metrics(done: int, run: Run, result: StepResult, learning_rate: Any, rate: float) -> dict[str, Any]:
     counts_LE = result.counts_LE.double()
     load_L = counts_LE.max(dim=1).values / counts_LE.mean(dim=1).clamp(min=torch.finfo(torch.double).tiny)
-    figures: dict[str, Any] = {"loss": result.loss, "grad_norm": result.grad_norm}
-    if weights.balance > 0:
-        figures["balance_loss"] = result.balance_loss
-    if weights.z > 0:
-        figures["z_loss"] = result.z_loss
+    metrics: dict[str, Any] = {
+        "step": done,
+        "epoch": round(done / run.order.steps_per_epoch, 4),
+        "learning_rate": learning_rate,
+        "tokens_per_second": round(rate, 1),
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+    }
+    if run.weights.balance > 0:
+        metrics["balance_loss"] = result.balance_loss
+    if run.weights.z > 0:
+        metrics["z_loss"] = result.z_loss
     return {
-        **figures,
+        **metrics,
         "tokens": result.tokens,
         "target_tokens": result.targets,
-        # 1 is even; E is all tokens on one expert
+        # 1 is even; E/K is all tokens on the same experts
         "expert_load_max_over_mean": float(load_L.max()),
         "expert_tokens": result.counts_LE.tolist(),
     }

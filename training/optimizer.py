@@ -45,3 +45,16 @@ def build_scheduler(
     except ValueError as error:
         raise ExpertMeshError(f"--lr-scheduler-type {config.lr_scheduler_type}: {error}") from error
     return scheduler
+
+
+def resume_scheduler(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, saved: dict[str, Any]
+) -> None:
+    """Put a new scheduler where a saved one stood. Peak rate and shape stay those of the new one: flags win."""
+    assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
+    scheduler.load_state_dict({**saved, "base_lrs": scheduler.base_lrs})
+    position = scheduler.last_epoch
+    rates = [base * factor(position) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates

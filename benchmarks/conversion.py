@@ -1,0 +1,164 @@
+"""Converting a checkpoint against copying it: `python -m benchmarks.conversion --gigabytes 4`.
+
+Makes a random Mixtral checkpoint of at least that size; then, in interleaved rounds, copies it with `cp -r`, converts
+it to EP shards, and exports these again. Prints the median throughput of each, the ratios to `cp -r` of the same round,
+each command's peak resident memory, and how many bytes each rank reads of the shards at start-up against what its own
+rows weigh there. Warm: every file is in the page cache. Cold: the cache is dropped before
+each command (needs root; else left out).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkpoints.reader as reader_module
+from benchmarks.load_memory import make_checkpoint
+from checkpoints import open_source, shard_and_load
+from checkpoints.manifest import MANIFEST
+from checkpoints.opening import parameter_dtypes
+from checkpoints.reader import SafetensorsReader
+from moe import KERNELS, build_model
+from sharding import Topology, build_mesh, end_process_group, local_tensor, start_process_group
+
+ARMS = ("cp -r", "convert", "export")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="least size of the checkpoint, 10^9 bytes")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--ep-size", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--directory", type=Path, default=None, help="on the disk to be measured")
+    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
+    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        return count_reads(arguments.worker, arguments.ep_size)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        directory = Path(name)
+        size = make_checkpoint(directory / "model", arguments.gigabytes, getattr(torch, arguments.dtype))
+        print(
+            f"checkpoint: {size / 1e9:.2f} GB {arguments.dtype}, ep {arguments.ep_size}, {arguments.workers} workers, "
+            f"{os.cpu_count()} cores; {arguments.rounds} rounds, arms interleaved, medians"
+        )
+        figures: dict[str, Any] = {}
+        for cache in ("warm", "cold"):
+            if cache == "cold" and os.geteuid() != 0:
+                print("cold: left out, dropping the page cache needs root")
+                continue
+            rounds = [
+                one_round(directory, arguments.ep_size, arguments.workers, cache) for _ in range(arguments.rounds)
+            ]
+            figures[cache] = summarize(rounds, size)
+            print_table(cache, figures[cache])
+        figures["startup"] = startup_reads(directory, arguments.ep_size)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=2))
+    return 0
+
+
+def one_round(directory: Path, ep_size: int, workers: int, cache: str) -> dict[str, tuple[float, float]]:
+    """(seconds, peak MB) of each arm, one after the other, each into a directory that is not there."""
+    model, copy, shards, back = (directory / name for name in ("model", "copy", "shards", "back"))
+    command = [sys.executable, "-m", "checkpoints"]
+    commands = {
+        "cp -r": ["cp", "-r", str(model), str(copy)],
+        "convert": [*command, "convert", str(model), str(shards), "--ep-size", str(ep_size), "--workers", str(workers)],
+        "export": [*command, "export", str(shards), str(back), "--workers", str(workers)],
+    }
+    for path in (copy, shards, back):
+        shutil.rmtree(path, ignore_errors=True)
+    return {arm: timed(commands[arm], cache) for arm in ARMS}
+
+
+def timed(command: list[str], cache: str) -> tuple[float, float]:
+    # what earlier commands wrote must not be written back, or throttled, on this one's time
+    os.sync()
+    if cache == "cold":
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - begin
+    if os.waitstatus_to_exitcode(status) != 0:
+        raise RuntimeError(f"{' '.join(command)} failed")
+    return seconds, usage.ru_maxrss * 1024 / 1e6
+
+
+def summarize(rounds: list[dict[str, tuple[float, float]]], size: int) -> dict[str, Any]:
+    return {
+        arm: {
+            "gb_per_second": size / 1e9 / statistics.median(r[arm][0] for r in rounds),
+            "ratio_to_cp": statistics.median(r["cp -r"][0] / r[arm][0] for r in rounds),
+            "peak_mb": max(r[arm][1] for r in rounds),
+            "seconds": [round(r[arm][0], 3) for r in rounds],
+        }
+        for arm in ARMS
+    }
+
+
+def print_table(cache: str, figures: dict[str, Any]) -> None:
+    print(f"{cache:8}{'GB/s':>8}{'x cp -r':>9}{'peak MB':>9}   seconds a round, start of the interpreter included")
+    for arm, f in figures.items():
+        print(f"{arm:8}{f['gb_per_second']:8.2f}{f['ratio_to_cp']:9.2f}{f['peak_mb']:9.0f}   {f['seconds']}")
+
+
+def startup_reads(directory: Path, ep_size: int) -> list[dict[str, Any]]:
+    """Start `ep_size` ranks on the shards; what each read of them, against what its rows weigh on disk."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ep_size)]
+    command += ["-m", "benchmarks.conversion", "--worker", str(directory), "--ep-size", str(ep_size)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=540, env=environment, stderr=subprocess.DEVNULL)
+    figures = [json.loads((directory / f"reads-{rank}.json").read_text()) for rank in range(ep_size)]
+    print("start-up from the shards, by rank: bytes of its rows on disk, bytes read of the files, ratio")
+    for rank, f in enumerate(figures):
+        print(f"{rank:4d}{f['needed'] / 1e6:12.2f} MB{f['read'] / 1e6:12.2f} MB{f['read'] / f['needed']:9.4f}")
+    return figures
+
+
+def count_reads(directory: Path, ep_size: int) -> int:
+    """On each rank: load the shards as train_ep.py does, counting every slice, head and manifest that is read."""
+    read = 0
+    slice_of, opened = SafetensorsReader._slice, reader_module.open_safetensors
+
+    def counting_slice(self: SafetensorsReader, file: str, name: str, index: Any) -> torch.Tensor:
+        nonlocal read
+        data = slice_of(self, file, name, index)
+        read += data.numel() * data.element_size()
+        return data
+
+    def counting_open(file: Path) -> Any:
+        nonlocal read
+        with open(file, "rb") as stream:
+            read += 8 + int.from_bytes(stream.read(8), "little")
+        return opened(file)
+
+    SafetensorsReader._slice = counting_slice  # type: ignore[method-assign]
+    reader_module.open_safetensors = counting_open
+    ranks = start_process_group(use_cpu=True, timeout_seconds=300)
+    topology = Topology(ranks.world_size, ep_size)
+    source = open_source(directory / "shards")
+    model: Any = build_model(source.family, source.config, KERNELS["loop"])
+    checkpoint = shard_and_load(model, source, build_mesh("cpu", topology), ranks.device)
+    read += (directory / "shards" / MANIFEST).stat().st_size
+    dtypes = parameter_dtypes(checkpoint)
+    needed = sum(local_tensor(p).numel() * dtypes[name].itemsize for name, p in model.named_parameters())
+    (directory / f"reads-{ranks.rank}.json").write_text(json.dumps({"needed": needed, "read": read}))
+    end_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

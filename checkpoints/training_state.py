@@ -1,0 +1,444 @@
+"""Training checkpoints: model, optimizer and position of a run, saved while it goes on and resumed on any ranks.
+
+    RUN/checkpoints/latest              the name of the newest whole one
+    RUN/checkpoints/step-00000500/
+        state/                          torch.distributed.checkpoint: model.*, optimizer.*, rng.*: tensors only
+        model/                          config.json and tokenizer files, for exports
+        checkpoint.json                 step, tokens, settings, and the size and checksum of every file
+
+One is written under a temporary name and renamed once every rank's bytes are on disk: what has the name is whole.
+"""
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from checkpoints.checksums import check_seal, file_checksum, seal
+from checkpoints.files import copy_side_files, temporary_beside
+from checkpoints.manifest import exported_from
+from checkpoints.mapping import DiskTensor, Region
+from checkpoints.output import DTYPE_CODES, OutputTensor
+from checkpoints.reader import Piece
+from checkpoints.source import Checkpoint, Parameters, TensorInfo, open_source, read_json
+from moe import ExpertMeshError
+from sharding import raise_together
+
+MARKER = "checkpoint.json"
+FORMAT = "expertmesh-training-checkpoint"
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands.
+
+    step: updates made. tokens: seen, without padding. scheduler: the learning rate scheduler's state. order: what
+    decides the order of the data, to be compared on resume. settings: the run's resolved configuration.
+    """
+
+    step: int
+    tokens: int
+    scheduler: dict[str, Any]
+    order: dict[str, int]
+    settings: dict[str, Any]
+
+
+class Saver:
+    """Saves training checkpoints into a directory, one at a time, by default in the background.
+
+    Args:
+        directory: holds them all.
+        origin: what the model was loaded from; its side files and its table of exported tensors go along.
+        tokenizer: saved in place of the origin's own, if not None.
+        limit: how many whole ones to keep; None keeps all.
+        in_background: let training go on while bytes are written.
+    """
+
+    def __init__(
+        self, directory: Path, origin: Checkpoint, tokenizer: Any, limit: int | None, in_background: bool
+    ) -> None:
+        self.directory = directory
+        self.origin = origin
+        self.tokenizer = tokenizer
+        self.limit = limit
+        self.in_background = in_background
+        # of its own, so that the background thread's collectives do not mix with training's
+        self.group = dist.new_group(backend="gloo")
+        self.thread: threading.Thread | None = None
+        self.problem: str | None = None
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Begin a checkpoint; the tensors may change as soon as this returns. All ranks call it together, each after
+        `wait`, which tells how it ended."""
+        assert self.thread is None, "save without waiting for the one before"
+        partial, self.problem = self._make_directory(progress.step)
+        if partial is None:
+            return
+        state = {**training_state(model, optimizer), **_rng_state()}
+        writer = FileSystemWriter(partial / "state", sync_files=True)
+        future: Any = dcp.async_save(state, storage_writer=writer, process_group=self.group)
+        self.thread = threading.Thread(target=self._finish, args=(future, partial, progress), daemon=True)
+        self.thread.start()
+        if not self.in_background:
+            self.thread.join()
+
+    def wait(self) -> str | None:
+        """Until the checkpoint under way is whole; what went wrong with it, the same on all ranks, or None."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        problem, self.problem = self.problem, None
+        return problem
+
+    def _make_directory(self, step: int) -> tuple[Path | None, str | None]:
+        """(a temporary directory with the side files, None), or (None, what went wrong); the same on all ranks."""
+        made: list[str | None] = [None, None]
+        if dist.get_rank() == 0:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                partial = temporary_beside(self.directory / checkpoint_name(step))
+                made[0] = str(partial)
+                (partial / "model").mkdir()
+                copy_side_files(self.origin.source.path, partial / "model", self.tokenizer)
+            except OSError as error:
+                if made[0] is not None:
+                    shutil.rmtree(made[0], ignore_errors=True)
+                made = [None, f"checkpoint of step {step}: {_brief(error)}"]
+        dist.broadcast_object_list(made, src=0)
+        path, problem = made
+        return (None if path is None else Path(path)), problem
+
+    def _finish(self, future: Any, partial: Path, progress: Progress) -> None:
+        """In the thread of every rank: wait for the bytes, add up checksums, and let rank 0 put the name on it."""
+        rank = dist.get_rank()
+        sums: dict[str, Any] = {}
+        problem: str | None = None
+        try:
+            future.result()
+            mine = list((partial / "state").glob(f"__{rank}_*"))
+            if rank == 0:
+                mine += [partial / "state" / ".metadata", *(partial / "model").iterdir()]
+            sums = {str(file.relative_to(partial)): _describe(file) for file in mine}
+        except BaseException as error:
+            problem = _brief(error)
+        shares: list[tuple[dict[str, Any], str | None]] = [({}, None)] * dist.get_world_size()
+        dist.all_gather_object(shares, (sums, problem), group=self.group)
+        problem = next((p for _, p in shares if p is not None), None)
+        outcome = [problem]
+        if rank == 0 and problem is None:
+            try:
+                files = {name: entry for share, _ in shares for name, entry in share.items()}
+                self._complete(partial, progress, files)
+            except BaseException as error:
+                outcome = [_brief(error)]
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[0] is not None:
+            # torch reports a full disk as a position it did not expect: say how full it is
+            free = shutil.disk_usage(self.directory).free
+            self.problem = (
+                f"checkpoint of step {progress.step}: {outcome[0]} ({self.directory} has {free / 1e6:,.1f} MB free)"
+            )
+            dist.barrier(group=self.group)
+            if rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _complete(self, partial: Path, progress: Progress, files: dict[str, Any]) -> None:
+        table = {
+            "format": FORMAT,
+            "version": 1,
+            "world_size": dist.get_world_size(),
+            **vars(progress),
+            "exported": [{"name": o.tensor.name, "dtype": DTYPE_CODES[o.dtype]} for o in self.origin.exported],
+            "files": dict(sorted(files.items())),
+        }
+        _write_durably(partial / MARKER, json.dumps(seal(table), indent=1))
+        partial.chmod(0o755)
+        final = self.directory / checkpoint_name(progress.step)
+        if final.exists():  # of an earlier attempt at the same step, or a damaged one
+            shutil.rmtree(final)
+        partial.rename(final)
+        _write_durably(self.directory / (LATEST + ".part"), final.name)
+        (self.directory / (LATEST + ".part")).rename(self.directory / LATEST)
+        _sync_directory(self.directory)
+        if self.limit is not None:
+            for old in whole_checkpoints(self.directory)[self.limit :]:
+                shutil.rmtree(old)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters and optimizer state under flat names, sharing memory with what they name."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state[f"model.{name}"] = parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            state[f"optimizer.{name}.{key}"] = value
+    return state
+
+
+def _rng_state() -> dict[str, Tensor]:
+    rank = dist.get_rank()
+    state = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "xxh3_128": file_checksum(file)}
+
+
+def _brief(error: BaseException) -> str:
+    """The innermost cause in a line: DCP wraps what each rank met in several layers."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        first = failures[min(failures)]
+        error = first[0] if isinstance(first, tuple) else first
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
+def _write_durably(file: Path, text: str) -> None:
+    with open(file, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def whole_checkpoints(directory: Path) -> list[Path]:
+    """Those with a completion marker, newest first."""
+    found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted((path for path in found if (path / MARKER).is_file()), key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def sweep(directory: Path) -> list[str]:
+    """Delete what a killed run left half-written; the names of what was skipped for want of a marker."""
+    for partial in directory.glob(".step-*"):
+        shutil.rmtree(partial, ignore_errors=True)
+    (directory / (LATEST + ".part")).unlink(missing_ok=True)
+    return sorted(path.name for path in directory.glob("step-*") if not (path / MARKER).is_file())
+
+
+# Reading
+
+
+def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `--resume` means, checked to the last byte, and warnings. All ranks call it together.
+
+    Args:
+        resume: "auto" for the newest undamaged one in `directory`, if there is any; else the path of one.
+        any_owner: whether to read one that another user owns.
+
+    Raises:
+        ExpertMeshError: the one named is not whole or damaged; or all that "auto" could take are.
+    """
+    if resume != "auto":
+        problem = _check_together(Path(resume), any_owner)
+        if problem is not None:
+            raise ExpertMeshError(f"--resume {resume}: {problem}")
+        return Path(resume), []
+    names: list[Any] = [None]
+    with raise_together():
+        if dist.get_rank() == 0 and directory.is_dir():
+            skipped = sweep(directory)
+            warnings = [f"{directory / name} is not whole and is skipped" for name in skipped]
+            names = [([str(path) for path in whole_checkpoints(directory)], warnings)]
+        elif dist.get_rank() == 0:
+            names = [([], [])]
+    dist.broadcast_object_list(names, src=0)
+    candidates, warnings = names[0]
+    for candidate in map(Path, candidates):
+        problem = _check_together(candidate, any_owner)
+        if problem is None:
+            return candidate, warnings
+        warnings.append(f"{problem}; it is skipped for the one before it")
+    if candidates:
+        raise ExpertMeshError("--resume auto: no checkpoint is whole: " + "; ".join(warnings))
+    return None, warnings
+
+
+def _check_together(path: Path, any_owner: bool) -> str | None:
+    """What is wrong with a checkpoint; its files are shared out among the ranks to be read."""
+    try:
+        with raise_together():
+            marker = read_marker(path)
+            check_owner(path, any_owner)
+            names = sorted(marker["files"])
+            for name in names[dist.get_rank() :: dist.get_world_size()]:
+                check_file(path, name, marker["files"][name])
+    except ExpertMeshError as error:
+        return str(error)
+    return None
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """checkpoint.json of a training checkpoint, its own checksum checked.
+
+    Raises:
+        ExpertMeshError: it is missing, damaged, or of another format or version.
+    """
+    if not (path / MARKER).is_file():
+        raise ExpertMeshError(f"{path}: has no {MARKER}: not a whole training checkpoint")
+    marker = read_json(path / MARKER)
+    if marker.get("format") != FORMAT or marker.get("version") != 1:
+        raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version 1")
+    check_seal(marker, path / MARKER)
+    return marker
+
+
+def check_owner(path: Path, any_owner: bool) -> None:
+    """The metadata of torch.distributed.checkpoint is a pickle, which can run code when it is read.
+
+    Raises:
+        ExpertMeshError: another user owns it, and nobody said that this is all right.
+    """
+    file = path / "state" / ".metadata"
+    if not any_owner and file.is_file() and file.stat().st_uid != os.geteuid():
+        raise ExpertMeshError(
+            f"{file}: belongs to another user (uid {file.stat().st_uid}), and reading it can run code of theirs; "
+            "if you trust them, say so with --trust-checkpoint-owner"
+        )
+
+
+def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
+    """
+    Raises:
+        ExpertMeshError: the file is missing, or its size or content is not as the marker has it.
+    """
+    file = path / name
+    if not file.is_file():
+        raise ExpertMeshError(f"{file}: is missing, though {MARKER} lists it")
+    if file.stat().st_size != entry["bytes"]:
+        raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MARKER} says {entry['bytes']}")
+    if file_checksum(file) != entry["xxh3_128"]:
+        raise ExpertMeshError(f"{file}: is damaged: its checksum is not the one in {MARKER}")
+
+
+def load_training_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Fill a sharded model and its optimizer from a checkpoint that `find_checkpoint` has checked, on any arrangement
+    of ranks. The random state is taken over where as many ranks saved it; else each rank seeds its own.
+
+    Raises:
+        ExpertMeshError: the checkpoint is of another model or optimizer.
+    """
+    marker = read_marker(path)
+    reader = FileSystemReader(path / "state")
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    state = _state_to_fill(path, saved, model, optimizer)
+    own_rng = f"rng.{dist.get_rank()}."
+    if marker["world_size"] == dist.get_world_size():
+        state.update(
+            {name: torch.empty(saved[name].size, dtype=torch.uint8) for name in saved if name.startswith(own_rng)}
+        )
+    dcp.load(state, storage_reader=reader)
+    progress = Progress(**{key: marker[key] for key in ("step", "tokens", "scheduler", "order", "settings")})
+    if own_rng + "cpu" in state:
+        torch.set_rng_state(state[own_rng + "cpu"])
+        if own_rng + "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state[own_rng + "cuda"])
+    else:
+        torch.manual_seed(hash((progress.settings["seed"], progress.step, dist.get_rank())) % 2**62)
+    return progress
+
+
+def _state_to_fill(
+    path: Path, saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """The model's own tensors, and an optimizer state made anew with the names and shapes that the checkpoint has."""
+    parameters = dict(model.named_parameters())
+    expected = {f"model.{name}" for name in parameters}
+    found = {name for name in saved if name.startswith("model.")}
+    if expected != found:
+        name = min(expected ^ found)
+        raise ExpertMeshError(f"{path}: is of another model: {name} is {'missing' if name in expected else 'surplus'}")
+    for name, entry in saved.items():
+        if not name.startswith("optimizer."):
+            continue
+        owner, _, key = name.removeprefix("optimizer.").rpartition(".")
+        parameter = parameters[owner]
+        if tuple(entry.size) == tuple(parameter.shape):
+            value = torch.zeros_like(parameter, dtype=entry.properties.dtype)
+        else:
+            value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
+        optimizer.state[parameter][key] = value
+    for name, parameter in parameters.items():
+        if tuple(saved[f"model.{name}"].size) != tuple(parameter.shape):
+            raise ExpertMeshError(
+                f"{path}: is of another model: {name} has shape {list(saved[f'model.{name}'].size)} there, "
+                f"{list(parameter.shape)} here"
+            )
+    return training_state(model, optimizer)
+
+
+class TrainingReader:
+    """A `ParameterReader` of the model in a training checkpoint, outside of any process group: one parameter at a time
+    is held whole."""
+
+    def __init__(self, checkpoint: Checkpoint, path: Path):
+        self.checkpoint = checkpoint
+        self.path = path
+        self.parameter = ""
+        self.content = torch.empty(0)
+
+    def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
+        (tensor,) = (t for t in self.checkpoint.tensors if t.name == parameter)
+        if parameter != self.parameter:
+            self.content = torch.empty(tensor.shape, dtype=self.checkpoint.infos[parameter].dtype)
+            state = {f"model.{parameter}": self.content}
+            dcp.load(state, storage_reader=FileSystemReader(self.path / "state"), no_dist=True)
+            self.parameter = parameter
+        yield Piece(rows, self.content[rows.start : rows.stop], tensor, self.path / "state")
+
+    def close(self) -> None:
+        self.parameter, self.content = "", torch.empty(0)
+
+
+def open_training(path: Path, parameters_of: Callable[[Any], Parameters], any_owner: bool) -> Checkpoint:
+    """A training checkpoint as a source for exports and comparisons, every file checked.
+
+    Args:
+        parameters_of: the shapes of the model that a `ModelSource` describes.
+
+    Raises:
+        ExpertMeshError: it is damaged, not whole, or another user's.
+    """
+    marker = read_marker(path)
+    check_owner(path, any_owner)
+    for file, described in marker["files"].items():
+        check_file(path, file, described)
+    source = open_source(path / "model")
+    parameters = parameters_of(source)
+    saved = FileSystemReader(path / "state").read_metadata().state_dict_metadata
+    tensors, infos = [], {}
+    for name, shape in parameters.items():
+        entry: Any = saved.get(f"model.{name}")
+        if entry is None or tuple(entry.size) != shape:
+            raise ExpertMeshError(f"{path}: {name} is missing or of another shape than model/config.json asks for")
+        tensors.append(DiskTensor(name, shape, (Region(name, range(shape[0])),)))
+        infos[name] = TensorInfo("state", shape, entry.properties.dtype)
+    exported: Sequence[OutputTensor] = exported_from(marker["exported"], source, parameters)
+    files = [path / name for name in marker["files"] if name.startswith("state/")]
+    return Checkpoint(source, tensors, [], infos, list(exported), files=files)

@@ -1,0 +1,318 @@
+"""Training checkpoints: a run that is stopped and resumed, on any ranks, is the run that was never stopped."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralForCausalLM
+
+import train_ep
+from checkpoints.__main__ import main as checkpoints_main
+from checkpoints.training_state import whole_checkpoints
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import attention_mask, random_samples
+from tests.distributed.test_checkpoints import read
+from tests.distributed.test_shards import DAMAGES
+from tests.distributed.test_train_ep import assert_equal_weights, run_main
+from tests.tiny import relative_error, save_model, save_tokenizer
+from training.data import collate
+
+# 50 rows in batches of 12: six steps end in the second epoch, and the fifth is a short batch
+STEPS, SAVE_AT = 6, 4
+
+
+def flags(model: Path, data: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "--model", str(model), "--dataset", str(data), "--output-dir", str(out), "--use-cpu",
+        "--max-steps", str(STEPS), "--save-steps", str(SAVE_AT), "--learning-rate", "1e-3", "--warmup-steps", "2",
+        "--lr-scheduler-type", "cosine", "--weight-decay", "0.1", "--router-z-loss-coef", "0.01", *more,
+    ]  # fmt: skip
+
+
+def shares(world_size: int, accumulation: int = 1) -> list[str]:
+    rows = 12 // (world_size * accumulation)
+    return ["--per-device-train-batch-size", str(rows), "--gradient-accumulation-steps", str(accumulation)]
+
+
+def run(ranks: RankPool, world_size: int, argv: list[str]) -> str:
+    """What rank 0 wrote to standard error."""
+    results = ranks.run(run_main, world_size, argv, join_group=False)
+    assert [code for code, _ in results] == [0] * world_size, results
+    return str(results[0][1])
+
+
+def stop_at_checkpoint(finished: Path, out: Path) -> None:
+    """Make `out` what a run killed between the checkpoint and the end leaves behind."""
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "hf")
+
+
+@pytest.fixture(scope="module")
+def finished(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run at dp 2, ep 2, with a checkpoint at step 4 of 6."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    run(ranks, 4, [*flags(tiny_model, tiny_data, out, *shares(4)), "--ep-size", "2"])
+    assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-00000004"]
+    assert (out / "checkpoints" / "latest").read_text() == "step-00000004"
+    return out
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ep_size", "dense_shard"),
+    [(4, 2, "full"), (4, 4, "full"), (4, 1, "full"), (1, 1, "full"), (2, 2, "full"), (4, 2, "hybrid")],
+)
+def test_resume_on_any_ranks(
+    ranks: RankPool,
+    finished: Path,
+    tiny_model: Path,
+    tiny_data: Path,
+    tmp_path: Path,
+    world_size: int,
+    ep_size: int,
+    dense_shard: str,
+) -> None:
+    out = tmp_path / "run"
+    stop_at_checkpoint(finished, out)
+    arrangement = ["--ep-size", str(ep_size), "--dense-shard", dense_shard, "--resume", "auto"]
+    run(ranks, world_size, [*flags(tiny_model, tiny_data, out, *shares(world_size)), *arrangement])
+    before, after = (
+        [json.loads(line) for line in (p / "metrics.jsonl").read_text().splitlines()] for p in (finished, out)
+    )
+    assert [line["step"] for line in after] == list(range(1, STEPS + 1))
+    for name in ("loss", "grad_norm", "learning_rate", "tokens", "z_loss"):
+        assert [line[name] for line in after] == pytest.approx([line[name] for line in before], rel=1e-5)
+    weights, expected = read(out / "hf"), read(finished / "hf")
+    assert_equal_weights(weights, expected)
+    if (world_size, ep_size, dense_shard) == (4, 2, "full"):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("background", ["--async-save", "--no-async-save"])
+def test_same_ranks_same_bits_with_noise_and_accumulation(
+    ranks: RankPool, tiny_data: Path, tmp_path: Path, background: str
+) -> None:
+    """Dropout and router jitter go on from the same random state, in the middle of an epoch."""
+    save_model(tmp_path / "model", router_jitter_noise=0.1, attention_dropout=0.1)
+    save_tokenizer(tmp_path / "model")
+    common = [*shares(2, accumulation=3), "--ep-size", "2", "--save-steps", "2", background]
+    run(ranks, 2, [*flags(tmp_path / "model", tiny_data, tmp_path / "whole", *common)])
+    expected = read(tmp_path / "whole" / "hf")
+    for step in (2, 4):
+        out = tmp_path / str(step)
+        from_step = ["--resume", str(tmp_path / "whole" / "checkpoints" / f"step-{step:08d}")]
+        run(ranks, 2, [*flags(tmp_path / "model", tiny_data, out, *common), *from_step])
+        weights = read(out / "hf")
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_what_a_save_leaves_and_keeps(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Two of six are kept, nothing temporary stays, and the newest is the run's result."""
+    out = tmp_path / "run"
+    common = [*shares(2), "--ep-size", "2", "--save-steps", "1", "--save-total-limit", "2"]
+    run(ranks, 2, flags(tiny_model, tiny_data, out, *common))
+    kept = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert kept == ["latest", "step-00000005", "step-00000006"]
+    last = out / "checkpoints" / "step-00000006"
+    assert checkpoints_main(["verify", str(last), str(out / "hf")]) == 0
+    assert checkpoints_main(["verify", str(last), str(out / "checkpoints" / "step-00000005")]) == 1
+    assert checkpoints_main(["export", str(last), str(tmp_path / "hf"), "--max-shard-size", "60KB"]) == 0
+    exported, expected = read(tmp_path / "hf"), read(out / "hf")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    assert checkpoints_main(["inspect", str(last), "--check"]) == 0
+    # and as EP shards
+    assert checkpoints_main(["convert", str(last), str(tmp_path / "shards"), "--ep-size", "4"]) == 0
+    assert checkpoints_main(["verify", str(tmp_path / "shards"), str(out / "hf")]) == 0
+
+
+def resumed_logits(argv: list[str]) -> torch.Tensor:
+    """Of the sharded model that a resumed run holds before its first step."""
+    found = {}
+
+    def instead_of_training(run: train_ep.Run, resume_from: Path | None) -> bool:
+        from checkpoints import load_training_state
+        from training.optimizer import build_optimizer
+
+        assert resume_from is not None
+        load_training_state(resume_from, run.model, build_optimizer(run.model, run.config))
+        batch = collate(random_samples([9, 5]))
+        with torch.no_grad():
+            found["logits"] = run.model.eval()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits
+        return True
+
+    train, train_ep.train = train_ep.train, instead_of_training
+    try:
+        assert run_main([*argv, "--no-export"])[0] == 0
+    finally:
+        train_ep.train = train
+    return found["logits"]
+
+
+def test_export_gives_the_sharded_models_logits(
+    ranks: RankPool, finished: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Trained at dp 2, ep 2, saved, exported: transformers computes what the ranks compute."""
+    saved = finished / "checkpoints" / "step-00000004"
+    assert checkpoints_main(["export", str(saved), str(tmp_path / "hf")]) == 0
+    batch = collate(random_samples([9, 5]))
+    with torch.no_grad():
+        model = MixtralForCausalLM.from_pretrained(tmp_path / "hf")
+        expected = model(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits
+    argv = [*flags(tiny_model, tiny_data, tmp_path / "out", *shares(4)), "--ep-size", "2", "--resume", str(saved)]
+    is_token = attention_mask(batch).bool()
+    for found in ranks.run(resumed_logits, 4, argv, join_group=False):
+        assert relative_error(found[is_token], expected[is_token]) < 1e-5
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found_by_file_and_an_older_one_taken(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path, damage: str
+) -> None:
+    """Each file in turn: named by --resume PATH as an error, by --resume auto as a warning."""
+    saved = finished / "checkpoints" / "step-00000004"
+    names = sorted(str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file())
+    assert {"checkpoint.json", "state/.metadata", "state/__3_0.distcp", "model/config.json"} <= set(names)
+    for name in names:
+        out = tmp_path / name.replace("/", "-")
+        shutil.copytree(finished / "checkpoints", out / "checkpoints")
+        spoilt = out / "checkpoints" / saved.name
+        DAMAGES[damage](spoilt / name)
+        argv = [*flags(tiny_model, tiny_data, out, *shares(2)), "--ep-size", "2"]
+        results = ranks.run(run_main, 2, [*argv, "--resume", str(spoilt)], join_group=False)
+        assert [code for code, _ in results] == [2, 2]
+        assert str(spoilt / name) in results[0][1], results[0][1]
+    # with an older one behind it, auto goes on from there and says so
+    (out / "checkpoints" / "step-00000004").rename(out / "checkpoints" / "step-00000005")
+    shutil.copytree(saved, out / "checkpoints" / "step-00000004")
+    (out / "checkpoints" / "step-00000006").mkdir()
+    told = run(ranks, 2, [*argv, "--resume", "auto", "--no-export"])
+    assert "step-00000006 is not whole and is skipped" in told
+    assert f"step-00000005/{names[-1]}" in told
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [5, 6]
+
+
+def test_nothing_to_resume_starts_afresh(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    run(ranks, 1, [*flags(tiny_model, tiny_data, tmp_path / "run", *shares(1)), "--resume", "auto", "--max-steps", "1"])
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["--seed", "7"], "that run had seed 42, this one has 7"),
+        (["--gradient-accumulation-steps", "2"], "that run had global batch size 12, this one has 24"),
+        (["--resume", "/no/such"], "/no/such"),
+    ],
+)
+def test_another_run_is_not_resumed(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path, changes: list[str], said: str
+) -> None:
+    stop_at_checkpoint(finished, tmp_path / "run")
+    argv = [*flags(tiny_model, tiny_data, tmp_path / "run", *shares(2)), "--ep-size", "2", "--resume", "auto", *changes]
+    results = ranks.run(run_main, 2, argv, join_group=False)
+    assert [code for code, _ in results] == [2, 2]
+    assert said in results[0][1]
+
+
+def test_another_model_is_not_resumed(ranks: RankPool, tiny_data: Path, finished: Path, tmp_path: Path) -> None:
+    for name, key, value in (("deeper", "num_hidden_layers", 3), ("wider", "intermediate_size", 64)):
+        changes: dict[str, Any] = {key: value}
+        save_model(tmp_path / name, **changes)
+        save_tokenizer(tmp_path / name)
+        stop_at_checkpoint(finished, tmp_path / f"{name} run")
+        argv = [*flags(tmp_path / name, tiny_data, tmp_path / f"{name} run", *shares(1)), "--resume", "auto"]
+        ((code, told),) = ranks.run(run_main, 1, argv, join_group=False)
+        assert code == 2
+        assert "is of another model" in told
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_checkpoint_is_not_unpickled(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    stop_at_checkpoint(finished, out)
+    os.chown(out / "checkpoints" / "step-00000004" / "state" / ".metadata", 65534, 65534)
+    argv = [*flags(tiny_model, tiny_data, out, *shares(1)), "--resume", str(out / "checkpoints" / "step-00000004")]
+    ((code, told),) = ranks.run(run_main, 1, argv, join_group=False)
+    assert code == 2
+    assert "belongs to another user (uid 65534)" in told
+    assert checkpoints_main(["inspect", argv[-1]]) == 2
+    run(ranks, 1, [*argv, "--trust-checkpoint-owner"])
+
+
+def run_main_and_signal(argv: list[str], metrics: Path, number: int) -> tuple[int, str]:
+    """train_ep.py on this rank; rank 1 gets a signal after two steps."""
+
+    def send() -> None:
+        while not metrics.exists() or metrics.read_text().count("\n") < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=send, daemon=True).start()
+    return run_main(argv)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_preemption(
+    ranks: RankPool, finished: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """One rank is told to stop: all finish the step, save, and end with the code for it; then the run goes on."""
+    out = tmp_path / "run"
+    steps = 200
+    argv = [*flags(tiny_model, tiny_data, out, *shares(4)), "--ep-size", "2", "--max-steps", str(steps)]
+    argv += ["--lr-scheduler-type", "constant", "--save-steps", "1000"]
+    results = ranks.run(run_main_and_signal, 4, argv, out / "metrics.jsonl", int(number), join_group=False)
+    assert [code for code, _ in results] == [train_ep.STOPPED] * 4
+    (saved,) = whole_checkpoints(out / "checkpoints")
+    step = int(saved.name.removeprefix("step-"))
+    assert 2 <= step < steps
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == step
+    more = ["--max-steps", str(step + 2)]
+    run(ranks, 4, [*argv, *more, "--resume", "auto"])
+    run(ranks, 4, [*argv, *more, "--output-dir", str(tmp_path / "whole")])
+    weights, expected = read(out / "hf"), read(tmp_path / "whole" / "hf")
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.fixture
+def small_disk(finished: Path, tmp_path: Path) -> Iterator[Path]:
+    """A file system on which one checkpoint of the tiny model fits, and two do not."""
+    size = sum(file.stat().st_size for file in (finished / "checkpoints").rglob("*"))
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={int(1.6 * size)}", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.parametrize("background", ["--async-save", "--no-async-save"])
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_full_disk(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, small_disk: Path, tmp_path: Path, on_error: str, background: str
+) -> None:
+    out = small_disk / "run"
+    argv = [*flags(tiny_model, tiny_data, out, *shares(2)), "--ep-size", "2", "--save-steps", "2", "--no-export"]
+    results = ranks.run(run_main, 2, [*argv, "--on-save-error", on_error, background], join_group=False)
+    assert [code for code, _ in results] == [2 if on_error == "stop" else 0] * 2, results
+    if on_error == "stop":
+        assert "checkpoint of step 4" in results[0][1]
+        assert "MB free" in results[0][1]
+    else:
+        assert len((out / "metrics.jsonl").read_text().splitlines()) == STEPS
+    # the earlier one is whole, and nothing is left of the other
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step-00000002"]
+    resumed = [*flags(tiny_model, tiny_data, tmp_path / "on", *shares(2)), "--save-steps", "0", "--resume"]
+    run(ranks, 2, [*resumed, str(out / "checkpoints" / "step-00000002")])
