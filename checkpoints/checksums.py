@@ -2,8 +2,9 @@
 
 They guard against damage on the way (a flipped bit, a truncated copy, two experts swapped), not against forgery.
 
-A tensor's row sum is the sum, modulo 2^64, of the hash of each of its rows, seeded with the row's number. Ranks that
-each read some of the rows can so check the whole between them without reading a byte more.
+A tensor's row sum is the sum, modulo 2^64, of the hashes of its granules, runs of GRANULE rows counted from its first,
+each seeded with its number. Ranks that each read some of the rows can so check the whole between them: a rank hashes
+the granules that begin among its rows, and reads at most GRANULE - 1 rows more to finish the last.
 """
 
 import hashlib
@@ -17,28 +18,46 @@ from torch import Tensor
 
 from moe import ExpertMeshError
 
+GRANULE = 16
 _MODULUS = 2**64
-_BLOCK = 8 * 2**20
+_BLOCK = 2**20
 
 
 def file_checksum(path: Path) -> str:
     """XXH3-128 of a file's bytes, in hex."""
     state = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            state.update(block)
+    # one buffer throughout: fresh ones of this size are mapped anew each time, and faulted in page by page
+    buffer = memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            state.update(buffer[:count])
     return state.hexdigest()
 
 
 def row_sum(rows: Tensor, first_row: int) -> int:
-    """The rows' share of their tensor's sum. `first_row` is the number of the first, along dim 0."""
-    if rows.shape[0] == 0:
+    """The share of a tensor's sum that the granules beginning among `rows` have.
+
+    Args:
+        rows: a run of the tensor's rows; ends where the tensor does, or where a granule does.
+        first_row: the number of the first, in the tensor.
+    """
+    skipped = -first_row % GRANULE
+    if rows.shape[0] <= skipped:
         return 0
     data = as_bytes(rows.contiguous())
-    size = len(data) // rows.shape[0]
-    digest = xxhash.xxh3_64_intdigest
-    total = sum(digest(data[i * size : (i + 1) * size], first_row + i) for i in range(rows.shape[0]))
+    row_bytes = len(data) // rows.shape[0]
+    step = GRANULE * row_bytes
+    digest, number = xxhash.xxh3_64_intdigest, (first_row + skipped) // GRANULE
+    total = 0
+    for start in range(skipped * row_bytes, len(data), step):
+        total += digest(data[start : start + step], number)
+        number += 1
     return total % _MODULUS
+
+
+def to_granule_end(rows: range, num_rows: int) -> range:
+    """`rows` of a tensor of num_rows, extended to the end of the granule that the last of them is in."""
+    return range(rows.start, min(-(-rows.stop // GRANULE) * GRANULE, num_rows))
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoints.checksums import add_sums, row_sum
-from checkpoints.mapping import DiskTensor
+from checkpoints.mapping import DiskTensor, overlap
 from checkpoints.opening import open_checkpoint
 from checkpoints.reader import SafetensorsReader
 from checkpoints.shards import ShardedParameter, sharded_parameters
@@ -66,12 +66,13 @@ def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) ->
     reader = SafetensorsReader(checkpoint)
     sums: dict[str, int] = {}
     for parameter, shard in shards.items():
-        for piece in reader.pieces(parameter, shard.rows):
-            target = shard.view(piece.rows)
-            target.copy_(piece.data)
+        for piece in reader.pieces(parameter, shard.rows, to_granules=checkpoint.row_sums is not None):
+            mine = overlap(piece.rows, shard.rows)
+            target = shard.view(mine)
+            target.copy_(piece.data[: len(mine)])
             if checkpoint.row_sums is not None and shard.is_owner:
-                name = piece.tensor.name
-                sums[name] = add_sums(sums.get(name, 0), row_sum(piece.data, piece.rows.start))
+                name, first_row = piece.tensor.name, piece.rows.start - piece.tensor.regions[0].rows.start
+                sums[name] = add_sums(sums.get(name, 0), row_sum(piece.data, first_row))
             if not _all_finite(target):
                 raise ExpertMeshError(f"{piece.file}: tensor {piece.tensor.name} holds values that are not finite")
     for copy in checkpoint.tied_copies:

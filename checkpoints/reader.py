@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from checkpoints.checksums import to_granule_end
 from checkpoints.mapping import DiskTensor, Region, overlap
 from checkpoints.source import Checkpoint, open_safetensors
 
@@ -52,13 +53,20 @@ class SafetensorsReader:
         self.handle: Any = None
         self.bytes_read = 0
 
-    def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
+    def pieces(self, parameter: str, rows: range, to_granules: bool = False) -> Iterator[Piece]:
+        """As `ParameterReader.pieces`; with `to_granules`, each goes on to the end of its last granule of checksums."""
         for region, tensor in self.places.get(parameter, []):
-            yield from self.region_pieces(tensor, region, rows)
+            yield from self.region_pieces(tensor, region, rows, to_granules)
 
-    def region_pieces(self, tensor: DiskTensor, region: Region, rows: range) -> Iterator[Piece]:
+    def region_pieces(
+        self, tensor: DiskTensor, region: Region, rows: range, to_granules: bool = False
+    ) -> Iterator[Piece]:
         """The part of `rows` that a region holds: one piece, or none."""
         shared = overlap(rows, region.rows)
+        if shared and to_granules:
+            first = region.rows.start
+            inside = to_granule_end(range(shared.start - first, shared.stop - first), len(region.rows))
+            shared = range(inside.start + first, inside.stop + first)
         if shared:
             file = self.checkpoint.infos[tensor.name].file
             data = self._slice(file, tensor.name, region.select(shared))

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.checksums import add_sums, as_bytes, row_sum
+from checkpoints.checksums import GRANULE, add_sums, as_bytes, row_sum
 from checkpoints.mapping import Region
 from checkpoints.output import OutputFile, OutputTensor
 from checkpoints.reader import ParameterReader
@@ -129,11 +129,12 @@ def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Ten
         for rows in _chunks(region, output):
             for piece in reader.pieces(region.parameter, rows):
                 data = piece.data.to(output.dtype).contiguous()
-                yield data, row_sum(data, piece.rows.start)
+                yield data, row_sum(data, piece.rows.start - region.rows.start)
 
 
 def _chunks(region: Region, output: OutputTensor) -> Iterator[range]:
     row_bytes = max(1, output.num_bytes // max(1, sum(len(r.rows) for r in output.tensor.regions)))
-    step = max(1, _CHUNK_BYTES // row_bytes)
+    # whole granules, so that their hashes need not be carried from chunk to chunk
+    step = max(1, _CHUNK_BYTES // row_bytes // GRANULE) * GRANULE
     for start in range(region.rows.start, region.rows.stop, step):
         yield range(start, min(start + step, region.rows.stop))

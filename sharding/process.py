@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 
 from moe import ExpertMeshError
 
@@ -40,6 +39,8 @@ def start_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
 
     Works under torchrun, and as a plain `python` process, which becomes a group of one.
     """
+    from accelerate import PartialState  # slow to import, and most commands need no process group
+
     rank, world_size, local_rank = read_environment()
     kind = device_type(use_cpu)
     if kind == "cuda":

@@ -1,0 +1,202 @@
+"""Kills ranks at random moments and checks that nothing is lost: `python -m benchmarks.chaos --kills 30`.
+
+First a run that nobody disturbs, for its weights. Then the same run, which saves every step, under
+`torchrun --max-restarts` with `--resume auto`, while a random rank gets SIGKILL at random moments, during saves
+included. After the last kill it is left to finish. Prints each kill (the rank, the step logged last, whether a
+checkpoint was being written), the steps made twice, and the largest difference between the two runs' weights: 0 on one
+arrangement of ranks. Exits with 1 where it is not, or where anything half-written was left behind.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from benchmarks.demo import save_random_model, save_tokenizer, write_tasks
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A SIGKILL: which rank, the last step it had logged, and whether a checkpoint was half-written at that moment."""
+
+    rank: int
+    step: int
+    while_saving: bool
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ep-size", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200, help="of the whole run; a checkpoint is saved after each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=int, default=3600, help="seconds after which the run counts as hung")
+    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        write_tasks(directory / "data.jsonl")
+        save_tokenizer(directory / "model", directory / "data.jsonl")
+        save_random_model(directory / "model")
+        print(
+            f"{arguments.ranks} ranks, ep {arguments.ep_size}, {arguments.steps} steps, a checkpoint after each, "
+            f"{arguments.kills} kills, seed {arguments.seed}",
+            flush=True,
+        )
+        undisturbed = directory / "undisturbed"
+        subprocess.run(
+            launch(directory, undisturbed, arguments, restarts=0, save_steps=0),
+            cwd=ROOT, check=True, timeout=arguments.timeout, env=environment(), stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        disturbed = directory / "disturbed"
+        begin = time.perf_counter()
+        kills, output = run_and_kill(directory, disturbed, arguments)
+        seconds = time.perf_counter() - begin
+        difference = largest_difference(undisturbed / "hf", disturbed / "hf")
+        figures = report(kills, output, disturbed, difference, seconds)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=2))
+    return 0 if difference == 0 and len(kills) == arguments.kills and not figures["left_behind"] else 1
+
+
+def launch(directory: Path, out: Path, arguments: argparse.Namespace, restarts: int, save_steps: int) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
+    command += ["--monitor-interval", "0.1", "--nproc-per-node", str(arguments.ranks), "train_ep.py", "--use-cpu"]
+    command += ["--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl")]
+    command += ["--output-dir", str(out), "--ep-size", str(arguments.ep_size), "--max-steps", str(arguments.steps)]
+    command += ["--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "2", "--learning-rate", "1e-3"]
+    command += ["--save-steps", str(save_steps), "--save-total-limit", "3", "--resume", "auto"]
+    return command
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def run_and_kill(directory: Path, out: Path, arguments: argparse.Namespace) -> tuple[list[Kill], str]:
+    """The kills that were made, and what the run printed."""
+    rng = random.Random(arguments.seed)
+    log = directory / "disturbed.log"
+    command = launch(directory, out, arguments, restarts=arguments.kills + 1, save_steps=1)
+    kills: list[Kill] = []
+    deadline = time.monotonic() + arguments.timeout
+    with open(log, "w") as stream:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=stream, stderr=subprocess.STDOUT)
+        try:
+            for number in range(arguments.kills):
+                # each life lasts until some steps are made, or is cut short in its first moments
+                wait_for_progress(out, steps=rng.randint(0, 4), process=process, deadline=deadline)
+                time.sleep(rng.random() * 0.5)
+                ranks = worker_pids(process.pid)
+                if process.poll() is not None or not ranks:
+                    break
+                rank = rng.randrange(len(ranks))
+                saving = any((out / "checkpoints").glob(".step-*"))
+                try:
+                    os.kill(ranks[rank], signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                kills.append(Kill(rank, last_step(out), saving))
+                print(
+                    f"kill {number + 1}: rank {rank} after step {kills[-1].step}{', saving' if saving else ''}",
+                    flush=True,
+                )
+                wait_until_gone(ranks, deadline)
+            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+        finally:
+            process.kill()
+    if process.returncode != 0:
+        print(log.read_text()[-4000:], file=sys.stderr)
+        raise RuntimeError(f"the disturbed run ended with {process.returncode}")
+    return kills, log.read_text()
+
+
+def wait_for_progress(out: Path, steps: int, process: "subprocess.Popen[bytes]", deadline: float) -> None:
+    """Until workers run, have resumed, and have logged so many steps more."""
+    while not worker_pids(process.pid):
+        _pause(process, deadline)
+    start = last_step(out)
+    while last_step(out) < start + steps:
+        _pause(process, deadline)
+
+
+def _pause(process: "subprocess.Popen[bytes]", deadline: float) -> None:
+    if process.poll() is not None:
+        return
+    if time.monotonic() > deadline:
+        raise TimeoutError("the run makes no progress")
+    time.sleep(0.02)
+
+
+def worker_pids(launcher: int) -> list[int]:
+    """The ranks' processes, in order of birth: children of torchrun that run train_ep.py."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children")
+    pids = []
+    for pid in children.read_text().split() if children.exists() else []:
+        try:
+            if "train_ep.py" in Path(f"/proc/{pid}/cmdline").read_text():
+                pids.append(int(pid))
+        except OSError:
+            continue
+    return sorted(pids)
+
+
+def wait_until_gone(pids: list[int], deadline: float) -> None:
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {pids} outlive their peer")
+        time.sleep(0.05)
+
+
+def last_step(out: Path) -> int:
+    """The step logged last; 0 before the first."""
+    try:
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        return int(json.loads(lines[-1])["step"])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def largest_difference(a: Path, b: Path) -> float:
+    tensors_a, tensors_b = (load_file(path / "model.safetensors") for path in (a, b))
+    assert tensors_a.keys() == tensors_b.keys()
+    return max(float((tensors_a[name] - tensors_b[name]).abs().max()) for name in tensors_a)
+
+
+def report(kills: list[Kill], output: str, out: Path, difference: float, seconds: float) -> dict[str, object]:
+    resumed = [int(step) for step in re.findall(r"resumed from .*, step (\d+)", output)]
+    logged = [int(step) for step in re.findall(r"^step (\d+)/", output, re.MULTILINE)]
+    left = [path.name for path in (out / "checkpoints").iterdir() if not re.fullmatch(r"latest|step-\d+", path.name)]
+    lines = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    figures: dict[str, object] = {
+        "kills": len(kills),
+        "kills_while_saving": sum(kill.while_saving for kill in kills),
+        "resumes": len(resumed),
+        "steps_made_twice": len(logged) - len(set(logged)),
+        "damaged_or_partial_skipped": output.count("is skipped"),
+        "left_behind": left,
+        "metrics_complete": lines == list(range(1, len(lines) + 1)),
+        "largest_weight_difference": difference,
+        "seconds": round(seconds, 1),
+    }
+    for name, value in figures.items():
+        print(f"{name.replace('_', ' '):28} {value}")
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
