@@ -100,8 +100,8 @@ def one_round(directory: Path, ep_size: int, workers: int, cache: str) -> dict[s
 
 
 def timed(command: list[str], cache: str) -> tuple[float, float]:
-    # what earlier commands wrote must not be written back, or throttled, on this one's time; and a virtual machine gives
-    # freed memory back to its host within seconds and pays to get it again: let every arm pay alike
+    # What earlier commands wrote must not be written back, or throttled, on this one's time. And a virtual machine
+    # gives freed memory back to its host within seconds, and pays to get it again: let every arm pay alike.
     os.sync()
     time.sleep(SETTLE_SECONDS)
     if cache == "cold":

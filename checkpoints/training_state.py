@@ -167,14 +167,21 @@ class Saver:
         partial.chmod(0o755)
         final = self.directory / checkpoint_name(progress.step)
         if final.exists():  # of an earlier attempt at the same step, or a damaged one
-            shutil.rmtree(final)
+            _discard(final)
         partial.rename(final)
         _write_durably(self.directory / (LATEST + ".part"), final.name)
         (self.directory / (LATEST + ".part")).rename(self.directory / LATEST)
         _sync_directory(self.directory)
         if self.limit is not None:
             for old in whole_checkpoints(self.directory)[self.limit :]:
-                shutil.rmtree(old)
+                _discard(old)
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint, taking its name away first: killed half-way, it must not look like a damaged one."""
+    away = temporary_beside(path)
+    path.rename(away / path.name)
+    shutil.rmtree(away)
 
 
 def checkpoint_name(step: int) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe import ExpertMeshError
+from sharding.rendezvous import torchrun_store
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ def start_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
     kind = device_type(use_cpu)
     if kind == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
         rank=rank,
         world_size=world_size,
-        store=None if "RANK" in os.environ else dist.HashStore(),
-        timeout=timedelta(seconds=timeout_seconds),
+        store=torchrun_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore(),
+        timeout=timeout,
     )
     state: Any = PartialState(cpu=kind == "cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
