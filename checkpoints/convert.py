@@ -18,7 +18,7 @@ from checkpoints.reader import SafetensorsReader
 from checkpoints.relayout import FileRecord, forget_progress, write_files
 from checkpoints.source import Checkpoint
 from moe import ExpertMeshError
-from sharding.topology import either
+from sharding.topology import divisors, either
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: torch.dtype | Non
     source, parameters, checkpoint = readable.checkpoint.source, readable.parameters, readable.checkpoint
     num_experts = source.shape.num_experts
     if ep_size < 1 or num_experts % ep_size:
-        fits = either([n for n in range(1, num_experts + 1) if num_experts % n == 0])
+        fits = either(divisors(num_experts))
         raise ExpertMeshError(
             f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {fits}"
         )

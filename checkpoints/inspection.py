@@ -4,10 +4,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from checkpoints.manifest import MANIFEST, read_manifest
+import torch
+
+from checkpoints.manifest import MANIFEST, is_expert_name, read_manifest
 from checkpoints.opening import is_shards
 from checkpoints.source import Checkpoint, Parameters
 from checkpoints.training_state import MARKER, read_marker
+from sharding.topology import divisors
 
 
 def describe(path: Path, checkpoint: Checkpoint, parameters: Parameters, list_tensors: bool) -> Iterator[str]:
@@ -16,13 +19,12 @@ def describe(path: Path, checkpoint: Checkpoint, parameters: Parameters, list_te
     yield f"path        {path}"
     yield f"form        {_form(path)}"
     yield f"family      {source.family.model_type}: {shape.num_experts} experts, {shape.top_k} a token"
-    sizes = {name: _numel(shape_) for name, shape_ in parameters.items()}
-    experts = sum(size for name, size in sizes.items() if f".{source.family.block}.experts." in name)
+    sizes = {name: torch.Size(size).numel() for name, size in parameters.items()}
+    experts = sum(size for name, size in sizes.items() if is_expert_name(name, source))
     dense = sum(sizes.values()) - experts
     yield f"parameters  {dense + experts:,}, of them {experts:,} in experts"
     yield f"active      {dense + experts * shape.top_k // shape.num_experts:,} for a token"
-    fits = [n for n in range(1, shape.num_experts + 1) if shape.num_experts % n == 0]
-    held = ", ".join(f"{(dense + experts) // n:,} at ep {n}" for n in fits)
+    held = ", ".join(f"{(dense + experts) // n:,} at ep {n}" for n in divisors(shape.num_experts))
     yield f"on a rank   {held} (as many ranks as ep, all else sharded over them)"
     dtypes = Counter(str(info.dtype).removeprefix("torch.") for info in checkpoint.infos.values())
     yield f"tensors     {len(checkpoint.infos):,}: " + ", ".join(f"{n:,} {dtype}" for dtype, n in dtypes.items())
@@ -51,10 +53,3 @@ def _form(path: Path) -> str:
             f"EP shards, ep {manifest['ep_size']}, of {manifest['source']!r} ({MANIFEST} version {manifest['version']})"
         )
     return "Hugging Face directory"
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

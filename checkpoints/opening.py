@@ -53,7 +53,8 @@ def open_readable(path: Path, strict: bool = True, any_owner: bool = False) -> R
     """
     if (path / MARKER).exists():
         training = open_training(path, parameter_shapes, any_owner)
-        return Readable(path, training, parameter_shapes(training.source), lambda: TrainingReader(training, path))
+        parameters = {tensor.name: tensor.shape for tensor in training.tensors}
+        return Readable(path, training, parameters, lambda: TrainingReader(training, path))
     source = open_source(path)
     parameters = parameter_shapes(source)
     checkpoint = open_checkpoint(source, parameters, strict)

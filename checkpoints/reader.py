@@ -1,10 +1,11 @@
 """Reading rows of parameters from safetensors files, wherever the files have them and however oriented."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from checkpoints.checksums import to_granule_end
@@ -38,6 +39,11 @@ class ParameterReader(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def join(pieces: Sequence[Piece]) -> Tensor:
+    """The content of consecutive pieces; a single one's own memory."""
+    return pieces[0].data if len(pieces) == 1 else torch.cat([piece.data for piece in pieces])
 
 
 class SafetensorsReader:

@@ -8,11 +8,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
 import xxhash
 from torch import Tensor
 from tqdm import tqdm
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from checkpoints.checksums import GRANULE, add_sums, as_bytes, row_sum
 from checkpoints.mapping import Region
 from checkpoints.output import OutputFile, OutputTensor
-from checkpoints.reader import ParameterReader
+from checkpoints.reader import ParameterReader, join
 
 _CHUNK_BYTES = 16 * 2**20
 
@@ -122,12 +121,15 @@ def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Ten
     """(contiguous content, share of the row sum) of a tensor in disk order. A transposed one has no row sum."""
     for region in output.tensor.regions:
         if region.transposed:
-            parts = [piece.data for piece in reader.pieces(region.parameter, region.rows)]
-            data = parts[0] if len(parts) == 1 else torch.cat(parts)
+            data = join(list(reader.pieces(region.parameter, region.rows)))
             yield data.t().to(output.dtype).contiguous(), 0
             continue
         for rows in _chunks(region, output):
-            for piece in reader.pieces(region.parameter, rows):
+            pieces = list(reader.pieces(region.parameter, rows))
+            if any((piece.rows.stop - region.rows.start) % GRANULE for piece in pieces[:-1]):
+                # a granule that lies across a seam must be hashed whole
+                pieces = [replace(pieces[0], rows=rows, data=join(pieces))]
+            for piece in pieces:
                 data = piece.data.to(output.dtype).contiguous()
                 yield data, row_sum(data, piece.rows.start - region.rows.start)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from checkpoints.mapping import Region
 from checkpoints.opening import Readable
 from checkpoints.output import OutputTensor
-from checkpoints.reader import ParameterReader
+from checkpoints.reader import ParameterReader, join
 from checkpoints.source import Checkpoint
 
 
@@ -48,10 +48,8 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, torch.dtype]:
 
 def _read(reader: ParameterReader, region: Region) -> Tensor | None:
     """All rows of a region; None if the checkpoint lacks any."""
-    parts = [piece.data for piece in reader.pieces(region.parameter, region.rows)]
-    if sum(len(part) for part in parts) != len(region.rows):
-        return None
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    pieces = list(reader.pieces(region.parameter, region.rows))
+    return join(pieces) if sum(len(piece.rows) for piece in pieces) == len(region.rows) else None
 
 
 def _name(output: OutputTensor, region: Region) -> str:

@@ -67,13 +67,17 @@ def check_ep_size(ep_size: int, world_size: int, num_experts: int) -> None:
     """
     fits = [n for n in range(1, world_size + 1) if num_experts % n == 0 and world_size % n == 0]
     if ep_size < 1 or num_experts % ep_size:
-        of_model = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        of_model = divisors(num_experts)
         raise ExpertMeshError(
             f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {either(of_model)}"
             + ("" if of_model == fits else f" (with {world_size} ranks: {either(fits)})")
         )
     if world_size % ep_size:
         raise ExpertMeshError(f"--ep-size {ep_size} does not divide the {world_size} ranks; use {either(fits)}")
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def either(numbers: list[int]) -> str:

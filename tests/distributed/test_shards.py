@@ -11,7 +11,7 @@ from sharding import Topology
 from tests.checkpoints.test_cli import run
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import load_error, read, round_trip
-from tests.tiny import save_tokenizer
+from tests.tiny import save_model, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,18 @@ def test_any_ep_size_reads_them(
     assert before.keys() == after.keys()
     assert all((after[name] == before[name]).all() for name in before)
     assert main(["verify", str(tmp_path / "hf"), str(shards)]) == 0
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 1), Topology(2, 2), Topology(4, 2)], ids=str)
+def test_expert_width_that_no_granule_of_checksums_divides(ranks: RankPool, tmp_path: Path, topology: Topology) -> None:
+    """25 rows an expert, several experts a file: their checksums run over the seams between experts."""
+    source, shards = tmp_path / "source", tmp_path / "shards"
+    save_model(source, intermediate_size=25, num_local_experts=4, vocab_size=321)
+    assert run("convert", source, shards, "--ep-size", 2) == 0
+    ranks.run(round_trip, topology.world_size, shards, tmp_path / "hf", topology)
+    before, after = read(source), read(tmp_path / "hf")
+    assert all((after[name] == before[name]).all() for name in before)
+    assert run("verify", source, shards) == 0
 
 
 def _truncate(file: Path) -> None:
