@@ -41,6 +41,8 @@ from training import (
     Run,
     RunLog,
     TrainConfig,
+    attach_loss_head,
+    choose_cross_entropy,
     data_order,
     load_samples,
     loss_weights,
@@ -87,6 +89,7 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
             compute_dtype,
         )
         model = build_model(source.family, source.config, kernel.kernel, config.attn_implementation)
+        attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
     topology = Topology(ranks.world_size, config.ep_size, config.dense_shard)
     output_dir = prepare_output(config, ranks)
     tokenizer, samples = read_data(config, source, ranks)
@@ -214,7 +217,7 @@ def facts(
         f"dense shard {topology.dense_shard}; global batch {global_batch} rows = {world} ranks "
         f"x {config.per_device_train_batch_size} rows x {config.gradient_accumulation_steps} forwards",
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
-        f"attention {config.attn_implementation}{checkpointing}",
+        f"attention {config.attn_implementation}, cross-entropy {model.lm_head.kind}{checkpointing}",
     ]
     if samples is not None:
         lines.append(

@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 from moe import KERNELS, ExpertMeshError, check_kernel_name
 from moe.sizes import parse_size
 from sharding import DenseShard
+from training.head import CrossEntropy
 
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
@@ -47,6 +48,11 @@ class TrainConfig:
     )
     expert_kernel: str = _flag("auto", f"How experts are computed: auto, {', '.join(KERNELS)}.")
     attn_implementation: str = _flag("sdpa", "Attention of the Hugging Face model.")
+    cross_entropy: CrossEntropy = _flag(
+        "auto",
+        "Logits of a part of the sequence at a time (chunked, or liger: liger-kernel's, for GPUs) or of all of it "
+        "(full). auto: liger on a GPU where it is installed, else chunked.",
+    )
     gradient_checkpointing: bool = _flag(False, "Recompute each layer in backward to save memory.")
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
     use_cpu: bool = _flag(False, "Stay on the CPU even where there is a GPU.")

@@ -3,7 +3,7 @@
 Which rows make up global batch n depends on the seed and the global batch size alone, never on how many ranks or
 accumulation steps share them out.
 
-Shape suffixes: B rows, S positions.
+Shape suffixes: B rows, S positions, N positions with a target.
 """
 
 import json
@@ -179,14 +179,14 @@ class Batch:
     tokens_BS: Tensor
     is_token_BS: Tensor | None
     targets_BS: Tensor
+    target_index_N: Tensor
     num_tokens: int
     num_targets: int
 
     def to(self, device: torch.device) -> "Batch":
         mask = None if self.is_token_BS is None else self.is_token_BS.to(device)
-        return replace(
-            self, tokens_BS=self.tokens_BS.to(device), is_token_BS=mask, targets_BS=self.targets_BS.to(device)
-        )
+        moved = {name: getattr(self, name).to(device) for name in ("tokens_BS", "targets_BS", "target_index_N")}
+        return replace(self, is_token_BS=mask, **moved)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
@@ -204,9 +204,10 @@ def collate(samples: Sequence[Sample]) -> Batch:
         first = max(sample.prompt_length, 1)
         if first < end:
             targets_BS[row, first - 1 : end - 1] = tokens_BS[row, first:end]
-    num_tokens, num_targets = int(is_token_BS.sum()), int((targets_BS != IGNORED).sum())
+    target_index_N = (targets_BS != IGNORED).flatten().nonzero().squeeze(1)
+    num_tokens, num_targets = int(is_token_BS.sum()), len(target_index_N)
     has_padding = num_tokens < tokens_BS.numel()
-    return Batch(tokens_BS, is_token_BS if has_padding else None, targets_BS, num_tokens, num_targets)
+    return Batch(tokens_BS, is_token_BS if has_padding else None, targets_BS, target_index_N, num_tokens, num_targets)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Every loss is a local sum over a global count, so that gradients are plain sums over ranks and micro-steps.
 
-Shape suffixes: B rows, S positions, V vocabulary, L MoE layers, E experts.
+Shape suffixes: L MoE layers, E experts.
 """
 
 import math
@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe import ExpertMeshError, RouterStats, load_balancing_loss, router_z_loss, take_stats
 from sharding import Mesh, clip_grad_norm
-from training.data import IGNORED, Batch
+from training.data import Batch
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
     """Forward and backward over the micro-batches of one step; gradients are added to what the parameters hold.
 
     Args:
-        model: sharded; its forward gives logits.
+        model: sharded, with a `LossHead`.
         batches: this rank's, equally many on every rank, on the model's device.
         weights: of the auxiliary losses. The balancing loss is taken over one forward of all ranks, as HF defines it,
             and averaged over the micro-steps; the z-loss over all tokens of the step.
@@ -65,12 +64,9 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
     losses = torch.zeros(3, dtype=torch.float64, device=device)
     total_counts_LE: Tensor | int = 0
     for batch, (_, tokens_in_forward) in zip(batches, counted, strict=True):
-        logits_BSV = model(input_ids=batch.tokens_BS, is_token_BS=batch.is_token_BS, use_cache=False).logits
+        cross_entropy = token_loss_sum(model, batch) / num_targets
         stats = take_stats(model)
         counts_LE = torch.stack([s.counts_E for s in stats])
-        cross_entropy = token_loss_sum(logits_BSV, batch.targets_BS) / num_targets
-        # freed before backward: nothing needs the logits but their loss's own graph
-        del logits_BSV
         balance = z = torch.zeros((), device=device)
         if weights.balance > 0:
             dist.all_reduce(counts_LE)
@@ -93,10 +89,16 @@ def _balance(stats: Sequence[RouterStats], counts_LE: Tensor, tokens: Tensor) ->
     return load_balancing_loss(stats, counts_LE.sum(dim=0), tokens.clamp(min=1))
 
 
-def token_loss_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Sum of the target tokens' cross-entropies, in fp32 (`ForCausalLMLoss` in transformers, before its division)."""
-    logits = logits_BSV.flatten(0, 1).float()
-    return F.cross_entropy(logits, targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+def token_loss_sum(model: Any, batch: Batch) -> Tensor:
+    """Sum of the target tokens' cross-entropies after a forward of a model with a `LossHead`, an fp32 scalar."""
+    loss: Tensor = model(
+        input_ids=batch.tokens_BS,
+        is_token_BS=batch.is_token_BS,
+        targets_BS=batch.targets_BS,
+        target_index_N=batch.target_index_N,
+        use_cache=False,
+    ).logits
+    return loss
 
 
 def train_step(

@@ -14,7 +14,7 @@ from checkpoints import open_source, shard_and_load
 from moe import KERNELS, build_model
 from sharding import Topology, build_mesh
 from tests.tiny import tiny_mixtral
-from training import TrainConfig
+from training import TrainConfig, attach_loss_head
 from training.data import Batch, DataOrder, Sample, collate
 from training.optimizer import build_optimizer
 from training.step import LossWeights, compute_gradients, train_step
@@ -32,6 +32,7 @@ class Case:
     z: float = 0.0
     accumulation: int = 1
     kernel: str = "loop"
+    cross_entropy: str = "chunked"
     gradient_checkpointing: bool = False
     compute_dtype: torch.dtype = torch.float32
     steps: int = STEPS
@@ -136,6 +137,7 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
     """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group."""
     source = open_source(path)
     model: Any = build_model(source.family, source.config, KERNELS[case.kernel])
+    attach_loss_head(model, case.cross_entropy)
     mesh = build_mesh("cpu", topology)
     checkpoint = shard_and_load(
         model, source, mesh, torch.device("cpu"), case.compute_dtype, case.gradient_checkpointing

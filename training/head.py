@@ -1,0 +1,194 @@
+"""The language model's head that gives the loss of the target tokens without the logits of the whole sequence.
+
+Logits take V numbers a position, V/D times what the model itself holds there, and their loss takes several such
+tensors in fp32. Here only positions with a target get logits at all, a chunk of them at a time, and the gradients are
+taken from a chunk before the next one is begun.
+
+Shape suffixes: B rows, S positions, T = B·S, N positions with a target, C of them in a chunk, D model width,
+V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe import ExpertMeshError
+from training.data import IGNORED
+
+CrossEntropy = Literal["auto", "chunked", "full", "liger"]
+
+CHUNK_BYTES = 64 * 2**20
+"""What the fp32 logits of one chunk may take: 524 positions at a vocabulary of 32,000."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What one forward is to learn: targets_BS and target_index_N of a `Batch`."""
+
+    targets_BS: Tensor
+    index_N: Tensor
+
+
+class LossHead(nn.Linear):
+    """Stands for a HF model's `lm_head`: logits_BSV as ever or, in a forward that was given targets, their loss.
+
+    Attributes:
+        kind: how the loss is computed, a key of `LOSS_SUMS`.
+        targets: set before each forward of the model (see `attach_loss_head`), and taken by the head's own.
+    """
+
+    def __init__(self, lm_head: nn.Linear, kind: str):
+        assert lm_head.bias is None
+        super().__init__(lm_head.in_features, lm_head.out_features, bias=False, device="meta")
+        self.weight = lm_head.weight
+        self.kind: str = kind
+        self.targets: Targets | None = None
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        targets, self.targets = self.targets, None
+        if targets is None:
+            return super().forward(x_BSD)
+        return LOSS_SUMS[self.kind](x_BSD, self.weight, targets)
+
+
+def attach_loss_head(model: Any, kind: str) -> None:
+    """Put a `LossHead` in the place of the model's `lm_head`, in place, with the same weight (tied or not).
+
+    A forward of the model that is told `targets_BS` and `target_index_N` (see `Batch`) then has in `.logits` the sum
+    of the target tokens' cross-entropies, an fp32 scalar: zero, but with gradients of zero, where there is no target.
+    Any other forward has logits there.
+
+    Args:
+        model: from `moe.build_model`; to be parallelised afterwards, since the head computes with the gathered weight.
+        kind: from `choose_cross_entropy`.
+    """
+    model.lm_head = LossHead(model.lm_head, kind)
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+
+
+def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    targets_BS, index_N = kwargs.pop("targets_BS", None), kwargs.pop("target_index_N", None)
+    # in every forward, so that one which raised before it came to the head leaves nothing to the next
+    model.lm_head.targets = None if targets_BS is None else Targets(targets_BS, index_N)
+    return args, kwargs
+
+
+def choose_cross_entropy(name: CrossEntropy, device_type: str) -> str:
+    """The kind of loss for `--cross-entropy name`; "auto" takes liger-kernel on a GPU where it is installed.
+
+    Raises:
+        ExpertMeshError: liger was asked for, and there is no GPU or no liger-kernel.
+    """
+    if name == "auto":
+        return "liger" if device_type == "cuda" and find_spec("liger_kernel") else "chunked"
+    if name == "liger" and device_type != "cuda":
+        raise ExpertMeshError("--cross-entropy liger needs a GPU; use --cross-entropy chunked, which runs anywhere")
+    if name == "liger" and not find_spec("liger_kernel"):
+        raise ExpertMeshError(
+            "--cross-entropy liger: liger-kernel is not installed; pip install 'liger-kernel>=0.8', "
+            "or use --cross-entropy chunked"
+        )
+    return name
+
+
+def full_loss_sum(x_BSD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
+    """From the logits of all positions (`ForCausalLMLoss` in transformers, before its division): the yardstick."""
+    logits_TV = F.linear(x_BSD, weight_VD).flatten(0, 1).float()
+    return F.cross_entropy(logits_TV, targets.targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def chunked_loss_sum(x_BSD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
+    """`full_loss_sum` from positions with a target alone, and never more of their logits than CHUNK_BYTES in fp32."""
+    rows_ND, targets_N = _select(x_BSD, targets)
+    loss: Tensor = _ChunkedLossSum.apply(rows_ND, weight_VD, targets_N, torch.is_grad_enabled())
+    return loss
+
+
+def liger_loss_sum(x_BSD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
+    """`chunked_loss_sum` by the Triton kernel of liger-kernel; the weight's gradient is summed up in fp32."""
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    rows_ND, targets_N = _select(x_BSD, targets)
+    if len(targets_N) == 0:
+        # liger-kernel divides by the number of rows
+        return chunked_loss_sum(x_BSD, weight_VD, targets)
+    none = None  # of bias and class weights
+    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
+        rows_ND, weight_VD, targets_N, none, none, IGNORED, 0.0, 0.0, "sum", None, False, torch.float32
+    )
+    return loss
+
+
+LOSS_SUMS: dict[str, Callable[[Tensor, Tensor, Targets], Tensor]] = {
+    "chunked": chunked_loss_sum,
+    "full": full_loss_sum,
+    "liger": liger_loss_sum,
+}
+
+
+def _select(x_BSD: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """rows_ND and targets_N of the positions that have a target."""
+    index_N = targets.index_N
+    return x_BSD.flatten(0, 1).index_select(0, index_N), targets.targets_BS.flatten().index_select(0, index_N)
+
+
+class _ChunkedLossSum(torch.autograd.Function):
+    """Gradients are taken in forward, while a chunk's logits are there; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_gradients: bool) -> Tensor:
+        rows_need, weight_needs = (with_gradients and needs for needs in ctx.needs_input_grad[:2])
+        num_chunks = max(1, math.ceil(len(rows_ND) * len(weight_VD) * 4 / CHUNK_BYTES))
+        loss = torch.zeros((), dtype=torch.float32, device=rows_ND.device)
+        grad_rows: list[Tensor] | None = [] if rows_need else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needs else None
+        for rows_CD, targets_C in zip(rows_ND.chunk(num_chunks), targets_N.chunk(num_chunks), strict=True):
+            chunk_loss, grad_logits_CV = _loss_and_logit_gradient(rows_CD @ weight_VD.t(), targets_C)
+            loss += chunk_loss
+            if grad_rows is not None:
+                grad_rows.append(grad_logits_CV @ weight_VD)
+            if grad_weight_VD is not None:
+                _add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
+        ctx.gradients = (
+            None if grad_rows is None else torch.cat(grad_rows),
+            None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
+        )
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "backward scales the gradients in place: it can run only once"
+        return *(None if g is None else g.mul_(grad) for g in gradients), None, None
+
+
+def _loss_and_logit_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of cross-entropies in fp32, and its gradient (softmax less one-hot) in the dtype of the logits.
+
+    Computed in place on the logits, or on an fp32 copy of them: they are the largest tensor there is.
+    """
+    targets_C1 = targets_C.unsqueeze(1)
+    x_CV = logits_CV.float()
+    x_CV -= x_CV.amax(dim=1, keepdim=True)
+    at_target_C1 = x_CV.gather(1, targets_C1)
+    exp_sum_C1 = x_CV.exp_().sum(dim=1, keepdim=True)
+    loss = (exp_sum_C1.log() - at_target_C1).sum()
+    x_CV /= exp_sum_C1
+    x_CV.scatter_(1, targets_C1, x_CV.gather(1, targets_C1) - 1)
+    return loss, x_CV.to(logits_CV.dtype)
+
+
+def _add_product(sum_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
+    """sum_VD += a_VC @ b_CD; sum_VD is fp32, and a product in another dtype is rounded to it once."""
+    if a_VC.dtype == sum_VD.dtype:
+        sum_VD.addmm_(a_VC, b_CD)
+    else:
+        sum_VD += a_VC @ b_CD
