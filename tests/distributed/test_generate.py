@@ -1,0 +1,154 @@
+"""Text from the sharded model: HF's own greedy `generate`, however ranks are arranged, and training undisturbed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe import ExpertMeshError, moe_blocks
+from sharding import Ranks, Topology, local_tensor
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import MAX_GRAD_NORM, Case, my_batches, sharded_model, train_config
+from tests.distributed.test_parity import SAMPLES
+from tests.tiny import save_model, tiny_mixtral
+from training.generate import generate
+from training.optimizer import build_optimizer
+from training.step import LossWeights, train_step
+
+TOPOLOGIES = [(1, 1), (2, 1), (4, 2), (4, 4)]
+NEW_TOKENS = 12
+NOISE = {"router_jitter_noise": 0.2, "attention_dropout": 0.1}
+
+
+def random_prompts(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(0, 320, (length,), generator=generator).tolist() for length in lengths]
+
+
+PROMPTS = random_prompts([5, 1, 9, 3, 14, 2])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("generate")
+    save_model(path, **NOISE)
+    return path
+
+
+def hf_continuations(prompts: list[list[int]], eos: list[int] | int) -> list[list[int]]:
+    """One prompt at a time, without padding and without a KV cache."""
+    model: Any = tiny_mixtral().eval()
+    continued = []
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=False, eos_token_id=eos
+        )
+        continued.append(out[0, len(prompt) :].tolist())
+    return continued
+
+
+def ours(path: Path, topology: Topology, prompts: list[list[int]], eos: list[int], case: Case) -> list[list[int]]:
+    model, _, _ = sharded_model(path, topology, case)
+    return generate(model.train(), prompts, NEW_TOKENS, eos, this_rank())
+
+
+def this_rank() -> Ranks:
+    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("number_of_prompts", [6, 2, 1])
+@pytest.mark.parametrize(("world_size", "ep_size"), TOPOLOGIES)
+def test_equals_hf(ranks: RankPool, path: Path, world_size: int, ep_size: int, number_of_prompts: int) -> None:
+    """With more prompts than ranks, so that lengths differ in a batch, and fewer; dropout, jitter and checkpointing,
+    which training would have, play no part."""
+    prompts = PROMPTS[:number_of_prompts]
+    case = Case([], gradient_checkpointing=True)
+    found = ranks.run(ours, world_size, path, Topology(world_size, ep_size), prompts, [], case)
+    # tiny_mixtral's own end of sequence is token 2, which is none here
+    expected = hf_continuations(prompts, eos=-1)
+    assert all(len(tokens) == NEW_TOKENS for tokens in expected)
+    assert found == [expected] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), TOPOLOGIES)
+def test_one_ends_early(ranks: RankPool, path: Path, world_size: int, ep_size: int) -> None:
+    free = hf_continuations(PROMPTS, eos=-1)
+    eos = [free[2][4], 319]
+    expected = hf_continuations(PROMPTS, eos=eos)
+    lengths = [len(tokens) for tokens in expected]
+    assert min(lengths) <= 5
+    assert max(lengths) == NEW_TOKENS
+    found = ranks.run(ours, world_size, path, Topology(world_size, ep_size), PROMPTS, eos, Case([]))
+    assert found == [expected] * world_size
+
+
+@pytest.mark.parametrize("position", ["between steps", "before the update"])
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 2), (4, 4)])
+def test_training_goes_on_as_if_nothing_had_happened(
+    ranks: RankPool, path: Path, world_size: int, ep_size: int, position: str
+) -> None:
+    """To the bit, with random noise in the router's input and in attention; also where gradients are waiting."""
+    topology = Topology(world_size, ep_size)
+    plain = ranks.run(_train, world_size, path, topology, None)
+    disturbed = ranks.run(_train, world_size, path, topology, position)
+    for (losses, weights, before, after), (other_losses, other_weights, _, _) in zip(disturbed, plain, strict=True):
+        assert losses == other_losses
+        assert [name for name in weights if not torch.equal(weights[name], other_weights[name])] == []
+        # weights that are not those of the last forward's gathered copy
+        assert before != after
+
+
+def _train(path: Path, topology: Topology, position: str | None) -> Any:
+    """(losses, weights on this rank, text before the first step, text after the last)"""
+    case = Case(SAMPLES[:16], balance=0.05, z=0.01, gradient_checkpointing=True)
+    model, mesh, _ = sharded_model(path, topology, case)
+    optimizer = build_optimizer(model.train(), train_config())
+    optimizer.param_groups[0]["lr"] = 0.02
+    batches = my_batches(case, topology, dist.get_rank())
+    torch.manual_seed(100 + dist.get_rank())
+    losses, texts = [], []
+    if position == "before the update":
+        optimizer.register_step_pre_hook(lambda *_: texts.append(_generate_leaving_no_trace(model)))
+    for _ in range(3):
+        losses.append(train_step(model, optimizer, batches, mesh, LossWeights(0.05, 0.01), MAX_GRAD_NORM).loss)
+        if position == "between steps":
+            texts.append(_generate_leaving_no_trace(model))
+    weights = {name: local_tensor(p.detach()).clone() for name, p in model.named_parameters()}
+    return losses, weights, texts[0] if texts else None, texts[-1] if texts else None
+
+
+def _generate_leaving_no_trace(model: Any) -> list[list[int]]:
+    settings, random_state = model.generation_config, torch.get_rng_state()
+    text = generate(model, PROMPTS[:3], NEW_TOKENS, [], this_rank())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert model.generation_config is settings
+    assert all(module.training for module in model.modules())
+    assert all(block.stats is None and not block.recording for block in moe_blocks(model))
+    return text
+
+
+def test_settings_of_the_model_play_no_part(ranks: RankPool, path: Path) -> None:
+    expected = hf_continuations(PROMPTS[:3], eos=-1)
+    assert ranks.run(_with_own_settings, 2, path) == [expected] * 2
+
+
+def _with_own_settings(path: Path) -> list[list[int]]:
+    model, _, _ = sharded_model(path, Topology(2, 2), Case([]))
+    for name, value in {"do_sample": True, "max_length": 3, "repetition_penalty": 5.0, "min_new_tokens": 40}.items():
+        setattr(model.generation_config, name, value)
+    return generate(model, PROMPTS[:3], NEW_TOKENS, [], this_rank())
+
+
+def test_long_prompts_keep_their_end_and_empty_ones_are_refused(ranks: RankPool, path: Path) -> None:
+    (long,) = random_prompts([600])
+    assert ranks.run(_long_and_empty, 2, path, long) == [hf_continuations([long[-500:]], eos=-1)] * 2
+
+
+def _long_and_empty(path: Path, long: list[int]) -> list[list[int]]:
+    model, _, _ = sharded_model(path, Topology(2, 2), Case([]))
+    assert generate(model, [], NEW_TOKENS, [], this_rank()) == []
+    with pytest.raises(ExpertMeshError, match="has no token"):
+        generate(model, [[1], []], NEW_TOKENS, [], this_rank())
+    return generate(model, [long], NEW_TOKENS, [], this_rank())

@@ -1,0 +1,95 @@
+"""Sample generations from the sharded model: greedy, by transformers' own `generate`, on all ranks together.
+
+Shape suffixes: B prompts on this rank, S positions.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GenerationConfig
+
+from moe import ExpertMeshError, take_stats
+from sharding import Ranks
+
+
+def generate(
+    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_token_ids: Sequence[int], ranks: Ranks
+) -> list[list[int]]:
+    """The model's greedy continuation of each prompt, the same on every rank. All ranks call it together.
+
+    The prompts are shared out over the ranks. It ends when every continuation has, on every rank: the experts of one
+    rank answer the others' tokens until then. Training goes on as if nothing had happened: in the same mode, with the
+    same random numbers, gradients and weights. Call it where no forward waits for its backward.
+
+    Args:
+        model: sharded.
+        prompts: token ids, the same on all ranks. Of one that does not fit into the model's positions together with
+            its continuation, the end is kept.
+        max_new_tokens: of each continuation.
+        eos_token_ids: each ends a continuation and is its last token; none lets all run to max_new_tokens.
+
+    Returns:
+        Token ids of the continuations, in the order of the prompts.
+
+    Raises:
+        ExpertMeshError: a prompt has no token.
+    """
+    if not prompts:
+        return []
+    if not all(prompts):
+        raise ExpertMeshError("a prompt to generate from has no token; give it a text, or the tokenizer a BOS token")
+    longest = max(model.config.max_position_embeddings - max_new_tokens, 1)
+    # a rank without a prompt of its own takes part with the first one, which ends when it ends elsewhere
+    mine = [prompt[-longest:] for prompt in prompts[ranks.rank :: ranks.world_size] or prompts[:1]]
+    tokens_BS, attention_mask_BS = (t.to(ranks.device) for t in _pad_left(mine))
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=list(eos_token_ids) or None,
+        pad_token_id=0,
+    )
+    with _inference(model, settings):
+        out_BS = model.generate(
+            tokens_BS, attention_mask=attention_mask_BS, generation_config=settings, synced_gpus=ranks.world_size > 1
+        )
+    continued = [_until_end(row, eos_token_ids) for row in out_BS[:, tokens_BS.shape[1] :].tolist()]
+    everyone: list[list[list[int]]] = [[] for _ in range(ranks.world_size)]
+    dist.all_gather_object(everyone, continued)
+    return [everyone[i % ranks.world_size][i // ranks.world_size] for i in range(len(prompts))]
+
+
+def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """tokens_BS and attention_mask_BS, int64: prompts end together, where their continuations begin."""
+    length = max(len(prompt) for prompt in prompts)
+    tokens = [[0] * (length - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(tokens), torch.tensor(mask)
+
+
+@contextmanager
+def _inference(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """Around a generation: no dropout, no jitter, no checkpointing (which allows no KV cache), and `settings` alone.
+
+    Parameters are gathered anew for each token, as for each forward of training: to keep them would take the memory
+    of the whole model wherever dp > 1.
+    """
+    was_training, own_settings = model.training, model.generation_config
+    # what the settings leave open, transformers takes from the model's own
+    model.eval().generation_config = settings
+    try:
+        yield
+        take_stats(model)
+    finally:
+        model.train(was_training).generation_config = own_settings
+        # without a backward the root keeps its gathered parameters, which would outlive the next update of their shards
+        model.reshard()
+
+
+def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    """Up to and with the first end of sequence; what follows is padding."""
+    ends = [position for position, token in enumerate(tokens) if token in eos_token_ids]
+    return tokens[: ends[0] + 1] if ends else tokens
