@@ -1,0 +1,40 @@
+"""environment.json."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sharding import Ranks
+from tests.distributed.pool import RankPool
+from training.environment import _commit, environment, write_environment
+
+ALWAYS = {"python", "torch", "transformers", "accelerate", "datasets", "safetensors", "ranks", "devices"}
+SOMETIMES = {"expertmesh", "megablocks", "commit", "cuda", "nccl", "cpu", "cpu_cores", "os"}
+
+
+def facts_of_a_rank(output_dir: Path) -> dict[str, str | int]:
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    facts = environment(ranks)
+    if ranks.rank == 0:
+        write_environment(output_dir, facts)
+    return facts
+
+
+def test_facts_of_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(facts_of_a_rank, 2, tmp_path)
+    assert first == second == json.loads((tmp_path / "environment.json").read_text())
+    assert set(first) >= ALWAYS
+    # names of hosts and users, and environment variables, have no place here
+    assert set(first) <= ALWAYS | SOMETIMES
+    assert (first["ranks"], first["devices"]) == (2, "2 x CPU")
+    assert first["torch"] == torch.__version__
+    assert first["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_no_commit_outside_a_checkout(tmp_path: Path) -> None:
+    assert _commit(tmp_path) is None
+    (tmp_path / ".git").mkdir()
+    assert _commit(tmp_path) is None
