@@ -1,0 +1,299 @@
+"""report.html: what it shows of a run's files, its size, and that nothing in it is taken for code or loads anything."""
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe import ExpertMeshError
+from training import TrainConfig
+from training.report import history, read_history, write_report
+from training.report.__main__ import main
+from training.report.history import ExpertLoad, Stretch
+from training.report.page import MAX_TEXT, State
+
+LAYERS, EXPERTS = 2, 4
+
+
+def training(step: int, **changes: Any) -> dict[str, Any]:
+    """A line as the training loop writes it; expert 3 of layer 1 gets nothing, expert 0 of layer 0 twice the mean."""
+    return {
+        "step": step,
+        "epoch": round(step / 10, 4),
+        "seconds": 2.0 * step,
+        "learning_rate": 1e-3 / step,
+        "loss": 4 - step / 10,
+        "grad_norm": 1.0,
+        "tokens": 100,
+        "target_tokens": 60,
+        "tokens_per_second": 50.0,
+        "peak_memory_mb": 300 + step,
+        "expert_load_max_over_mean": 2.0,
+        "dead_experts": 0.125,
+        "router_entropy": [1.0, 1.25],
+        "dropped_tokens": 0,
+        "expert_tokens": [[100, 40, 40, 20], [60, 60, 80, 0]],
+        **changes,
+    }
+
+
+def evaluation(step: int, loss: float) -> dict[str, Any]:
+    return {"step": step, "eval_loss": loss, "eval_perplexity": math.exp(loss), "eval_seconds": 1.0}
+
+
+def make_run(output_dir: Path, lines: list[dict[str, Any]], **config: Any) -> Path:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (output_dir / "metrics.jsonl").write_text(text, encoding="utf-8")
+    TrainConfig(model="m/model", dataset="d", **config).save(output_dir / "config.yaml")
+    return output_dir
+
+
+def report(output_dir: Path, state: State | None = None) -> tuple[str, dict[str, Any]]:
+    """The page, and the content that its script draws."""
+    page = write_report(output_dir, state).read_text(encoding="utf-8")
+    data = re.search(r'<script type="application/json" id="run">(.*?)</script', page, re.DOTALL)
+    assert data is not None
+    return page, json.loads(data[1])
+
+
+def test_content(tmp_path: Path) -> None:
+    lines = [training(step) for step in range(1, 6)] + [evaluation(5, 3.0)]
+    lines += [training(step, dropped_tokens=step - 5) for step in range(6, 8)] + [evaluation(7, 3.5)]
+    make_run(tmp_path, lines, max_steps=20, run_name="first try", learning_rate=0.25)
+    (tmp_path / "environment.json").write_text('{"torch": "2.13.0", "ranks": 4}')
+    page, content = report(tmp_path)
+    assert "<title>first try</title>" in page
+    assert (content["model"], content["step"], content["num_steps"]) == ("m/model", 7, 20)
+    assert content["summary"] == {
+        "loss": pytest.approx(3.3),
+        "best_eval_loss": 3.0,
+        "best_eval_step": 5,
+        "tokens": 700,
+        "tokens_per_second": 50.0,
+        "mfu": None,
+        "peak_memory_mb": 307,
+        "wall_seconds": 14.0,
+        "num_starts": 1,
+        "dropped_tokens": 3,
+    }
+    assert content["curves"]["eval_loss"] == {"steps": [5, 7], "mean": [3.0, 3.5], "per_point": 1}
+    assert content["curves"]["router_entropy"]["low"] == [1.0] * 7
+    assert content["curves"]["router_entropy"]["high"] == [1.25] * 7
+    assert not {"mfu", "tflops_per_second", "balance_loss", "z_loss"} & set(content["curves"])
+    assert content["load"]["load"] == [[[200, 80, 80, 40], [120, 120, 160, 0]]] * 7
+    assert content["load"]["entropy"] == [[1.0, 1.25]] * 7
+    assert content["config"]["learning_rate"] == "0.25"
+    assert {"run_name", "learning_rate", "max_steps"} < set(content["not_default"])
+    assert "seed" not in content["not_default"]
+    assert content["environment"] == {"torch": "2.13.0", "ranks": "4"}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("last", "given", "shown"),
+    [(19, None, None), (20, None, "finished"), (19, "stopped", "stopped"), (20, "running", "running")],
+)
+def test_state(tmp_path: Path, last: int, given: State | None, shown: State | None) -> None:
+    make_run(tmp_path, [training(last)], num_train_epochs=2)  # of 10 steps each
+    content = report(tmp_path, given)[1]
+    assert content["num_steps"] == 20
+    assert content["state"] == shown
+
+
+def test_number_of_steps_is_left_open_where_the_epoch_does_not_tell(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(7, epoch=0.0001)], num_train_epochs=2)
+    assert report(tmp_path)[1]["num_steps"] is None
+
+
+def test_starts_of_a_resumed_run_are_added_up(tmp_path: Path) -> None:
+    seconds = [10, 20, 5, 15, 1]
+    make_run(tmp_path, [training(step, seconds=s) for step, s in enumerate(seconds, start=1)])
+    summary = report(tmp_path)[1]["summary"]
+    assert summary["wall_seconds"] == 20 + 15 + 1
+    assert summary["num_starts"] == 3
+
+
+def test_an_older_files_lines_will_do(tmp_path: Path) -> None:
+    line = training(1)
+    for name in ("seconds", "peak_memory_mb", "dead_experts", "router_entropy", "dropped_tokens"):
+        del line[name]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    content = report(tmp_path)[1]
+    assert content["summary"]["wall_seconds"] is content["summary"]["dropped_tokens"] is None
+    assert content["load"]["entropy"] == [[None, None]]
+    assert content["name"] == "expertmesh"
+    assert content["config"] == content["environment"] == {}
+
+
+@pytest.mark.parametrize("lines", ["", '{"step": 3, "lo'], ids=["empty", "cut off"])
+def test_a_run_that_has_logged_nothing_yet(tmp_path: Path, lines: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    content = report(tmp_path)[1]
+    assert (content["step"], content["curves"], content["load"], content["generations"]) == (0, {}, None, [])
+    assert content["unreadable_lines"] == bool(lines)
+
+
+def test_cut_off_last_line_is_skipped(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1), training(2)])
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(training(3))[:-5])
+    content = report(tmp_path)[1]
+    assert content["step"] == 2
+    assert content["unreadable_lines"] == 1
+
+
+def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1), training(2, loss=math.nan, router_entropy=[math.inf, 1.0]), training(3)])
+    content = report(tmp_path)[1]
+    assert content["curves"]["loss"]["steps"] == [1, 3]
+    assert content["curves"]["router_entropy"]["steps"] == [1, 3]
+
+
+HOSTILE = "</script><script>alert(1)</script><!--<script><img src=x onerror=alert(1)> ${data} $data \u2028 \x00 é 漢"
+
+
+def test_text_of_the_run_is_never_markup(tmp_path: Path) -> None:
+    generations = {"step": 1, "generations": [{"prompt": HOSTILE, "text": "\ud83d" + HOSTILE}]}
+    make_run(tmp_path, [training(1), generations], run_name=HOSTILE, prompt_column=HOSTILE)
+    page, content = report(tmp_path)
+    assert page.count("<script") == page.count("</script") == 2
+    assert "<img" not in page
+    assert "<!--" not in page
+    assert content["name"] == content["config"]["prompt_column"] == HOSTILE
+    assert content["generations"][0]["samples"] == [{"prompt": HOSTILE, "text": "?" + HOSTILE}]
+
+
+def test_page_loads_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1)])
+    page = report(tmp_path)[0]
+    assert re.findall(r"""(?:src|href|action|data)\s*=\s*["']?([^"'\s>]*)""", page) == ["data:,"]
+    assert not re.search(r"url\(|@import|@font-face|fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon", page)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
+
+
+def test_policy_names_the_pages_own_script_and_style(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1)])
+    page = report(tmp_path)[0]
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    allowed = dict(part.strip().split(" ", 1) for part in policy[1].split(";"))
+    assert allowed["default-src"] == "'none'"
+    for directive, tag in (("script-src", "script"), ("style-src", "style")):
+        content = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert content is not None
+        digest = base64.b64encode(hashlib.sha256(content[1].encode()).digest()).decode()
+        assert allowed[directive] == f"'sha256-{digest}'"
+
+
+def test_long_run_keeps_its_extremes_and_sums(tmp_path: Path) -> None:
+    steps = 10 * history.MAX_POINTS + 3
+    lines = [training(step, loss=1.0) for step in range(1, steps + 1)]
+    lines[5000]["loss"], lines[7000]["loss"] = 9.0, 0.5
+    make_run(tmp_path, lines)
+    content = report(tmp_path)[1]
+    loss = content["curves"]["loss"]
+    assert len(loss["steps"]) <= history.MAX_POINTS
+    assert loss["steps"][-1] == steps
+    assert loss["per_point"] == 11
+    assert (max(loss["high"]), min(loss["low"])) == (9.0, 0.5)
+    assert loss["mean"][5000 // 11] == pytest.approx((10 * 1.0 + 9.0) / 11, rel=1e-5)
+    load = content["load"]
+    assert len(load["load"]) <= 64
+    assert load["first_steps"][0] == 1
+    assert load["last_steps"][-1] == steps
+    assert [last + 1 for last in load["last_steps"][:-1]] == load["first_steps"][1:]
+    assert content["summary"]["tokens"] == 100 * steps
+
+
+@pytest.mark.parametrize("num_logged", [1, 7, 8, 9, 16, 17, 100, 1000])
+def test_expert_load_adds_neighbours_and_loses_nothing(monkeypatch: pytest.MonkeyPatch, num_logged: int) -> None:
+    monkeypatch.setattr(history, "MAX_CELLS", 8 * LAYERS * EXPERTS)
+    tokens_NLE = np.random.default_rng(0).integers(0, 1000, (num_logged, LAYERS, EXPERTS))
+    load = ExpertLoad(LAYERS, EXPERTS)
+    for i, tokens_LE in enumerate(tokens_NLE):
+        load.add(Stretch(i, i, 1, tokens_LE, np.full(LAYERS, float(i))))
+    assert len(load.stretches) <= 8
+    assert {s.num_logged for s in load.stretches[:-1]} <= {load.per_stretch}
+    for s in load.stretches:
+        assert s.num_logged == s.last_step - s.first_step + 1
+        assert (s.tokens_LE == tokens_NLE[s.first_step : s.last_step + 1].sum(axis=0)).all()
+    assert sum(s.num_logged for s in load.stretches) == num_logged
+    mean = load.summary()["entropy"][0][0]
+    assert mean == pytest.approx((load.stretches[0].num_logged - 1) / 2)
+
+
+def test_one_token_among_many_is_not_none(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1, expert_tokens=[[10**6, 10**6, 1, 0]])])
+    assert report(tmp_path)[1]["load"]["load"] == [[[200, 200, 1, 0]]]
+
+
+def test_size_is_bounded_for_many_experts_and_long_generations(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lines = []
+    for step in range(1, 101):
+        lines.append(
+            training(step, expert_tokens=rng.integers(0, 10**6, (48, 128)).tolist(), router_entropy=[1.0] * 48)
+        )
+        lines.append({"step": step, "generations": [{"prompt": "p", "text": "<" * 10_000}] * 2})
+    make_run(tmp_path, lines)
+    page, content = report(tmp_path)
+    assert len(page) < 4e6
+    assert [logged["step"] for logged in content["generations"]][:: len(content["generations"]) - 1] == [1, 100]
+    assert content["num_generations"] == 100
+    text = content["generations"][0]["samples"][0]["text"]
+    assert text.startswith("<" * MAX_TEXT + "… (6,000 more")
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, [training(1)])
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert main([str(tmp_path / "nowhere")]) == 2
+    error = capsys.readouterr().err
+    assert "nowhere/metrics.jsonl: cannot be read: No such file" in error
+    assert "--output-dir" in error
+
+
+def test_command_line_as_a_module(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1)])
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "training.report", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_broken_config_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1)])
+    (tmp_path / "config.yaml").write_text("- a\n- list\n")
+    with pytest.raises(ExpertMeshError, match=r"config\.yaml: holds a list, not a table"):
+        write_report(tmp_path)
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path, [training(1)])
+    before = write_report(tmp_path).read_bytes()
+
+    def disk_is_full(path: Path, content: bytes) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", disk_is_full)
+    with pytest.raises(ExpertMeshError, match=r"report\.html: cannot be written: No space left on device"):
+        write_report(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["config.yaml", "metrics.jsonl", "report.html"]
+    assert (tmp_path / "report.html").read_bytes() == before
+
+
+def test_evaluations_alone(tmp_path: Path) -> None:
+    make_run(tmp_path, [evaluation(3, 1.0)])
+    read = read_history(tmp_path / "metrics.jsonl")
+    assert (read.last_step, read.load, list(read.curves)) == (3, None, ["eval_loss", "eval_perplexity"])
