@@ -10,12 +10,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from checkpoints import (
-    ModelSource,
+    Checkpoint,
     Saver,
     export_model,
     find_checkpoint,
@@ -24,33 +23,34 @@ from checkpoints import (
     shard_and_load,
     write_errors,
 )
-from moe import ExpertMeshError, KernelChoice, build_model, choose_kernel
+from moe import ExpertMeshError, build_model, choose_kernel, count_parameters
 from sharding import (
     Ranks,
     Topology,
     build_mesh,
     check_ep_size,
     end_process_group,
-    is_expert,
     raise_together,
     read_environment,
     start_process_group,
 )
 from training import (
-    DataFormat,
+    Inputs,
     Run,
     RunLog,
     TrainConfig,
     attach_loss_head,
     choose_cross_entropy,
     data_order,
-    load_samples,
+    facts,
     loss_weights,
+    make_prompts,
     number_of_steps,
     parse_config,
+    print_preview,
+    read_inputs,
     train,
 )
-from training.data import Samples
 
 STOPPED = 75
 """Exit code after a signal stopped the run with a checkpoint saved: "try again later", EX_TEMPFAIL of sysexits.h."""
@@ -90,14 +90,20 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
         )
         model = build_model(source.family, source.config, kernel.kernel, config.attn_implementation)
         attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
+    counts = count_parameters(model, source.shape)
     topology = Topology(ranks.world_size, config.ep_size, config.dense_shard)
-    output_dir = prepare_output(config, ranks)
-    tokenizer, samples = read_data(config, source, ranks)
-    order = data_order(config, len(samples) if samples else 0, ranks.world_size)
+    if not config.preview:
+        output_dir = prepare_output(config, ranks)
+    inputs = read_inputs(config, source, ranks)
+    order = data_order(config, inputs.training, ranks.world_size)
     if ranks.rank == 0:
-        print(facts(model, source, topology, kernel, config, samples, order.global_batch_size), flush=True)
+        print(facts(model, source, counts, topology, kernel, config, inputs, order), flush=True)
+    if config.preview:
+        if ranks.rank == 0 and inputs.training is not None:
+            print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
+        return True
 
-    log = RunLog(config, output_dir, number_of_steps(config, order), ranks.device.type == "cpu")
+    log = RunLog(config, output_dir, number_of_steps(config, order), ranks)
     mesh = build_mesh(ranks.device.type, topology, config.ddp_timeout)
     resume_from = find_resume(config, output_dir, ranks)
     checkpoint = shard_and_load(
@@ -110,25 +116,37 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
         read_weights=resume_from is None,
     )
     torch.manual_seed(config.seed + ranks.rank)
-    own_tokenizer = tokenizer if config.tokenizer else None
-    saver = None
-    if config.save_steps > 0:
-        keep, in_background = config.save_total_limit, config.async_save
-        if ranks.rank == 0 and not config.resume:
-            shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
-        saver = Saver(output_dir / "checkpoints", checkpoint, own_tokenizer, keep, in_background)
+    saver = make_saver(config, output_dir, checkpoint, inputs, ranks)
     with log:
-        if samples is not None:
-            weights = loss_weights(config, source)
-            finished = train(Run(config, model, samples, order, weights, mesh, ranks, log, saver), resume_from)
+        if inputs.training is not None:
+            weights, prompts = loss_weights(config, source), make_prompts(config, inputs)
+            finished = train(
+                Run(
+                    config, model, counts, source.shape.top_k, inputs, order, prompts, weights, mesh, ranks, log, saver
+                ),
+                resume_from,
+            )
             if not finished:
                 kept = "--resume auto goes on from here" if saver else "nothing was saved, as --save-steps is 0"
                 log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
                 return False
         if config.export:
-            export_model(model, checkpoint, topology, output_dir / "hf", config.shard_bytes, own_tokenizer)
+            export_model(model, checkpoint, topology, output_dir / "hf", config.shard_bytes, inputs.saved_tokenizer)
             log.line(f"exported to {output_dir / 'hf'}")
+        log.state = "finished"
     return True
+
+
+def make_saver(
+    config: TrainConfig, output_dir: Path, checkpoint: Checkpoint, inputs: Inputs, ranks: Ranks
+) -> Saver | None:
+    """What saves training checkpoints, if any are to be saved; a new run clears away an earlier one's."""
+    if config.save_steps == 0:
+        return None
+    directory = output_dir / "checkpoints"
+    if ranks.rank == 0 and not config.resume:
+        shutil.rmtree(directory, ignore_errors=True)
+    return Saver(directory, checkpoint, inputs.saved_tokenizer, config.save_total_limit, config.async_save)
 
 
 def find_resume(config: TrainConfig, output_dir: Path, ranks: Ranks) -> Path | None:
@@ -156,75 +174,6 @@ def prepare_output(config: TrainConfig, ranks: Ranks) -> Path:
                 )
             output_dir.mkdir(parents=True, exist_ok=True)
     return output_dir
-
-
-def read_data(config: TrainConfig, source: ModelSource, ranks: Ranks) -> tuple[Any, Samples | None]:
-    """Tokenizer and tokenised samples. Rank 0 goes first and fills the cache that the others then read."""
-    import datasets
-
-    tokenizer, samples = None, None
-    if ranks.rank > 0:
-        datasets.disable_progress_bars()
-    for first in (True, False):
-        with raise_together():
-            if first == (ranks.rank == 0):
-                if config.tokenizer or config.dataset:
-                    tokenizer = load_tokenizer(config, source)
-                if config.dataset:
-                    data_format = DataFormat(
-                        config.prompt_column, config.response_column, config.prompt_template, config.max_seq_length
-                    )
-                    samples = load_samples(config.dataset, tokenizer, data_format)
-    return tokenizer, samples
-
-
-def load_tokenizer(config: TrainConfig, source: ModelSource) -> Any:
-    """The model's tokenizer or the one asked for; its ids must fit the model's vocabulary."""
-    from transformers import AutoTokenizer
-
-    where = config.tokenizer or str(source.path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-    except Exception as error:
-        raise ExpertMeshError(f"{where}: no tokenizer there; name one with --tokenizer ({error})") from error
-    if len(tokenizer) > source.config.vocab_size:
-        raise ExpertMeshError(
-            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model only {source.config.vocab_size}"
-        )
-    return tokenizer
-
-
-def facts(
-    model: Any,
-    source: ModelSource,
-    topology: Topology,
-    kernel: KernelChoice,
-    config: TrainConfig,
-    samples: Samples | None,
-    global_batch: int,
-) -> str:
-    """What is about to run, in a few lines."""
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    total = sum(sizes.values())
-    experts = sum(size for name, size in sizes.items() if is_expert(name, model))
-    active = total - experts + experts * source.shape.top_k // source.shape.num_experts
-    world, local_experts = topology.world_size, source.shape.num_experts // topology.ep_size
-    checkpointing = ", activation checkpointing" if config.gradient_checkpointing else ""
-    lines = [
-        f"{source.path}: {source.family.model_type}, {total / 1e6:,.1f} M parameters, "
-        f"{active / 1e6:,.1f} M active a token",
-        f"{world} ranks: dp {topology.dp_size} x ep {topology.ep_size}, {local_experts} experts a rank, "
-        f"dense shard {topology.dense_shard}; global batch {global_batch} rows = {world} ranks "
-        f"x {config.per_device_train_batch_size} rows x {config.gradient_accumulation_steps} forwards",
-        f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
-        f"attention {config.attn_implementation}, cross-entropy {model.lm_head.kind}{checkpointing}",
-    ]
-    if samples is not None:
-        lines.append(
-            f"{config.dataset}: {len(samples):,} rows; {samples.num_cut:,} cut at {config.max_seq_length} tokens, "
-            f"{samples.num_without_target:,} with nothing left to learn"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from checkpoints.files import write_errors
 from checkpoints.load import load_model, shard_and_load
 from checkpoints.opening import open_checkpoint, parameter_shapes
 from checkpoints.source import Checkpoint, ModelSource, open_source, resolve_model
-from checkpoints.training_state import Progress, Saver, find_checkpoint, load_training_state
+from checkpoints.training_state import Progress, Saver, find_checkpoint, load_best_model, load_training_state
 
 __all__ = [
     "Checkpoint",
@@ -14,6 +14,7 @@ __all__ = [
     "Saver",
     "export_model",
     "find_checkpoint",
+    "load_best_model",
     "load_model",
     "load_training_state",
     "open_checkpoint",

@@ -10,6 +10,7 @@ from checkpoints.manifest import MANIFEST, is_expert_name, read_manifest
 from checkpoints.opening import is_shards
 from checkpoints.source import Checkpoint, Parameters
 from checkpoints.training_state import MARKER, read_marker
+from moe import active_parameters
 from sharding.topology import divisors
 
 
@@ -23,7 +24,7 @@ def describe(path: Path, checkpoint: Checkpoint, parameters: Parameters, list_te
     experts = sum(size for name, size in sizes.items() if is_expert_name(name, source))
     dense = sum(sizes.values()) - experts
     yield f"parameters  {dense + experts:,}, of them {experts:,} in experts"
-    yield f"active      {dense + experts * shape.top_k // shape.num_experts:,} for a token"
+    yield f"active      {active_parameters(dense + experts, experts, shape):,} for a token"
     held = ", ".join(f"{(dense + experts) // n:,} at ep {n}" for n in divisors(shape.num_experts))
     yield f"on a rank   {held} (as many ranks as ep, all else sharded over them)"
     dtypes = Counter(str(info.dtype).removeprefix("torch.") for info in checkpoint.infos.values())

@@ -1,6 +1,7 @@
 """Training checkpoints: model, optimizer and position of a run, saved while it goes on and resumed on any ranks.
 
     RUN/checkpoints/latest              the name of the newest whole one
+    RUN/checkpoints/best                a link to that of the lowest evaluation loss, if there is one
     RUN/checkpoints/step-00000500/
         state/                          torch.distributed.checkpoint: model.*, optimizer.*, rng.*: tensors only
         model/                          config.json and tokenizer files, for exports
@@ -15,7 +16,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from sharding import raise_together
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
 LATEST = "latest"
+BEST = "best"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Progress:
     """Where a run stands.
 
     step: updates made. tokens: seen, without padding. scheduler: the learning rate scheduler's state. order: what
-    decides the order of the data, to be compared on resume. settings: the run's resolved configuration.
+    decides the order of the data, to be compared on resume. settings: the run's resolved configuration. best: the
+    lowest evaluation loss so far, the "step" it was at, and what else the loop remembers of it; empty before the first.
     """
 
     step: int
@@ -53,6 +56,7 @@ class Progress:
     scheduler: dict[str, Any]
     order: dict[str, int]
     settings: dict[str, Any]
+    best: dict[str, Any] = field(default_factory=dict)
 
 
 class Saver:
@@ -171,10 +175,17 @@ class Saver:
         partial.rename(final)
         _write_durably(self.directory / (LATEST + ".part"), final.name)
         (self.directory / (LATEST + ".part")).rename(self.directory / LATEST)
+        if progress.best.get("step") == progress.step:
+            link = self.directory / (BEST + ".part")
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            link.rename(self.directory / BEST)
         _sync_directory(self.directory)
         if self.limit is not None:
+            best = (self.directory / BEST).resolve()
             for old in whole_checkpoints(self.directory)[self.limit :]:
-                _discard(old)
+                if old.resolve() != best:
+                    _discard(old)
 
 
 def _discard(path: Path) -> None:
@@ -245,7 +256,8 @@ def sweep(directory: Path) -> list[str]:
     """Delete what a killed run left half-written; the names of what was skipped for want of a marker."""
     for partial in directory.glob(".step-*"):
         shutil.rmtree(partial, ignore_errors=True)
-    (directory / (LATEST + ".part")).unlink(missing_ok=True)
+    for name in (LATEST, BEST):
+        (directory / (name + ".part")).unlink(missing_ok=True)
     return sorted(path.name for path in directory.glob("step-*") if not (path / MARKER).is_file())
 
 
@@ -361,7 +373,8 @@ def load_training_state(path: Path, model: nn.Module, optimizer: torch.optim.Opt
             {name: torch.empty(saved[name].size, dtype=torch.uint8) for name in saved if name.startswith(own_rng)}
         )
     dcp.load(state, storage_reader=reader)
-    progress = Progress(**{key: marker[key] for key in ("step", "tokens", "scheduler", "order", "settings")})
+    fields = ("step", "tokens", "scheduler", "order", "settings")
+    progress = Progress(**{key: marker[key] for key in fields}, best=marker.get("best", {}))
     if own_rng + "cpu" in state:
         torch.set_rng_state(state[own_rng + "cpu"])
         if own_rng + "cuda" in state and torch.cuda.is_available():
@@ -369,6 +382,24 @@ def load_training_state(path: Path, model: nn.Module, optimizer: torch.optim.Opt
     else:
         torch.manual_seed(hash((progress.settings["seed"], progress.step, dist.get_rank())) % 2**62)
     return progress
+
+
+def load_best_model(directory: Path, model: nn.Module) -> Path:
+    """Fill a sharded model with the weights of the best checkpoint in `directory`. All ranks call it together.
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        ExpertMeshError: on all ranks, when there is none, or it is damaged.
+    """
+    link = directory / BEST
+    problem = _check_together(link, any_owner=False) if link.exists() else "no evaluation has left a checkpoint"
+    if problem is not None:
+        raise ExpertMeshError(f"--load-best-model-at-end: {link}: {problem}")
+    state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    dcp.load(state, storage_reader=FileSystemReader(link / "state"))
+    return link.resolve()
 
 
 def _state_to_fill(

@@ -1,5 +1,6 @@
 """The dropless mixture-of-experts layer as plain maths: families, router, dispatch, experts, kernels."""
 
+from moe.counts import ParameterCounts, active_parameters, count_parameters, training_flops
 from moe.errors import ExpertMeshError
 from moe.families import FAMILIES, Family, check_config, family_of
 from moe.kernels import KERNELS, KernelChoice, check_kernel_name, choose_kernel
@@ -17,16 +18,20 @@ __all__ = [
     "Family",
     "KernelChoice",
     "MoEShape",
+    "ParameterCounts",
     "Router",
     "RouterStats",
+    "active_parameters",
     "build_model",
     "check_config",
     "check_kernel_name",
     "choose_kernel",
+    "count_parameters",
     "decoder_layers",
     "family_of",
     "load_balancing_loss",
     "moe_blocks",
     "router_z_loss",
     "take_stats",
+    "training_flops",
 ]

@@ -6,7 +6,7 @@ Shape suffixes: B sequences, S sequence length, T = B·S tokens on this rank, D 
 E experts, e experts on this rank, K experts a token, R rows received.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -77,13 +77,13 @@ class DroplessMoE(nn.Module):
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         is_token_T = None if self.is_token_BS is None else self.is_token_BS.reshape(-1)
         routing = self.router(x_TD, is_token_T)
-        if self.recording:
-            self.stats = routing.stats
         has_padding = is_token_T is not None
         rows_RD, counts_e, plan = self.dispatcher.dispatch(
             x_TD, routing.experts_TK, routing.stats.counts_E, has_padding
         )
         rows_RD = self.experts(rows_RD, counts_e)
+        if self.recording:
+            self.stats = replace(routing.stats, rows_computed=rows_RD.shape[0])
         # the union of dispatchers takes back only the plan it gave, which a type checker cannot see
         out_TD = self.dispatcher.combine(rows_RD, routing.weights_TK, plan)  # type: ignore[arg-type]
         return out_TD.view_as(x_BSD)

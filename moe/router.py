@@ -17,11 +17,15 @@ class RouterStats:
     counts_E: tokens that chose each expert, int64, no gradient.
     prob_sum_E: router probabilities summed over tokens, fp32, differentiable.
     z_sum: sum over tokens of logsumexp(logits)^2, fp32 scalar, differentiable.
+    entropy_sum: sum over tokens of the entropy of their probabilities, in nats, fp32 scalar, no gradient.
+    rows_computed: rows that this rank's experts have computed, of whichever rank's tokens; the layer fills it in.
     """
 
     counts_E: Tensor
     prob_sum_E: Tensor
     z_sum: Tensor
+    entropy_sum: Tensor
+    rows_computed: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,23 @@ class Router(nn.Module):
         if self.normalize_top_k:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         z_T = logits_TE.logsumexp(dim=-1).square()
+        entropy_T = _entropy(logits_TE.detach(), probs_TE.detach())
         if is_token_T is not None:
             padding_T1 = ~is_token_T.unsqueeze(-1)
             weights_TK = weights_TK.masked_fill(padding_T1, 0.0)
             experts_TK = experts_TK.masked_fill(padding_T1, self.num_experts)
             probs_TE = probs_TE.masked_fill(padding_T1, 0.0)
             z_T = z_T.masked_fill(~is_token_T, 0.0)
-        stats = RouterStats(count_experts(experts_TK, self.num_experts), probs_TE.sum(dim=0), z_T.sum())
+            entropy_T = entropy_T.masked_fill(~is_token_T, 0.0)
+        stats = RouterStats(
+            count_experts(experts_TK, self.num_experts), probs_TE.sum(dim=0), z_T.sum(), entropy_T.sum()
+        )
         return Routing(weights_TK, experts_TK, stats)
+
+
+def _entropy(logits_TE: Tensor, probs_TE: Tensor) -> Tensor:
+    """-sum p log p, with log p = logits - logsumexp(logits): no logarithm of a probability that has become 0."""
+    return logits_TE.logsumexp(dim=-1) - (probs_TE * logits_TE).sum(dim=-1)
 
 
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:

@@ -1,22 +1,27 @@
 """Configuration, data, optimizer, loop and log of a training run."""
 
 from training.config import TrainConfig, parse_config
-from training.data import DataFormat, load_samples
+from training.data import print_preview
+from training.facts import facts
 from training.head import attach_loss_head, choose_cross_entropy
+from training.inputs import Inputs, make_prompts, read_inputs
 from training.log import RunLog
 from training.loop import Run, data_order, loss_weights, number_of_steps, train
 
 __all__ = [
-    "DataFormat",
+    "Inputs",
     "Run",
     "RunLog",
     "TrainConfig",
     "attach_loss_head",
     "choose_cross_entropy",
     "data_order",
-    "load_samples",
+    "facts",
     "loss_weights",
+    "make_prompts",
     "number_of_steps",
     "parse_config",
+    "print_preview",
+    "read_inputs",
     "train",
 ]

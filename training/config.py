@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 from moe import KERNELS, ExpertMeshError, check_kernel_name
 from moe.sizes import parse_size
 from sharding import DenseShard
+from training.data import TEMPLATES, TrainOn
 from training.head import CrossEntropy
 
 Scheduler = Literal[
@@ -28,19 +29,33 @@ def _flag(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
+def _list(help: str) -> Any:
+    return field(default_factory=list, metadata={"help": help})
+
+
 @dataclass
 class TrainConfig:
     """Every setting of a run. Each is a flag (`--ep-size` or `--ep_size`) and a key of the YAML file."""
 
     model: str = _flag("", "Directory of a Hugging Face checkpoint, or a hub id.", aliases=["--model-name-or-path"])
-    dataset: str = _flag("", "JSON or JSONL file with a prompt and a response in each row.")
+    dataset: list[str] = _list("JSON, JSONL, Parquet or CSV files, directories of them, or hub ids; NAME:WEIGHT mixes.")
     tokenizer: str = _flag("", "Directory or hub id of the tokenizer, if not the model's own.")
-    output_dir: str = _flag("output", "Where metrics.jsonl, config.yaml and the exported model (hf/) go.")
+    output_dir: str = _flag("output", "Where metrics.jsonl, config.yaml, report.html and the exported model (hf/) go.")
     overwrite_output_dir: bool = _flag(False, "Replace the results of an earlier run in --output-dir.")
-    prompt_column: str = _flag("prompt", "Column of the data with the prompt.")
-    response_column: str = _flag("response", "Column of the data with the response; the loss is on it alone.")
-    prompt_template: str = _flag("{prompt}\\n", "The text before the response; {prompt} stands for the prompt.")
-    max_seq_length: int = _flag(1024, "Longer samples are cut off at this many tokens.")
+    max_seq_length: int = _flag(1024, "Longer samples are cut off at this many tokens; packed rows hold as many.")
+    packing: bool = _flag(False, "Put several samples into a row, each with positions and attention of its own.")
+    group_by_length: bool = _flag(False, "Put samples of like length into a batch, where they are not packed.")
+    preview: bool = _flag(False, "Print the first rows as the model sees them and what the data hold, and exit.")
+    chat_template: str = _flag("", f"Chat template: {', '.join(TEMPLATES)}, or a Jinja file. Default: the tokenizer's.")
+    prompt_template: str = _flag("", "Instead of a chat template: the text before the response, with {prompt} in it.")
+    train_on: TrainOn = _flag("assistant", "What has a loss: all, every assistant turn, or the last one.")
+    dataset_split: str = _flag("train", "Split of a hub data set.")
+    messages_column: str = _flag("", "Column with the conversation, where it is not found by itself.")
+    prompt_column: str = _flag("", "Column with the prompt.")
+    response_column: str = _flag("", "Column with the response.")
+    system_column: str = _flag("", "Column with the system prompt.")
+    text_column: str = _flag("", "Column with plain text, all of which is trained on.")
+    dataset_num_proc: int | None = _flag(None, "Processes that tokenise. Default: by the size of the data.")
 
     ep_size: int = _flag(1, "Ranks that share out the experts; must divide the experts and the ranks.")
     dense_shard: DenseShard = _flag(
@@ -76,6 +91,17 @@ class TrainConfig:
     router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss.")
     seed: int = _flag(42, "Seed of the data order and of dropout and jitter.")
 
+    eval_dataset: list[str] = _list("Data to evaluate on, named as in --dataset.")
+    eval_ratio: float = _flag(0.0, "Share of --dataset to hold out and evaluate on, where --eval-dataset is not given.")
+    eval_steps: int = _flag(0, "Evaluate every so many steps; 0: after every epoch. Always at the end.")
+    per_device_eval_batch_size: int = _flag(8, "Rows a rank takes in one forward of an evaluation.")
+    early_stopping_patience: int = _flag(0, "Stop after so many evaluations without a better loss; 0: never.")
+    early_stopping_threshold: float = _flag(0.0, "By how much a loss must be lower to count as better.")
+    load_best_model_at_end: bool = _flag(False, "Export the weights of the best evaluation, not the last ones.")
+    generate_steps: int = _flag(0, "Have the model answer a few prompts every so many steps; 0: never.")
+    generate_prompts: list[str] = _list("What it is asked. Default: questions from the data to evaluate (or train) on.")
+    generate_max_new_tokens: int = _flag(64, "Longest answer, in tokens.")
+
     save_steps: int = _flag(500, "Save a training checkpoint every so many steps; 0 saves none.")
     save_total_limit: int | None = _flag(None, "How many training checkpoints to keep. Default: all.")
     async_save: bool = _flag(True, "Whether training goes on while a checkpoint is written.")
@@ -88,9 +114,7 @@ class TrainConfig:
     trust_checkpoint_owner: bool = _flag(False, "Resume from another user's checkpoint; reading it can run their code.")
 
     logging_steps: int = _flag(1, "Log every so many steps.")
-    report_to: list[str] = field(
-        default_factory=list, metadata={"help": "Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none."}
-    )
+    report_to: list[str] = _list("Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none.")
     run_name: str = _flag("expertmesh", "Name of the run in the trackers.")
     export: bool = _flag(True, "Whether, at the end, to write the model in Hugging Face form to OUTPUT_DIR/hf.")
     max_shard_size: str = _flag("5GB", "Size of an exported safetensors file.")
@@ -106,13 +130,39 @@ class TrainConfig:
         check_kernel_name(self.expert_kernel)
         if self.seed >= 2**62:
             raise ExpertMeshError(f"--seed {self.seed}: must be below 2^62")
-        if "{prompt}" not in self.prompt_template:
+        if self.prompt_template and "{prompt}" not in self.prompt_template:
             raise ExpertMeshError(f"--prompt-template {self.prompt_template!r} has no {{prompt}} in it")
         if not self.model:
             raise ExpertMeshError("--model is missing: the directory of a Hugging Face checkpoint")
-        if not self.dataset and self.max_steps != 0:
-            raise ExpertMeshError("--dataset is missing: a JSON or JSONL file (only --max-steps 0 goes without)")
+        if not self.dataset and (self.max_steps != 0 or self.preview):
+            raise ExpertMeshError(
+                "--dataset is missing: files, directories or hub ids (only --max-steps 0 goes without)"
+            )
+        self._check_combinations()
         parse_size("--max-shard-size", self.max_shard_size)
+
+    def _check_combinations(self) -> None:
+        if self.prompt_template and self.chat_template:
+            raise ExpertMeshError("--prompt-template and --chat-template: a row is written in one or the other")
+        if self.packing and self.group_by_length:
+            raise ExpertMeshError("--packing and --group-by-length: packed rows have one length already; choose one")
+        if self.messages_column and (self.prompt_column or self.response_column or self.text_column):
+            raise ExpertMeshError("--messages-column: give no prompt, response or text column beside it")
+        if not 0 <= self.eval_ratio < 1:
+            raise ExpertMeshError(f"--eval-ratio {self.eval_ratio}: must be in [0, 1)")
+        if self.eval_dataset and self.eval_ratio > 0:
+            raise ExpertMeshError("--eval-dataset and --eval-ratio: give one of them")
+        for name in ("early_stopping_patience", "load_best_model_at_end", "eval_steps"):
+            if getattr(self, name) and not self.evaluates:
+                raise ExpertMeshError(
+                    f"{_as_flag(name)}: there is nothing to evaluate on; give --eval-dataset or --eval-ratio"
+                )
+        if self.load_best_model_at_end and self.save_steps == 0:
+            raise ExpertMeshError("--load-best-model-at-end: --save-steps 0 saves no checkpoint to load it from")
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.eval_dataset) or self.eval_ratio > 0
 
     @property
     def shard_bytes(self) -> int:
@@ -141,6 +191,13 @@ _AT_LEAST = {
     "logging_steps": 1,
     "save_steps": 0,
     "save_total_limit": 1,
+    "eval_steps": 0,
+    "per_device_eval_batch_size": 1,
+    "early_stopping_patience": 0,
+    "early_stopping_threshold": 0,
+    "generate_steps": 0,
+    "generate_max_new_tokens": 1,
+    "dataset_num_proc": 1,
 }
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
 
-from moe import ExpertMeshError, take_stats
+from moe import ExpertMeshError
 from sharding import Ranks
+from training.inference import inference
 
 
 def generate(
@@ -52,7 +53,7 @@ def generate(
         eos_token_id=list(eos_token_ids) or None,
         pad_token_id=0,
     )
-    with _inference(model, settings):
+    with inference(model), _generation_config(model, settings):
         out_BS = model.generate(
             tokens_BS, attention_mask=attention_mask_BS, generation_config=settings, synced_gpus=ranks.world_size > 1
         )
@@ -71,22 +72,13 @@ def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _inference(model: Any, settings: GenerationConfig) -> Iterator[None]:
-    """Around a generation: no dropout, no jitter, no checkpointing (which allows no KV cache), and `settings` alone.
-
-    Parameters are gathered anew for each token, as for each forward of training: to keep them would take the memory
-    of the whole model wherever dp > 1.
-    """
-    was_training, own_settings = model.training, model.generation_config
-    # what the settings leave open, transformers takes from the model's own
-    model.eval().generation_config = settings
+def _generation_config(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """`settings` alone: what they leave open, transformers takes from the model's own."""
+    own, model.generation_config = model.generation_config, settings
     try:
         yield
-        take_stats(model)
     finally:
-        model.train(was_training).generation_config = own_settings
-        # without a backward the root keeps its gathered parameters, which would outlive the next update of their shards
-        model.reshard()
+        model.generation_config = own
 
 
 def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:

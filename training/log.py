@@ -1,4 +1,5 @@
-"""What a run tells: a progress bar, config.yaml and metrics.jsonl, and accelerate's trackers.
+"""What a run tells: a progress bar, config.yaml, environment.json, metrics.jsonl and report.html, and accelerate's
+trackers.
 
 Only the main process writes.
 """
@@ -15,17 +16,24 @@ from tqdm import tqdm
 
 from checkpoints import write_errors
 from moe import ExpertMeshError
-from sharding import raise_together
+from sharding import Ranks, raise_together
 from training.config import TrainConfig
+from training.environment import environment, write_environment
+from training.report import State, write_report
 
 
 class RunLog:
-    """Use as a context manager; on processes other than the main one every method does nothing."""
+    """Use as a context manager; on processes other than the main one every method does nothing.
 
-    def __init__(self, config: TrainConfig, output_dir: Path, num_steps: int, use_cpu: bool):
+    state: for the report; whoever brings the run to its end sets it to "finished", else it ends as "stopped".
+    """
+
+    def __init__(self, config: TrainConfig, output_dir: Path, num_steps: int, ranks: Ranks):
         trackers: list[Any] = [name for name in config.report_to if name != "none"]
         try:
-            self.accelerator = Accelerator(cpu=use_cpu, log_with=trackers or None, project_dir=str(output_dir))
+            self.accelerator = Accelerator(
+                cpu=ranks.device.type == "cpu", log_with=trackers or None, project_dir=str(output_dir)
+            )
         except ValueError as error:
             raise ExpertMeshError(f"--report-to {' '.join(config.report_to)}: {error}") from error
         # accelerate leaves out without a word what is not installed
@@ -34,15 +42,19 @@ class RunLog:
             raise ExpertMeshError(f"--report-to {' '.join(sorted(missing))}: not installed; pip install it first")
         self.is_main = self.accelerator.is_main_process
         self.config = config
+        self.ranks = ranks
         self.output_dir = output_dir
         self.num_steps = num_steps
+        self.state: State = "running"
         self.file: TextIO | None = None
         self.bar: Any = None
 
     def __enter__(self) -> "RunLog":
+        facts = environment(self.ranks)
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 self.config.save(self.output_dir / "config.yaml")
+                write_environment(self.output_dir, facts)
                 # a resumed run keeps what the one before it has logged: see keep_until
                 path = self.output_dir / "metrics.jsonl"
                 self.file = path.open("a" if self.config.resume else "w", encoding="utf-8")
@@ -53,28 +65,53 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.state == "running":
+            self.state = "stopped"
         # not accelerator.end_training(), which would also end the process group
         for tracker in self.accelerator.trackers:
             tracker.finish()
         if self.is_main:
             assert self.file is not None
             self.file.close()
+            self._write_report()
 
     def line(self, text: str) -> None:
         """A line on the console, clear of the progress bar."""
         if self.is_main:
             tqdm.write(text)
 
-    def step(self, metrics: dict[str, Any], console: str) -> None:
-        """One logged step: metrics to the file and, where they are single numbers, to the trackers."""
-        self.accelerator.log({k: v for k, v in metrics.items() if isinstance(v, int | float)}, step=metrics["step"])
+    def step(self, metrics: dict[str, Any]) -> None:
+        """A logged step of training: to the file, the trackers, and the progress bar."""
+        self._record(metrics)
+        if self.is_main:
+            console = _console(metrics)
+            self.bar.set_postfix_str(console, refresh=False)
+            if self.bar.disable:
+                tqdm.write(f"step {metrics['step']}/{self.num_steps}  {console}")
+
+    def event(self, metrics: dict[str, Any], console: str) -> None:
+        """What else happened at a step, an evaluation say: to the file, the trackers, the console and the report."""
+        self._record(metrics)
+        self.line(console)
+        self._write_report()
+
+    def _record(self, metrics: dict[str, Any]) -> None:
+        """A line of metrics.jsonl; single numbers also go to the trackers."""
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float) and k != "step"}
+        if numbers:
+            self.accelerator.log(numbers, step=metrics["step"])
         if self.is_main:
             assert self.file is not None
             self.file.write(json.dumps(metrics) + "\n")
             self.file.flush()
-            self.bar.set_postfix_str(console, refresh=False)
-            if self.bar.disable:
-                tqdm.write(f"step {metrics['step']}/{self.num_steps}  {console}")
+
+    def _write_report(self) -> None:
+        """report.html of all that has been logged so far. That it cannot be written stops no training."""
+        if self.is_main:
+            try:
+                write_report(self.output_dir, self.state)
+            except (ExpertMeshError, OSError) as error:
+                self.line(f"warning: report.html was not written: {error}")
 
     def keep_until(self, step: int) -> None:
         """Forget what an earlier attempt has logged after `step`: those steps are about to be made again."""
@@ -82,9 +119,11 @@ class RunLog:
         if self.is_main and path.stat().st_size > 0:
             kept = []
             for line in path.read_text(encoding="utf-8").splitlines():
-                # the last line of a killed run may be cut off
-                if line.endswith("}") and json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
+                try:
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + "\n")
+                except ValueError:
+                    continue  # the last line of a killed run may be cut off
             path.write_text("".join(kept), encoding="utf-8")
 
     def steps(self, start: int) -> Iterator[int]:
@@ -93,3 +132,12 @@ class RunLog:
         steps = range(start, self.num_steps)
         self.bar = tqdm(steps, initial=start, total=self.num_steps, unit="step", dynamic_ncols=True, disable=disable)
         yield from self.bar
+
+
+def _console(metrics: dict[str, Any]) -> str:
+    mfu = f"  MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
+    return (
+        f"loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  lr {metrics['learning_rate']:.2e}  "
+        f"{metrics['tokens_per_second']:,.0f} tokens/s{mfu}  "
+        f"expert load {metrics['expert_load_max_over_mean']:.2f}x mean"
+    )

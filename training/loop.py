@@ -1,32 +1,38 @@
-"""The training loop: data in, steps, figures and checkpoints out."""
+"""The training loop: data in, steps, evaluations, answers, checkpoints and figures out."""
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from checkpoints import ModelSource, Progress, Saver, load_training_state
-from moe import ExpertMeshError
+from checkpoints import ModelSource, Progress, Saver, load_best_model, load_training_state
+from moe import ExpertMeshError, ParameterCounts
 from sharding import Mesh, Ranks
 from training.config import TrainConfig
-from training.data import Batch, DataOrder, Samples, collate
+from training.data import Batch, DataOrder, Rows, collate
+from training.evaluate import Best, evaluate
+from training.generate import generate
+from training.inputs import Inputs, Prompts
 from training.log import RunLog
+from training.meter import Meter
 from training.optimizer import build_optimizer, build_scheduler, resume_scheduler
 from training.preemption import StopRequest
-from training.step import LossWeights, StepResult, train_step
+from training.step import LossWeights, train_step
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that training needs. `saver` is None where no checkpoints are asked for."""
+    """Everything that training needs. `prompts` and `saver` are None where they are not asked for."""
 
     config: TrainConfig
     model: Any
-    samples: Samples
+    counts: ParameterCounts
+    top_k: int
+    inputs: Inputs
     order: DataOrder
+    prompts: Prompts | None
     weights: LossWeights
     mesh: Mesh
     ranks: Ranks
@@ -34,10 +40,15 @@ class Run:
     saver: Saver | None
 
 
-def data_order(config: TrainConfig, num_rows: int, world_size: int) -> DataOrder:
+def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataOrder:
     """How the rows are shared out under this configuration."""
     return DataOrder(
-        num_rows, world_size, config.per_device_train_batch_size, config.gradient_accumulation_steps, config.seed
+        0 if rows is None else len(rows),
+        world_size,
+        config.per_device_train_batch_size,
+        config.gradient_accumulation_steps,
+        config.seed,
+        rows.lengths if rows is not None and config.group_by_length else None,
     )
 
 
@@ -58,7 +69,7 @@ def train(run: Run, resume_from: Path | None) -> bool:
     """Train the model in place for the number of steps that the log was told, from a checkpoint on if there is one.
 
     Returns:
-        Whether all steps were made; False after a signal asked to stop, with a checkpoint saved.
+        Whether training came to its end, be it early; False after a signal asked to stop, with a checkpoint saved.
 
     Raises:
         ExpertMeshError: on all ranks, when the checkpoint does not fit the run, training diverges, or a checkpoint
@@ -67,45 +78,110 @@ def train(run: Run, resume_from: Path | None) -> bool:
     config, log = run.config, run.log
     optimizer = build_optimizer(run.model, config)
     scheduler = build_scheduler(optimizer, config, log.num_steps)
-    first_step, tokens = 0, 0
+    first_step, tokens, best = 0, 0, Best()
     if resume_from is not None:
         progress = load_training_state(resume_from, run.model, optimizer)
-        _check_order(progress, run.order, resume_from)
+        _check_order(progress, run, resume_from)
         resume_scheduler(optimizer, scheduler, progress.scheduler)
-        first_step, tokens = progress.step, progress.tokens
+        first_step, tokens, best = progress.step, progress.tokens, Best(**progress.best)
         log.line(f"resumed from {resume_from}, step {first_step}")
     run.model.train()
     log.keep_until(first_step)
-    stopping = False
-    tokens_logged, time_logged = tokens, time.perf_counter()
+    stopping, enough = False, _had_enough(config, best)
+    meter = Meter(run.counts, run.model.config, run.top_k, run.ranks.device, config.bf16)
     with StopRequest() as stop:
-        for step in log.steps(first_step):
+        for step in log.steps(log.num_steps if enough else first_step):
             learning_rate = scheduler.get_last_lr()[0]
             result = train_step(run.model, optimizer, _batches(run, step), run.mesh, run.weights, config.max_grad_norm)
-            scheduler.step()
             done = step + 1
             tokens += result.tokens
-            if done % config.logging_steps == 0 or done == log.num_steps:
-                now = time.perf_counter()
-                rate = (tokens - tokens_logged) / (now - time_logged)
-                tokens_logged, time_logged = tokens, now
-                metrics = _metrics(done, run, result, learning_rate, rate)
-                log.step(metrics, _console(metrics))
+            meter.add(result)
+            if _is_due(done, config.logging_steps, run):
+                epoch = round(done / run.order.steps_per_epoch, 4)
+                log.step({"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.weights))
+            eval_loss, is_better = None, False
+            if run.inputs.evaluation is not None and _is_due(done, config.eval_steps or run.order.steps_per_epoch, run):
+                eval_loss = _evaluate(run, done, meter)
+                is_better = best.update(eval_loss, done, config.early_stopping_threshold)
+            scheduler.step()
+            if run.prompts is not None and _is_due(done, config.generate_steps, run):
+                _generate(run, run.prompts, done, meter)
             stopping = stop.on_any_rank(run.ranks.device)
-            if run.saver is not None and (stopping or done % config.save_steps == 0):
-                progress = Progress(done, tokens, scheduler.state_dict(), _order_facts(run.order), asdict(config))
+            enough = _had_enough(config, best)
+            if run.saver is not None and (stopping or is_better or enough or done % config.save_steps == 0):
+                progress = Progress(
+                    done, tokens, scheduler.state_dict(), _order_facts(run), asdict(config), best.state()
+                )
                 _handle(run.saver.wait(), run)
                 run.saver.save(run.model, optimizer, progress)
-            if stopping:
+            if stopping or enough:
                 break
+        if enough:
+            log.line(f"stopped early: {best.since} evaluations without a loss below {best.loss:.4f} (step {best.step})")
         if run.saver is not None:
             _handle(run.saver.wait(), run)
+    if config.load_best_model_at_end and not stopping:
+        _load_best(run, best)
     return not stopping
 
 
+def _had_enough(config: TrainConfig, best: Best) -> bool:
+    return 0 < config.early_stopping_patience <= best.since
+
+
 def _batches(run: Run, step: int) -> list[Batch]:
+    assert run.inputs.training is not None
     rows = run.order.micro_batches(step, run.ranks.rank)
-    return [collate([run.samples[row] for row in forward]).to(run.ranks.device) for forward in rows]
+    return [collate([run.inputs.training[row] for row in forward]).to(run.ranks.device) for forward in rows]
+
+
+def _is_due(done: int, every: int, run: Run) -> bool:
+    return done % every == 0 or done == run.log.num_steps
+
+
+def _evaluate(run: Run, done: int, meter: Meter) -> float:
+    assert run.inputs.evaluation is not None
+    found = evaluate(run.model, run.inputs.evaluation, run.config.per_device_eval_batch_size, run.ranks)
+    meter.pause(found.seconds)
+    run.log.event(
+        {
+            "step": done,
+            "eval_loss": found.loss,
+            "eval_perplexity": found.perplexity,
+            "eval_target_tokens": found.targets,
+            "eval_seconds": round(found.seconds, 3),
+        },
+        f"step {done}: eval loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, "
+        f"{found.targets:,} target tokens in {found.seconds:.1f} s",
+    )
+    return found.loss
+
+
+def _generate(run: Run, prompts: Prompts, done: int, meter: Meter) -> None:
+    begin = time.perf_counter()
+    answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, _ends(run, prompts), run.ranks)
+    texts = [prompts.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    meter.pause(time.perf_counter() - begin)
+    pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts.texts, texts, strict=True)]
+    said = "".join(f"\n  {_short(pair['prompt'])!r} -> {_short(pair['text'])!r}" for pair in pairs)
+    run.log.event({"step": done, "generations": pairs}, f"step {done}: answers{said}")
+
+
+def _ends(run: Run, prompts: Prompts) -> Sequence[int]:
+    """Tokens that end an answer: the model's own and the tokenizer's."""
+    own = run.model.config.eos_token_id
+    ends = {*(own if isinstance(own, list) else [own]), prompts.tokenizer.eos_token_id}
+    return sorted(end for end in ends if end is not None)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else f"{text[:100]}…{text[-50:]}"
+
+
+def _load_best(run: Run, best: Best) -> None:
+    assert run.saver is not None
+    path = load_best_model(run.saver.directory, run.model)
+    run.log.line(f"took the weights of {path}, eval loss {best.loss:.4f}")
 
 
 def _handle(problem: str | None, run: Run) -> None:
@@ -117,48 +193,25 @@ def _handle(problem: str | None, run: Run) -> None:
     run.log.line(f"warning: {problem}; training goes on, and the checkpoint before it stays")
 
 
-def _order_facts(order: DataOrder) -> dict[str, int]:
-    return {"rows": order.num_rows, "global_batch_size": order.global_batch_size, "seed": order.seed}
+def _order_facts(run: Run) -> dict[str, int]:
+    """What decides which tokens each step sees."""
+    assert run.inputs.training is not None
+    return {
+        "rows": run.order.num_rows,
+        "tokens": int(run.inputs.training.lengths.sum()),
+        "global_batch_size": run.order.global_batch_size,
+        "seed": run.order.seed,
+        "packing": int(run.config.packing),
+        "group_by_length": int(run.config.group_by_length),
+    }
 
 
-def _check_order(progress: Progress, order: DataOrder, path: Path) -> None:
+def _check_order(progress: Progress, run: Run, path: Path) -> None:
     """The batches to come must be those that would have come."""
-    here = _order_facts(order)
+    here = _order_facts(run)
     for name, there in progress.order.items():
         if here[name] != there:
             raise ExpertMeshError(
                 f"--resume {path}: that run had {name.replace('_', ' ')} {there}, this one has {here[name]}; "
                 "with other batches it would not be the same run"
             )
-
-
-def _metrics(done: int, run: Run, result: StepResult, learning_rate: Any, rate: float) -> dict[str, Any]:
-    counts_LE = result.counts_LE.double()
-    load_L = counts_LE.max(dim=1).values / counts_LE.mean(dim=1).clamp(min=torch.finfo(torch.double).tiny)
-    metrics: dict[str, Any] = {
-        "step": done,
-        "epoch": round(done / run.order.steps_per_epoch, 4),
-        "learning_rate": learning_rate,
-        "tokens_per_second": round(rate, 1),
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-    }
-    if run.weights.balance > 0:
-        metrics["balance_loss"] = result.balance_loss
-    if run.weights.z > 0:
-        metrics["z_loss"] = result.z_loss
-    return {
-        **metrics,
-        "tokens": result.tokens,
-        "target_tokens": result.targets,
-        # 1 is even; E/K is all tokens on the same experts
-        "expert_load_max_over_mean": float(load_L.max()),
-        "expert_tokens": result.counts_LE.tolist(),
-    }
-
-
-def _console(metrics: dict[str, Any]) -> str:
-    return (
-        f"loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  lr {metrics['learning_rate']:.2e}  "
-        f"{metrics['tokens_per_second']:,.0f} tokens/s  expert load {metrics['expert_load_max_over_mean']:.2f}x mean"
-    )

@@ -8,15 +8,18 @@ Shape suffixes: L MoE layers, E experts.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe import ExpertMeshError, RouterStats, load_balancing_loss, router_z_loss, take_stats
+from moe import ExpertMeshError, load_balancing_loss, router_z_loss, take_stats
 from sharding import Mesh, clip_grad_norm
 from training.data import Batch
+from training.routing import Routing, routing_of
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,10 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one step, over all ranks.
+    """Figures of one step, over all ranks but for `routing`, which is this rank's part.
 
     loss: mean cross-entropy of the target tokens. balance_loss, z_loss: unweighted. tokens: without padding.
-    counts_LE: tokens that each expert of each layer received.
+    pairs: of tokens that attend to one another, see `Batch`.
     """
 
     loss: float
@@ -41,7 +44,8 @@ class StepResult:
     grad_norm: float
     tokens: int
     targets: int
-    counts_LE: Tensor
+    pairs: int
+    routing: Routing
 
 
 def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights) -> StepResult:
@@ -57,42 +61,37 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
         The step's figures, with a grad_norm of 0.
     """
     device = batches[0].tokens_BS.device
-    counted = torch.tensor([[b.num_targets, b.num_tokens] for b in batches], device=device)
+    counted = torch.tensor([[b.num_targets, b.num_tokens, b.num_pairs] for b in batches], device=device)
     dist.all_reduce(counted)
-    num_targets, num_tokens = (max(int(n), 1) for n in counted.sum(dim=0))
+    num_targets, num_tokens, num_pairs = (max(n, 1) for n in counted.sum(dim=0).tolist())
 
     losses = torch.zeros(3, dtype=torch.float64, device=device)
-    total_counts_LE: Tensor | int = 0
-    for batch, (_, tokens_in_forward) in zip(batches, counted, strict=True):
+    routings = []
+    for batch, (_, tokens_in_forward, _) in zip(batches, counted, strict=True):
         cross_entropy = token_loss_sum(model, batch) / num_targets
         stats = take_stats(model)
-        counts_LE = torch.stack([s.counts_E for s in stats])
+        routings.append(routing_of(stats))
         balance = z = torch.zeros((), device=device)
         if weights.balance > 0:
-            dist.all_reduce(counts_LE)
-            balance = _balance(stats, counts_LE, tokens_in_forward) / len(batches)
+            counts_E = routings[-1].counts_LE.sum(dim=0)
+            dist.all_reduce(counts_E)
+            balance = load_balancing_loss(stats, counts_E, tokens_in_forward.clamp(min=1)) / len(batches)
         if weights.z > 0:
             z = router_z_loss(stats, num_tokens)
         (cross_entropy + weights.balance * balance + weights.z * z).backward()
         losses += torch.stack([cross_entropy, balance, z]).detach()
-        total_counts_LE = total_counts_LE + counts_LE
 
-    assert isinstance(total_counts_LE, Tensor)
-    if weights.balance == 0:
-        dist.all_reduce(total_counts_LE)
     dist.all_reduce(losses)
     loss, balance_loss, z_loss = losses.tolist()
-    return StepResult(loss, balance_loss, z_loss, 0.0, num_tokens, num_targets, total_counts_LE.cpu())
-
-
-def _balance(stats: Sequence[RouterStats], counts_LE: Tensor, tokens: Tensor) -> Tensor:
-    return load_balancing_loss(stats, counts_LE.sum(dim=0), tokens.clamp(min=1))
+    routing = reduce(add, routings)
+    return StepResult(loss, balance_loss, z_loss, 0.0, num_tokens, num_targets, num_pairs, routing)
 
 
 def token_loss_sum(model: Any, batch: Batch) -> Tensor:
     """Sum of the target tokens' cross-entropies after a forward of a model with a `LossHead`, an fp32 scalar."""
     loss: Tensor = model(
         input_ids=batch.tokens_BS,
+        position_ids=batch.positions_BS,
         is_token_BS=batch.is_token_BS,
         targets_BS=batch.targets_BS,
         target_index_N=batch.target_index_N,

@@ -54,13 +54,13 @@ class Figures:
 def random_samples(lengths: Sequence[int], vocabulary: int = 320, seed: int = 3) -> list[Sample]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        Sample(torch.randint(0, vocabulary, (length,), generator=generator).tolist(), prompt_length=length // 3)
+        Sample.of_prompt(torch.randint(0, vocabulary, (length,), generator=generator).tolist(), length // 3)
         for length in lengths
     ]
 
 
 def train_config() -> TrainConfig:
-    return TrainConfig(model="unused", dataset="unused", learning_rate=1e-3, weight_decay=0.1)
+    return TrainConfig(model="unused", dataset=["unused"], learning_rate=1e-3, weight_decay=0.1)
 
 
 def reference(case: Case, **changes: Any) -> Figures:
@@ -74,7 +74,7 @@ def reference(case: Case, **changes: Any) -> Figures:
         [{"params": decayed, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}],
         lr=config.learning_rate,
     )
-    batch = collate(case.samples)
+    batch = collate([[sample] for sample in case.samples])
     labels = unshifted_labels(case.samples, batch)
     losses, grad_norms, grads, balances, zs = [], [], {}, [], []
     for step in range(case.steps):
@@ -110,8 +110,9 @@ def unshifted_labels(samples: Sequence[Sample], batch: Batch) -> Tensor:
     """HF's unshifted labels, written from the samples and not from the batch's targets."""
     labels = torch.full_like(batch.tokens_BS, -100)
     for row, sample in enumerate(samples):
-        for position in range(max(sample.prompt_length, 1), len(sample.tokens)):
-            labels[row, position] = sample.tokens[position]
+        for position in range(1, len(sample.tokens)):
+            if sample.is_trained[position]:
+                labels[row, position] = sample.tokens[position]
     return labels
 
 
@@ -169,7 +170,7 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
 def my_batches(case: Case, topology: Topology, rank: int) -> list[Batch]:
     per_device = -(-len(case.samples) // (topology.world_size * case.accumulation))
     order = DataOrder(len(case.samples), topology.world_size, per_device, case.accumulation, seed=0)
-    return [collate([case.samples[row] for row in rows]) for rows in order.micro_batches(0, rank)]
+    return [collate([[case.samples[row]] for row in rows]) for rows in order.micro_batches(0, rank)]
 
 
 def _full(tensor: Tensor | None) -> Tensor:

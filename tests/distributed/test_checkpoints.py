@@ -104,7 +104,7 @@ def test_tied_embeddings_that_differ(ranks: RankPool, tmp_path: Path) -> None:
 
 def logits(path: Path, topology: Topology) -> torch.Tensor:
     model, _, _ = sharded_model(path, topology, CASE)
-    batch = collate(CASE.samples)
+    batch = collate([[sample] for sample in CASE.samples])
     with torch.no_grad():
         return model.eval()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits
 
@@ -112,7 +112,7 @@ def logits(path: Path, topology: Topology) -> torch.Tensor:
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(4, 2)], ids=str)
 def test_sharded_logits_equal_transformers(ranks: RankPool, tiny_model: Path, topology: Topology) -> None:
     """With the attention mask as HF's users pass it."""
-    batch = collate(CASE.samples)
+    batch = collate([[sample] for sample in CASE.samples])
     model = MixtralForCausalLM.from_pretrained(tiny_model)
     with torch.no_grad():
         expected = model(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits

@@ -24,6 +24,7 @@ from tests.distributed.reference import (
 from tests.distributed.test_parity import SAMPLES, assert_same
 from tests.tiny import save_model, tiny_mixtral
 from training.data import collate
+from training.routing import over_ranks
 from training.step import LossWeights, compute_gradients
 
 TOP_1 = {"num_experts_per_tok": 1}
@@ -70,11 +71,11 @@ def _with_counts(path: Path, topology: Topology, case: Case) -> Any:
     model, _, _ = sharded_model(path, topology, case)
     batches = my_batches(case, topology, torch.distributed.get_rank())
     result = compute_gradients(model.train(), batches, LossWeights(case.balance, case.z))
-    return result.counts_LE, {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    return over_ranks(result.routing).counts_LE, {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
 def _reference_grads(model: Any, case: Case) -> dict[str, torch.Tensor]:
-    batch = collate(case.samples)
+    batch = collate([[sample] for sample in case.samples])
     labels = unshifted_labels(case.samples, batch)
     out = model(
         input_ids=batch.tokens_BS, attention_mask=attention_mask(batch), labels=labels, output_router_logits=True

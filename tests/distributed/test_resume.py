@@ -144,7 +144,7 @@ def resumed_logits(argv: list[str]) -> torch.Tensor:
 
         assert resume_from is not None
         load_training_state(resume_from, run.model, build_optimizer(run.model, run.config))
-        batch = collate(random_samples([9, 5]))
+        batch = collate([[sample] for sample in random_samples([9, 5])])
         with torch.no_grad():
             found["logits"] = run.model.eval()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits
         return True
@@ -163,7 +163,7 @@ def test_export_gives_the_sharded_models_logits(
     """Trained at dp 2, ep 2, saved, exported: transformers computes what the ranks compute."""
     saved = finished / "checkpoints" / "step-00000004"
     assert checkpoints_main(["export", str(saved), str(tmp_path / "hf")]) == 0
-    batch = collate(random_samples([9, 5]))
+    batch = collate([[sample] for sample in random_samples([9, 5])])
     with torch.no_grad():
         model = MixtralForCausalLM.from_pretrained(tmp_path / "hf")
         expected = model(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits

@@ -267,7 +267,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "no data": (_flags("--dataset", "/no/such/data.jsonl"), ["--dataset /no/such/data.jsonl: no such file"]),
     "empty data": (_empty_data, ["--dataset", "is empty"]),
     "malformed line": (_malformed_line, ["data.jsonl", "line 7 is not valid JSON"]),
-    "no column": (_flags("--response-column", "answer"), ["'answer'", "prompt, response", "--response-column"]),
+    "no column": (_flags("--response-column", "answer"), ["prompt + answer", "prompt, response", "--response-column"]),
     "no text": (_not_text, ["data.jsonl", "line 2", "response", "None"]),
     "missing tensor": (_missing_tensor, ["model.layers.0.input_layernorm.weight", "is missing"]),
     "tracker": (_flags("--report-to", "nothing"), ["--report-to nothing"]),
@@ -275,7 +275,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "attention": (_flags("--attn-implementation", "magic"), ["--attn-implementation magic"]),
     "attention not installed": (_flags("--attn-implementation", "flash_attention_2"), ["flash_attention_2"]),
     "seed": (_flags("--seed", str(2**80)), [f"--seed {2**80}: must be below"]),
-    "all cut off": (_flags("--max-seq-length", "2"), ["no row has a response token within --max-seq-length 2"]),
+    "all cut off": (_flags("--max-seq-length", "2"), ["no row has a token to learn within --max-seq-length 2"]),
     "schedule": (
         _flags("--lr-scheduler-type", "polynomial", "--learning-rate", "0"),
         ["--lr-scheduler-type polynomial"],

@@ -38,7 +38,7 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
     [
         (["--learning-rat", "1"], "unknown flag --learning-rat; did you mean --learning-rate?"),
         (["--ep", "2"], "unknown flag --ep"),
-        (["stray"], "unknown flag stray"),
+        (["--model", "m", "stray"], "unknown flag stray"),
         (["--learning-rate", "nan"], "--learning-rate nan: must be 0 or more"),
         (["--adam-beta2", "1"], r"--adam-beta2 1.0: must be in \[0, 1\)"),
         (["--max-shard-size", "big"], "--max-shard-size big: write it like 5GB"),

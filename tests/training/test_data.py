@@ -1,6 +1,7 @@
-"""Tokenising, batching, and the order of rows."""
+"""Data: files of every format to tokens and targets, and what is said of those that cannot be read."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,94 +10,460 @@ import pytest
 from transformers import AutoTokenizer
 
 from moe import ExpertMeshError
-from training import DataFormat, load_samples
-from training.data import DataOrder, Sample, collate
+from training.data import (
+    Columns,
+    DataOptions,
+    DataOrder,
+    Sample,
+    Samples,
+    collate,
+    hold_out,
+    load_samples,
+    parse_datasets,
+    set_chat_template,
+)
 
-FORMAT = DataFormat("prompt", "response", "{prompt}\\n", max_seq_length=64)
+OPTIONS = DataOptions(max_seq_length=512)
+PLAIN = replace(OPTIONS, prompt_template="{prompt}\\n")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer(tiny_model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    set_chat_template(tokenizer, "mistral")
+    return tokenizer
 
 
-def load(file: Path, tokenizer: Any, **changes: Any) -> Any:
-    return load_samples(str(file), tokenizer, replace(FORMAT, **changes))
+def load(tokenizer: Any, *entries: object, options: DataOptions = OPTIONS, seed: int = 0) -> Samples:
+    return load_samples("--dataset", [str(entry) for entry in entries], tokenizer, options, seed)
 
 
-@pytest.mark.parametrize("lines", [True, False], ids=["JSON lines", "one JSON list"])
-def test_tokens_and_prompt_length(tmp_path: Path, tokenizer: Any, lines: bool) -> None:
+def shown(tokenizer: Any, sample: Sample) -> str:
+    """The sample's text with what is trained on in brackets; the first token never is."""
+    text, inside = "", False
+    for position, (token, is_trained) in enumerate(zip(sample.tokens, sample.is_trained, strict=True)):
+        is_trained = is_trained and position > 0
+        text += ("{" if is_trained and not inside else "}" if inside and not is_trained else "") + tokenizer.decode(
+            [token]
+        )
+        inside = is_trained
+    return text + ("}" if inside else "")
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+# Formats: rows as users have them, and what the model is to see; {} around what is trained on.
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALL_TEXT = '[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
+FORMATS: dict[str, tuple[dict[str, Any], str]] = {
+    "messages": (
+        {
+            "messages": [
+                {"role": "system", "content": "be brief"},
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "yo"},
+                {"role": "user", "content": "and now"},
+                {"role": "assistant", "content": "bye"},
+            ]
+        },
+        "<s> [INST] be brief\n\nhi [/INST]{ yo</s>} [INST] and now [/INST]{ bye</s>}",
+    ),
+    "messages of text parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "text", "text": " now"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "bye"}]},
+            ]
+        },
+        "<s> [INST] and now [/INST]{ bye</s>}",
+    ),
+    "messages with tools": (
+        {
+            "messages": [
+                {"role": "user", "content": "1+1?"},
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "2"},
+                {"role": "assistant", "content": "two"},
+            ],
+            "tools": [{"type": "function"}],
+        },
+        '<s> [AVAILABLE_TOOLS] [{"type": "function"}] [/AVAILABLE_TOOLS] [INST] 1+1? [/INST]'
+        f"{{ [TOOL_CALLS] {CALL_TEXT}</s>}} [TOOL_RESULTS] 2 [/TOOL_RESULTS]{{ two</s>}}",
+    ),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}], "system": "be brief"},
+        "<s> [INST] be brief\n\nhi [/INST]{ yo</s>}",
+    ),
+    "alpaca": (
+        {"instruction": "add", "input": "1 2", "output": "3"},
+        "<s> [INST] add\n1 2 [/INST]{ 3</s>}",
+    ),
+    "alpaca without input, with history": (
+        {"instruction": "again", "input": "", "output": "b", "history": [["say a", "a"]]},
+        "<s> [INST] say a [/INST]{ a</s>} [INST] again [/INST]{ b</s>}",
+    ),
+    "dolly": (
+        {"instruction": "sum up", "context": "long", "response": "short", "category": "x"},
+        "<s> [INST] sum up\nlong [/INST]{ short</s>}",
+    ),
+    "prompt and completion": ({"prompt": "hi", "completion": "yo"}, "<s> [INST] hi [/INST]{ yo</s>}"),
+    "prompt and completion as messages": (
+        {
+            "prompt": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "c"},
+            ],
+            "completion": [{"role": "assistant", "content": "d"}],
+        },
+        "<s> [INST] a [/INST] b</s> [INST] c [/INST]{ d</s>}",
+    ),
+    "prompt and response": ({"prompt": "hi", "response": "yo"}, "<s> [INST] hi [/INST]{ yo</s>}"),
+    "question and answer": ({"question": "hi", "answer": "yo"}, "<s> [INST] hi [/INST]{ yo</s>}"),
+    "text": ({"text": "once"}, "o{nce</s>}"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet", "directory"])
+def test_formats(tmp_path: Path, tokenizer: Any, name: str, kind: str) -> None:
+    row, expected = FORMATS[name]
+    file = tmp_path / f"data.{kind}"
+    if kind == "json":
+        file.write_text(json.dumps([row, row]))
+    elif kind == "jsonl":
+        write(file, [row, row])
+    elif kind == "parquet":
+        write_parquet(file, [row, row])
+    else:
+        file.mkdir()
+        write(file / "a.jsonl", [row])
+        write_parquet(file / "b.parquet", [row])
+        (file / "README.md").write_text("what these are")
+    samples = load(tokenizer, file)
+    assert [shown(tokenizer, sample) for sample in samples] == [expected] * 2
+    assert samples.targets.tolist() == [sum(sample.is_trained[1:]) for sample in samples]
+    assert samples.lengths.tolist() == [len(sample.tokens) for sample in samples]
+
+
+def write_parquet(file: Path, rows: list[Any]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
+
+def test_csv(tmp_path: Path, tokenizer: Any) -> None:
+    """Line breaks in quotes, commas, and numbers that stay text."""
+    file = tmp_path / "data.csv"
+    file.write_text('prompt,response,more\n"two\nlines, one comma",007,\n', encoding="utf-8")
+    (sample,) = load(tokenizer, file)
+    assert shown(tokenizer, sample) == "<s> [INST] two\nlines, one comma [/INST]{ 007</s>}"
+
+
+def test_saved_by_datasets_and_from_the_hub(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    loaded = datasets.Dataset.from_list([{"prompt": "hi", "response": "yo"}])
+    loaded.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"train": loaded, "test": loaded}).save_to_disk(tmp_path / "splits")
+    asked = []
+
+    def load_dataset(name: str, split: str) -> Any:
+        asked.append((name, split))
+        return loaded
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for entry in (tmp_path / "plain", tmp_path / "splits", "someone/data"):
+        (sample,) = load(tokenizer, entry)
+        assert shown(tokenizer, sample) == "<s> [INST] hi [/INST]{ yo</s>}"
+    assert asked == [("someone/data", "train")]
+    with pytest.raises(ExpertMeshError, match="has no split 'dev'; found: train, test"):
+        load(tokenizer, tmp_path / "splits", options=replace(OPTIONS, split="dev"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "expected"),
+    [
+        (Columns(prompt="q", response="a"), {"q": "hi", "a": "yo", "prompt": "no"}, "<s> [INST] hi [/INST]{ yo</s>}"),
+        (Columns(response="a"), {"prompt": "hi", "a": "yo"}, "<s> [INST] hi [/INST]{ yo</s>}"),
+        (Columns(text="prompt"), {"prompt": "once", "response": "no"}, "o{nce</s>}"),
+        (Columns(system="s"), {"prompt": "hi", "response": "yo", "s": "be"}, "<s> [INST] be\n\nhi [/INST]{ yo</s>}"),
+        (
+            Columns(messages="chat"),
+            {"chat": [{"role": "user", "content": "hi"}, {"from": "model", "value": "yo"}], "messages": 3},
+            "<s> [INST] hi [/INST]{ yo</s>}",
+        ),
+    ],
+)
+def test_columns_named_by_flags(tmp_path: Path, tokenizer: Any, columns: Columns, row: Any, expected: str) -> None:
+    (sample,) = load(tokenizer, write(tmp_path / "data.jsonl", [row]), options=replace(OPTIONS, columns=columns))
+    assert shown(tokenizer, sample) == expected
+
+
+TURNS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+@pytest.mark.parametrize(
+    ("train_on", "changes", "expected"),
+    [
+        ("assistant", {}, "<s> [INST] a [/INST]{ b</s>} [INST] c [/INST]{ d</s>}"),
+        ("last", {}, "<s> [INST] a [/INST] b</s> [INST] c [/INST]{ d</s>}"),
+        ("all", {}, "<s>{ [INST] a [/INST] b</s> [INST] c [/INST] d</s>}"),
+        ("assistant", {1: {"train": False}}, "<s> [INST] a [/INST] b</s> [INST] c [/INST]{ d</s>}"),
+        ("last", {1: {"training": True}}, "<s> [INST] a [/INST]{ b</s>} [INST] c [/INST]{ d</s>}"),
+        ("assistant", {2: {"weight": 1}}, "<s> [INST] a [/INST]{ b</s> [INST] c [/INST] d</s>}"),
+        ("all", {3: {"weight": 0}}, "<s>{ [INST] a [/INST] b</s> [INST] c [/INST]} d</s>"),
+    ],
+)
+def test_what_is_trained_on(
+    tmp_path: Path, tokenizer: Any, train_on: Any, changes: dict[int, Any], expected: str
+) -> None:
+    turns = [{**turn, **changes.get(i, {})} for i, turn in enumerate(TURNS)]
+    file = write(tmp_path / "data.jsonl", [{"messages": turns}])
+    (sample,) = load(tokenizer, file, options=replace(OPTIONS, train_on=train_on))
+    assert shown(tokenizer, sample) == expected
+
+
+def test_chatml(tmp_path: Path, tokenizer: Any) -> None:
+    """The answer ends with the token that ends generation; the line break after it is the template's."""
+    set_chat_template(tokenizer, "chatml")
+    (sample,) = load(tokenizer, write(tmp_path / "data.jsonl", [{"messages": TURNS[:2]}]))
+    expected = "<s><|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{b<|im_end|></s>}\n"
+    assert shown(tokenizer, sample) == expected
+
+
+def test_template_that_does_not_write_left_to_right(tmp_path: Path, tokenizer: Any) -> None:
+    """Such as Qwen3's, which drops the thoughts of all but the last turn: answers are then looked for in the text."""
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{%- for m in messages %}{{ '<s>' if loop.first }}{{ m.role }}: {{ '(thinks) ' if loop.last and m.role == "
+        "'assistant' }}{{ m.content }}{{ eos_token }}{%- endfor %}"
+    )
+    assert set_chat_template(tokenizer, str(template)) == str(template)
+    (sample,) = load(tokenizer, write(tmp_path / "data.jsonl", [{"messages": TURNS}]))
+    # the last turn by what it adds to those before it, the one before by its words
+    assert shown(tokenizer, sample) == "<s>user: a</s>assistant: {b</s>}user: c</s>assistant: {(thinks) d</s>}" or (
+        shown(tokenizer, sample) == "<s>user: a</s>assistant: {b</s>}user: c</s>{assistant: (thinks) d</s>}"
+    )
+
+
+def test_which_template(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert set_chat_template(tokenizer, "") == "built-in mistral (the tokenizer has none)"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    assert set_chat_template(tokenizer, "") == "built-in chatml (the tokenizer has none)"
+    assert set_chat_template(tokenizer, "") == "the tokenizer's own"
+    with pytest.raises(ExpertMeshError, match=r"neither a built-in one \(mistral, chatml\) nor a readable file"):
+        set_chat_template(tokenizer, "mistrall")
+    (tmp_path / "bad.jinja").write_text("{% for")
+    with pytest.raises(ExpertMeshError, match=r"bad\.jinja: cannot be used"):
+        set_chat_template(tokenizer, str(tmp_path / "bad.jinja"))
+
+
+def test_prompt_template(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": "ab", "response": "cde"}, {"prompt": "", "response": ""}]
-    file = tmp_path / "data.json"
-    file.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows))
-    first, second = load(file, tokenizer)
-    assert tokenizer.decode(first.tokens) == "ab\ncde</s>"
-    assert first.prompt_length == 3
-    assert tokenizer.decode(second.tokens) == "\n</s>"
+    file = write(tmp_path / "data.json", rows)
+    assert [shown(tokenizer, s) for s in load(tokenizer, file, options=PLAIN)] == ["ab\n{cde</s>}", "\n{</s>}"]
+    whole = replace(PLAIN, train_on="all")
+    assert [shown(tokenizer, s) for s in load(tokenizer, file, options=whole)] == ["a{b\ncde</s>}", "\n{</s>}"]
+    with pytest.raises(ExpertMeshError, match=r"line 1: --prompt-template is for one question and its answer"):
+        load(tokenizer, write(tmp_path / "chat.jsonl", [{"messages": TURNS}]), options=PLAIN)
 
 
 def test_truncation(tmp_path: Path, tokenizer: Any) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": p, "response": "ghi"}) for p in ("abcdef", "a", "")))
-    samples = load(file, tokenizer, max_seq_length=4)
-    assert [(len(s.tokens), s.prompt_length) for s in samples] == [(4, 4), (4, 2), (4, 1)]
-    assert samples.num_cut == 3
-    assert samples.num_without_target == 1
-    with pytest.raises(ExpertMeshError, match="no row has a response token within --max-seq-length 2"):
-        load(file, tokenizer, prompt_template="{prompt}{prompt}  ", max_seq_length=2)
+    """What is cut is counted; what is left without a target is counted and left out."""
+    rows = [{"prompt": prompt, "response": "ghi"} for prompt in ("abcdef", "a", "")]
+    samples = load(tokenizer, write(tmp_path / "data.jsonl", rows), options=replace(PLAIN, max_seq_length=4))
+    assert [shown(tokenizer, s) for s in samples] == ["a\n{gh}", "\n{ghi}"]
+    (origin,) = samples.origins
+    assert (origin.rows, origin.cut, origin.without_target, origin.used) == (3, 3, 1, 2)
+    with pytest.raises(ExpertMeshError, match="no row has a token to learn within --max-seq-length 2"):
+        load(tokenizer, tmp_path / "data.jsonl", options=DataOptions(2, prompt_template="{prompt}{prompt}  "))
 
 
-def test_a_changed_file_is_read_anew(tmp_path: Path, tokenizer: Any) -> None:
-    """The cache of `datasets` must not outlive what it was made from."""
-    file = tmp_path / "data.jsonl"
-    for response in ("cde", "fgh"):
-        file.write_text(json.dumps({"prompt": "ab", "response": response}))
-        assert tokenizer.decode(load(file, tokenizer)[0].tokens) == f"ab\n{response}</s>"
+def test_cache(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is tokenised twice, and nothing outlives the file, the template or the flags that it was made from."""
+    file = write(tmp_path / "data.jsonl", [{"prompt": "ab", "response": "cde"}])
+    first = shown(tokenizer, load(tokenizer, file)[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("training.data.samples._tokenize_batch", lambda *_: lambda batch: pytest.fail("again"))
+        assert shown(tokenizer, load(tokenizer, file)[0]) == first
+    assert shown(tokenizer, load(tokenizer, file, options=replace(OPTIONS, train_on="all"))[0]) != first
+    set_chat_template(tokenizer, "chatml")
+    assert "im_start" in shown(tokenizer, load(tokenizer, file)[0])
+    write(file, [{"prompt": "ab", "response": "fgh"}])
+    assert "fgh" in shown(tokenizer, load(tokenizer, file)[0])
 
 
-def test_malformed_json_list(tmp_path: Path, tokenizer: Any) -> None:
-    file = tmp_path / "data.json"
-    file.write_text('[{"prompt": "a", "response": ')
-    with pytest.raises(ExpertMeshError, match=r"the file is not valid JSON .*line 1 column 30"):
-        load(file, tokenizer)
+def test_several_processes_tokenise_alike(tmp_path: Path, tokenizer: Any) -> None:
+    file = write(tmp_path / "data.jsonl", [{"prompt": str(i), "response": "x" * (i % 7)} for i in range(40)])
+    alone = list(load(tokenizer, file, options=replace(OPTIONS, num_workers=1)))
+    other = replace(OPTIONS, num_workers=2, max_seq_length=511)  # else it would come out of the cache
+    assert list(load(tokenizer, file, options=other)) == alone
+
+
+# Mixtures
+
+
+def test_weights(tmp_path: Path, tokenizer: Any) -> None:
+    """The scarcest data set is used whole, the others as far as their share allows; which rows depends on the seed."""
+    a = write(tmp_path / "a.jsonl", [{"text": f"a{i}"} for i in range(30)])
+    b = write(tmp_path / "b.jsonl", [{"prompt": f"b{i}", "response": "x"} for i in range(30)])
+    together = load(tokenizer, a, b)
+    assert len(together) == 60
+    mixed = load(tokenizer, f"{a}:0.75", f"{b}:0.25")
+    assert [origin.used for origin in mixed.origins] == [30, 10]
+    assert [origin.format for origin in mixed.origins] == ["text", "prompt/response"]
+    texts = [shown(tokenizer, sample) for sample in mixed]
+    assert len(set(texts)) == 40
+    assert texts == [shown(tokenizer, sample) for sample in load(tokenizer, f"{a}:3", f"{b}:1")]
+    assert texts != [shown(tokenizer, sample) for sample in load(tokenizer, f"{a}:3", f"{b}:1", seed=1)]
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        (["a.jsonl:0.5", "b.jsonl"], "a.jsonl has a weight and b.jsonl has none"),
+        (["a.jsonl:0"], "the weight 0 must be a number above 0"),
+        (["a.jsonl:-1"], "the weight -1 must be a number above 0"),
+        (["a.jsonl:nan"], "the weight nan must be a number above 0"),
+    ],
+)
+def test_bad_weights(entries: list[str], said: str) -> None:
+    with pytest.raises(ExpertMeshError, match=said):
+        parse_datasets("--dataset", entries)
+
+
+def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
+    samples = load(tokenizer, write(tmp_path / "data.jsonl", [{"text": f"t{i}"} for i in range(20)]))
+    train, held_out = hold_out(samples, 0.1, seed=3)
+    assert (len(train), len(held_out)) == (18, 2)
+    texts = [shown(tokenizer, sample) for part in (train, held_out) for sample in part]
+    assert sorted(texts) == sorted(shown(tokenizer, sample) for sample in samples)
+    assert list(hold_out(samples, 0.1, seed=3)[1]) == list(held_out)
+    with pytest.raises(ExpertMeshError, match=r"--eval-ratio 0\.99: holds out all 20 samples"):
+        hold_out(samples, 0.99, seed=3)
+
+
+# Bad data
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"prompt": "a", "response": "b"}\n[1, 2]\n', "line 2 is no JSON object"),
-        (b'\n{"prompt": "a", "response": "caf\xe9"}\n', "line 2 is not UTF-8 text"),
+        (b'{"text": "a"}\n[1, 2]\n', "data.jsonl: line 2 is no JSON object"),
+        (b'\n{"text": "caf\xe9"}\n', "data.jsonl: line 2 is not UTF-8 text"),
         (b" \n\n", "has no rows"),
         (b"[]", "has no rows"),
-        (b"{}", "line 1 has no column 'prompt'"),
-        (b'[{"prompt": "a", "response": "b"}, {"prompt": "a"}]', "row 2 has no column 'response'; found: prompt"),
-        (b'{"prompt": "a", "response": 3}', "line 1: response is 3, not text"),
+        (b"", "is empty"),
+        (b"{}", r"line 1 has the columns \(none\), but one of these is needed: messages; conversations; prompt"),
+        (b'{"q": 1, "a": 2}', "line 1 has the columns q, a, but .*--prompt-column and --response-column"),
+        (b'[{"prompt": "a", "response": "b"}, {"prompt": "a"}]', "row 2 has no column 'response'.*found: prompt"),
+        (b'{"prompt": "a", "response": 3}', "line 1 response is 3, not text"),
+        (b'{"messages": []}', r"line 1 messages is \[\], not a list of messages"),
+        (b'{"messages": "hi"}', "line 1 messages is 'hi', not a list of messages"),
+        (b'{"messages": ["hi"]}', "messages, message 1 is 'hi', not an object"),
+        (b'{"messages": [{"content": "a"}]}', r"message 1 has no role \(or from\); found: content"),
+        (b'{"messages": [{"role": "user"}]}', r"message 1 has no content \(or value\); found: role"),
+        (b'{"messages": [{"role": "user", "content": 3}]}', "message 1: content is 3, not text"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "a part that is not text.*image"),
+        (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "weight is 0.5; true or false"),
+        (b'{"messages": [{"role": "judge", "content": "a"}]}', "line 1: the chat template refuses .*not judge"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "no row has a token to learn"),
+        (b'{"instruction": "a", "output": "b", "history": [1]}', "history has 1 for a pair"),
+        (b'{"prompt": "a", "response": "b", "tools": "hammer"}', "tools is 'hammer', not a list"),
         (b"[" * 100_000, "not valid JSON"),
+        (b'[{"prompt": "a", "response": ', "the file is not valid JSON .*line 1 column 30"),
     ],
 )
-def test_bad_data(tmp_path: Path, tokenizer: Any, content: bytes, said: str) -> None:
+def test_bad_rows(tmp_path: Path, tokenizer: Any, content: bytes, said: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_bytes(content)
     with pytest.raises(ExpertMeshError, match=said):
-        load(file, tokenizer)
+        load(tokenizer, file)
 
 
-@pytest.mark.parametrize("name", ["data[1].jsonl", "a b*.json"])
+def _empty_directory(path: Path) -> Path:
+    (path / "photos").mkdir()
+    (path / "photos" / "a.png").touch()
+    return path / "photos"
+
+
+def _broken_parquet(path: Path) -> Path:
+    (path / "a.parquet").write_bytes(b"PAR1 and no more")
+    return path / "a.parquet"
+
+
+def _ragged_csv(path: Path) -> Path:
+    (path / "a.csv").write_text("prompt,response\na,b\nc\n")
+    return path / "a.csv"
+
+
+def _other_kind(path: Path) -> Path:
+    (path / "a.docx").write_bytes(b"x")
+    return path / "a.docx"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path / "missing.jsonl", "missing.jsonl: no such file or directory"),
+        (lambda path: "someone/nothing", "someone/nothing: no such file or directory, and split 'train' of a hub"),
+        (_empty_directory, r"photos: has no data file \(\.jsonl, .*found: a\.png"),
+        (_broken_parquet, r"a\.parquet: cannot be read as Parquet"),
+        (_ragged_csv, r"a\.csv: line 3 has 1 cells, the first line names 2 columns"),
+        (_other_kind, r"a\.docx: unknown kind of file '\.docx'; known: \.jsonl"),
+    ],
+)
+def test_bad_files(tmp_path: Path, tokenizer: Any, make: Callable[[Path], Any], said: str) -> None:
+    with pytest.raises(ExpertMeshError, match=said):
+        load(tokenizer, make(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["data[1].jsonl", "a b*.json", "odd:name.jsonl"])
 def test_text_that_looks_like_something_else(tmp_path: Path, tokenizer: Any, name: str) -> None:
     """Dates and numbers in quotes stay text, a byte order mark is no text, and a file's name is no pattern."""
     file = tmp_path / name
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "007", "response": "2024-01-01", "other": 1}\n')
-    (sample,) = load(file, tokenizer)
+    (sample,) = load(tokenizer, file, options=PLAIN)
     assert tokenizer.decode(sample.tokens) == "007\n2024-01-01</s>"
 
 
-def test_targets_are_the_response_and_its_end() -> None:
-    batch = collate([Sample([10, 11, 12, 13], prompt_length=2), Sample([20, 21], prompt_length=0), Sample([30, 31], 2)])
+# Batches
+
+
+def test_targets_are_the_trained_tokens() -> None:
+    samples = [Sample.of_prompt([10, 11, 12, 13], 2), Sample.of_prompt([20, 21], 0), Sample.of_prompt([30, 31], 2)]
+    batch = collate([[sample] for sample in samples])
     assert batch.tokens_BS.tolist() == [[10, 11, 12, 13], [20, 21, 0, 0], [30, 31, 0, 0]]
+    assert batch.positions_BS is None
     assert batch.is_token_BS is not None
     assert batch.is_token_BS.sum(dim=1).tolist() == [4, 2, 2]
-    assert (batch.num_tokens, batch.num_targets) == (8, 3)
     assert batch.targets_BS.tolist() == [[-100, 12, 13, -100], [21, -100, -100, -100], [-100] * 4]
+    assert batch.target_index_N.tolist() == [1, 2, 4]
+    assert (batch.num_tokens, batch.num_targets, batch.num_pairs) == (8, 3, 10 + 3 + 3)
+
+
+def test_packed_rows() -> None:
+    samples = [Sample.of_prompt([10, 11, 12], 1), Sample.of_prompt([20], 0), Sample.of_prompt([30, 31], 0)]
+    batch = collate([samples, [samples[2]]])
+    assert batch.tokens_BS.tolist() == [[10, 11, 12, 20, 30, 31], [30, 31, 0, 0, 0, 0]]
+    assert batch.positions_BS is not None
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 0, 0, 0]]
+    # the last token of a sample has no target: what follows is another sample
+    assert batch.targets_BS.tolist() == [[11, 12, -100, -100, 31, -100], [31, -100, -100, -100, -100, -100]]
+    assert batch.num_pairs == 6 + 1 + 3 + 3
 
 
 def test_no_sample_is_one_position_of_padding() -> None:
@@ -108,7 +475,10 @@ def test_no_sample_is_one_position_of_padding() -> None:
 
 
 def test_no_padding_no_mask() -> None:
-    assert collate([Sample([1, 2], 1), Sample([3, 4], 1)]).is_token_BS is None
+    assert collate([[Sample.of_prompt([1, 2], 1)], [Sample.of_prompt([3, 4], 1)]]).is_token_BS is None
+
+
+# Order
 
 
 def test_rows_of_a_step_do_not_depend_on_how_they_are_shared_out() -> None:
@@ -123,9 +493,29 @@ def test_rows_of_a_step_do_not_depend_on_how_they_are_shared_out() -> None:
             assert all(len(rows) <= order.per_device for rank in forwards for rows in rank)
 
 
-def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
-    order = DataOrder(10, 1, 4, 1, seed=0)
-    epochs = [[row for step in range(3 * e, 3 * e + 3) for row in order.global_batch(step)] for e in range(2)]
-    assert all(sorted(rows) == list(range(10)) for rows in epochs)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own(grouped: bool) -> None:
+    import torch
+
+    lengths = torch.arange(50) * 7 % 10 if grouped else None
+    order = DataOrder(50, 1, 4, 1, seed=0, lengths=lengths)
+    epochs = [[row for step in range(13 * e, 13 * e + 13) for row in order.global_batch(step)] for e in range(2)]
+    assert all(sorted(rows) == list(range(50)) for rows in epochs)
     assert epochs[0] != epochs[1]
-    assert DataOrder(10, 1, 4, 1, seed=1).global_batch(0) != order.global_batch(0)
+    assert DataOrder(50, 1, 4, 1, seed=1, lengths=lengths).global_batch(1) != order.global_batch(1)
+
+
+def test_group_by_length() -> None:
+    """Batches of like length, in random order, the longest row first; the same whatever the arrangement."""
+    import torch
+
+    lengths = torch.randint(1, 500, (1000,), generator=torch.Generator().manual_seed(0))
+    order = DataOrder(1000, 4, 2, 1, seed=0, lengths=lengths)
+    batches = [lengths[order.global_batch(step)] for step in range(order.steps_per_epoch)]
+    spread = torch.stack([batch.max() - batch.min() for batch in batches]).float().mean()
+    assert spread < 20, "of rows chosen at random it would be near 390"
+    assert batches[0].max() == lengths.max()
+    means = torch.stack([batch.float().mean() for batch in batches])
+    assert 10 < (means[1:] < means[:-1]).sum() < 115, "in random order, not sorted"
+    other = DataOrder(1000, 2, 2, 2, seed=0, lengths=lengths)
+    assert all(order.global_batch(step) == other.global_batch(step) for step in range(200))

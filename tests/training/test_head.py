@@ -1,6 +1,5 @@
 """The loss of the target tokens without whole logits, held against the loss from whole logits."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +17,7 @@ from tests.distributed.reference import Case, Figures, ours, random_samples, ref
 from tests.distributed.test_parity import SAMPLES, assert_same
 from tests.tiny import relative_error, save_model, tiny_mixtral
 from training import attach_loss_head, choose_cross_entropy
-from training.data import IGNORED, collate
+from training.data import IGNORED, Sample, collate
 from training.head import LOSS_SUMS, LossHead, Targets
 
 WIDTH, VOCABULARY = 24, 200
@@ -119,7 +118,7 @@ def test_a_second_backward_is_refused() -> None:
 def test_head_in_a_model(kind: str, tied: bool) -> None:
     """In HF's own model: its logits without targets, its loss with them, and nothing left by a forward that failed."""
     model: Any = tiny_mixtral(tie_word_embeddings=tied)
-    batch = collate(random_samples([9, 5, 12]))
+    batch = collate([[sample] for sample in random_samples([9, 5, 12])])
     targets = {"targets_BS": batch.targets_BS, "target_index_N": batch.target_index_N}
     names = [name for name, _ in model.named_parameters()]
     logits_BSV = model(batch.tokens_BS).logits.detach()
@@ -156,7 +155,7 @@ def test_on_ranks(ranks: RankPool, model: Path, kind: str, checkpointing: bool) 
 
 @pytest.mark.parametrize("kind", ["chunked", "full"])
 def test_ranks_with_tokens_and_no_target(ranks: RankPool, model: Path, kind: str) -> None:
-    nothing_to_learn = [replace(sample, prompt_length=len(sample.tokens)) for sample in SAMPLES[1:4]]
+    nothing_to_learn = [Sample.of_prompt(sample.tokens, len(sample.tokens)) for sample in SAMPLES[1:4]]
     case = Case([SAMPLES[5], *nothing_to_learn], cross_entropy=kind, steps=1, changes=TIED)
     found = ranks.run(_two_rows_in_a_chunk, 4, model, Topology(4, 2), case)[0]
     assert_same(found, reference(case), case, cancelled=1e-3)

@@ -53,7 +53,7 @@ def evaluation(step: int, loss: float) -> dict[str, Any]:
 def make_run(output_dir: Path, lines: list[dict[str, Any]], **config: Any) -> Path:
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (output_dir / "metrics.jsonl").write_text(text, encoding="utf-8")
-    TrainConfig(model="m/model", dataset="d", **config).save(output_dir / "config.yaml")
+    TrainConfig(model="m/model", dataset=["d"], **config).save(output_dir / "config.yaml")
     return output_dir
 
 

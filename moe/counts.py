@@ -1,0 +1,58 @@
+"""Parameters and floating point operations of a model, from its shapes alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from moe.layer import ExpertMLP, MoEShape
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """total: every parameter once. experts: those in experts. embedding: the table that input tokens are looked up in.
+    head: the matrix that makes logits, which may be the same table. active: those that one token meets."""
+
+    total: int
+    experts: int
+    embedding: int
+    head: int
+    active: int
+
+
+def active_parameters(total: int, experts: int, shape: MoEShape) -> int:
+    """What one token meets: everything that is no expert, and K of the E experts of each layer."""
+    return total - experts + experts * shape.top_k // shape.num_experts
+
+
+def count_parameters(model: Any, shape: MoEShape) -> ParameterCounts:
+    """Counts of a Hugging Face causal language model whose MoE blocks were swapped; it may be on the meta device."""
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(_size(module) for module in model.modules() if isinstance(module, ExpertMLP))
+    embedding, head = model.get_input_embeddings().weight.numel(), model.get_output_embeddings().weight.numel()
+    return ParameterCounts(total, experts, embedding, head, active_parameters(total, experts, shape))
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def training_flops(counts: ParameterCounts, config: Any, tokens: int, targets: int, pairs: int) -> float:
+    """Floating point operations that one forward and backward of these tokens need, on all ranks together.
+
+    A multiplication and an addition for each parameter that a token meets, once forward and twice backward (6 N, Kaplan
+    et al. 2020): the input embedding is looked up, not multiplied; the head is needed at target tokens only. Attention
+    adds a dot product and a weighted sum over each pair of tokens that see one another. What activation checkpointing
+    computes again is not counted.
+
+    Args:
+        config: the model's, for the number of layers and the width of attention.
+        tokens: without padding.
+        targets: tokens with a loss.
+        pairs: of a token and one that it attends to, itself included.
+    """
+    is_tied = counts.embedding == counts.head and bool(getattr(config, "tie_word_embeddings", False))
+    matrices = counts.active - counts.head - (0 if is_tied else counts.embedding)
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * head_width
+    return 6.0 * (tokens * matrices + targets * counts.head) + 3.0 * attention * pairs

@@ -1,0 +1,109 @@
+"""Packed rows are the samples they hold: the same token losses, router statistics, gradients and weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe import RouterStats, take_stats
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, random_samples, sharded_model, train_config
+from tests.tiny import relative_error, save_model, tiny_mixtral
+from training.data import IGNORED, Batch, Sample, collate, pack
+from training.optimizer import build_optimizer
+from training.step import LossWeights, train_step
+
+CAPACITY = 48
+SAMPLES = random_samples([31, 17, 16, 12, 11, 9, 8, 5, 3, 2, 2, 1, 40])
+
+
+def packed_rows() -> list[list[Sample]]:
+    lengths = torch.tensor([len(sample.tokens) for sample in SAMPLES])
+    rows = [[SAMPLES[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
+    assert max(len(row) for row in rows) > 3, "the case is to have full rows"
+    return rows
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 6}], ids=["full", "sliding window"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (2, 2)])
+def test_same_token_losses_and_router_statistics(
+    ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int, attention: str, changes: dict[str, Any]
+) -> None:
+    """Against one sample at a time, here and in transformers' own model."""
+    save_model(tmp_path, **changes)
+    topology = Topology(world_size, ep_size)
+    for alone, packed, counts_equal, sums in ranks.run(_both_ways, world_size, tmp_path, topology, attention):
+        torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(packed, _losses_of_transformers(**changes), rtol=1e-5, atol=1e-6)
+        assert counts_equal
+        for found, expected in sums:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def _both_ways(path: Path, topology: Topology, attention: str) -> Any:
+    model, _, _ = sharded_model(path, topology, Case([]))
+    model.set_attn_implementation(attention)
+    model.eval()
+    alone = [_losses_and_stats(model, collate([[sample]])) for sample in SAMPLES]
+    rows = packed_rows()
+    packed, packed_stats = _losses_and_stats(model, collate(rows))
+    order = [SAMPLES.index(sample) for row in rows for sample in row]
+    alone_stats = [alone[i][1] for i in order]
+    sums = [
+        (getattr(layer, name), sum(stats[at] for stats in [[getattr(s, name) for s in one] for one in alone_stats]))
+        for at, layer in enumerate(packed_stats)
+        for name in ("prob_sum_E", "z_sum", "entropy_sum")
+    ]
+    counts_equal = all(
+        torch.equal(layer.counts_E, torch.stack([one[at].counts_E for one in alone_stats]).sum(dim=0))
+        for at, layer in enumerate(packed_stats)
+    )
+    return torch.cat([alone[i][0] for i in order]), packed, counts_equal, sums
+
+
+@torch.no_grad()
+def _losses_and_stats(model: Any, batch: Batch) -> tuple[Tensor, list[RouterStats]]:
+    """The loss of every target token, in the order of the batch."""
+    out = model(
+        input_ids=batch.tokens_BS, position_ids=batch.positions_BS, is_token_BS=batch.is_token_BS, use_cache=False
+    )
+    losses = F.cross_entropy(
+        out.logits.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return losses[batch.target_index_N], take_stats(model)
+
+
+@torch.no_grad()
+def _losses_of_transformers(**changes: Any) -> Tensor:
+    model = tiny_mixtral(**changes).eval()
+    losses = []
+    for sample in (sample for row in packed_rows() for sample in row):
+        tokens = torch.tensor([sample.tokens])
+        logits = model(input_ids=tokens).logits[0, :-1]
+        trained = torch.tensor(sample.is_trained[1:], dtype=torch.bool)
+        losses.append(F.cross_entropy(logits, tokens[0, 1:], reduction="none")[trained])
+    return torch.cat(losses)
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 2), (4, 4)])
+def test_same_weights(ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int) -> None:
+    """Two steps over the same samples, a row each in one process or packed on several ranks, with a z-loss."""
+    save_model(tmp_path)
+    (expected,) = ranks.run(_train, 1, tmp_path, Topology(1, 1), [[sample] for sample in SAMPLES])
+    found = ranks.run(_train, world_size, tmp_path, Topology(world_size, ep_size), packed_rows())[0]
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    errors = {name: relative_error(found[1][name], weight) for name, weight in expected[1].items()}
+    assert max(errors.values()) <= 2e-5, errors
+
+
+def _train(path: Path, topology: Topology, rows: list[list[Sample]]) -> tuple[list[float], dict[str, Tensor]]:
+    model, mesh, _ = sharded_model(path, topology, Case([]))
+    optimizer = build_optimizer(model.train(), train_config())
+    batches = [collate(rows[torch.distributed.get_rank() :: topology.world_size])]
+    results = [train_step(model, optimizer, batches, mesh, LossWeights(0.0, 0.01), 0.5) for _ in range(2)]
+    return [r.loss for r in results], {n: p.full_tensor().detach() for n, p in model.named_parameters()}

@@ -1,0 +1,77 @@
+"""First-fit-decreasing packing, and the preview of what comes out of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.training.test_data import load, write
+from training.data import DataOrder, make_rows, pack, print_preview, set_chat_template
+
+
+def first_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
+    """Tokens of each row, by the definition: every sample into the first row with room, the longest first."""
+    rows: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        row = next((r for r, used in enumerate(rows) if used + length <= capacity), len(rows))
+        rows += [0] * (row == len(rows))
+        rows[row] += length
+    return rows
+
+
+@pytest.mark.parametrize(("number", "capacity"), [(1, 7), (2, 10), (500, 100), (999, 64)])
+def test_first_fit_decreasing(number: int, capacity: int) -> None:
+    lengths = torch.randint(1, capacity + 1, (number,), generator=torch.Generator().manual_seed(number))
+    rows = pack(lengths, capacity, seed=0)
+    assert sorted(sample for row in rows for sample in row) == list(range(number))
+    assert [int(lengths[row].sum()) for row in rows] == first_fit_decreasing(lengths.tolist(), capacity)
+
+
+def test_many_short_samples() -> None:
+    assert [len(row) for row in pack(torch.ones(100, dtype=torch.int64), 30, seed=0)] == [30, 30, 30, 10]
+
+
+def test_order_depends_on_the_seed_alone() -> None:
+    lengths = torch.randint(1, 50, (300,), generator=torch.Generator().manual_seed(0))
+    assert pack(lengths, 100, seed=1) == pack(lengths, 100, seed=1)
+    assert pack(lengths, 100, seed=1) != pack(lengths, 100, seed=2)
+
+
+def test_a_sample_longer_than_a_row_is_our_mistake() -> None:
+    with pytest.raises(AssertionError):
+        pack(torch.tensor([5, 11]), 10, seed=0)
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_preview(
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    colour: bool,
+) -> None:
+    """Text as the model sees it, what is trained on apart from the rest, with colours and without."""
+    if colour:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm-256color")
+    else:
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    set_chat_template(tokenizer, "mistral")
+    rows = [{"prompt": "[bold]hi", "response": "yo"}] * 3 + [{"prompt": "x" * 200, "response": "no"}]
+    samples = load(tokenizer, write(tmp_path / "data.jsonl", rows))
+    packed = make_rows(samples, True, 400, seed=0)
+    print_preview(packed, DataOrder(len(packed), 1, 1, 1, seed=0), tokenizer, 400, number=1)
+    shown = capsys.readouterr().out
+    assert "[INST] [bold]hi [/INST]" in shown, "text of the data is no markup"
+    assert shown.count("next sample") == 3
+    assert "\x1b[1;32m yo</s>\x1b[0m" in shown if colour else "« yo</s>»" in shown
+    tokens, targets = int(samples.lengths.sum()), int(samples.targets.sum())
+    plain = "".join(part.partition("m")[2] if i else part for i, part in enumerate(shown.split("\x1b[")))
+    assert f"{tokens:,}; longest sample {int(samples.lengths.max())}" in plain
+    assert f"{targets:,} ({targets / tokens:.1%})" in plain
+    assert "4 in 1 row\n" in plain
+    assert "100.0% of all positions" in plain

@@ -1,0 +1,34 @@
+"""Instruction data: files in many formats to tokens, rows, and batches for each rank."""
+
+from training.data.batch import IGNORED, Batch, collate
+from training.data.chat import TEMPLATES, TrainOn, set_chat_template
+from training.data.files import parse_datasets
+from training.data.formats import Columns
+from training.data.order import DataOrder, share_out
+from training.data.packing import Rows, make_rows, pack
+from training.data.preview import describe, print_preview
+from training.data.samples import DataOptions, Sample, Samples, hold_out, load_samples, prompt_tokens
+
+__all__ = [
+    "IGNORED",
+    "TEMPLATES",
+    "Batch",
+    "Columns",
+    "DataOptions",
+    "DataOrder",
+    "Rows",
+    "Sample",
+    "Samples",
+    "TrainOn",
+    "collate",
+    "describe",
+    "hold_out",
+    "load_samples",
+    "make_rows",
+    "pack",
+    "parse_datasets",
+    "print_preview",
+    "prompt_tokens",
+    "set_chat_template",
+    "share_out",
+]

@@ -1,0 +1,215 @@
+"""From a conversation to tokens, and which of them are trained on, through the tokenizer's chat template."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moe import ExpertMeshError
+from training.data.formats import Conversation
+
+TrainOn = Literal["all", "assistant", "last"]
+
+# As Mixtral-8x7B-Instruct-v0.1 has it; a system prompt stands at the head of the first question.
+_MISTRAL = """\
+{{- bos_token }}
+{%- set ns = namespace(system='') %}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}
+        {%- set ns.system = ns.system + message['content'] + '\n\n' %}
+    {%- elif message['role'] == 'assistant' %}
+        {%- if message['tool_calls'] %}
+            {{- ' [TOOL_CALLS] ' + (message['tool_calls'] | tojson) }}
+        {%- endif %}
+        {%- if message['content'] %}
+            {{- ' ' + message['content'] }}
+        {%- endif %}
+        {{- eos_token }}
+    {%- elif message['role'] == 'tool' %}
+        {{- ' [TOOL_RESULTS] ' + message['content'] + ' [/TOOL_RESULTS]' }}
+    {%- elif message['role'] == 'user' %}
+        {%- if tools and loop.index0 <= 1 %}
+            {{- ' [AVAILABLE_TOOLS] ' + (tools | tojson) + ' [/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- ' [INST] ' + ns.system + message['content'] + ' [/INST]' }}
+        {%- set ns.system = '' %}
+    {%- else %}
+        {{- raise_exception('the template knows the roles system, user, assistant and tool, not ' + message['role']) }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+# Where <|im_end|> is not the token that ends generation, that one follows it.
+_CHATML = """\
+{{- bos_token if bos_token and bos_token != '<|im_start|>' and bos_token != eos_token else '' }}
+{%- if tools %}
+    {{- '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\n' + message['content'] }}
+    {%- if message['tool_calls'] %}
+        {{- '<tool_call>' + (message['tool_calls'] | tojson) + '</tool_call>' }}
+    {%- endif %}
+    {{- '<|im_end|>' }}
+    {%- if message['role'] == 'assistant' and eos_token and eos_token != '<|im_end|>' %}
+        {{- eos_token }}
+    {%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+
+TEMPLATES = {"mistral": _MISTRAL, "chatml": _CHATML}
+
+
+def set_chat_template(tokenizer: Any, wanted: str) -> str:
+    """Give the tokenizer the template asked for; without a wish, its own, else a built-in one.
+
+    Args:
+        tokenizer: changed in place, so that it is saved with what the model was trained on.
+        wanted: a built-in name, the path of a Jinja file, or "".
+
+    Returns:
+        Which template it is, in words.
+
+    Raises:
+        ExpertMeshError: there is no such template, or it is no Jinja.
+    """
+    if not wanted and tokenizer.chat_template:
+        return "the tokenizer's own"
+    if not wanted:
+        name = "chatml" if "<|im_start|>" in tokenizer.get_vocab() else "mistral"
+        tokenizer.chat_template = TEMPLATES[name]
+        return f"built-in {name} (the tokenizer has none)"
+    if wanted in TEMPLATES:
+        tokenizer.chat_template = TEMPLATES[wanted]
+        return f"built-in {wanted}"
+    try:
+        tokenizer.chat_template = Path(wanted).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExpertMeshError(
+            f"--chat-template {wanted}: neither a built-in one ({', '.join(TEMPLATES)}) nor a readable file: {error}"
+        ) from error
+    try:
+        _render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None, False)
+    except Exception as error:
+        raise ExpertMeshError(f"--chat-template {wanted}: cannot be used: {error}") from error
+    return wanted
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation's text, and the (begin, end) of its characters that are trained on."""
+
+    text: str
+    trained: list[tuple[int, int]]
+
+
+def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Rendered:
+    """The conversation in the tokenizer's chat template.
+
+    Raises:
+        ValueError: the template refuses the conversation, or changes a message so that it cannot be found again.
+    """
+    try:
+        text = _render(tokenizer, conversation.messages, conversation.tools, False)
+    except Exception as error:
+        raise ValueError(f"the chat template refuses this conversation: {error}") from error
+    wanted = trained_messages(conversation, train_on)
+    if train_on == "all":
+        left_out = [i for i, is_trained in enumerate(wanted) if not is_trained]
+        return Rendered(text, _complement(_spans(tokenizer, conversation, text, left_out), len(text)))
+    return Rendered(
+        text, _spans(tokenizer, conversation, text, [i for i, is_trained in enumerate(wanted) if is_trained])
+    )
+
+
+def trained_messages(conversation: Conversation, train_on: TrainOn) -> list[bool]:
+    """Which messages are trained on: as the data say, else as `train_on` does."""
+    assistants = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if train_on == "all":
+        default = set(range(len(conversation.messages)))
+    else:
+        default = set(assistants if train_on == "assistant" else assistants[-1:])
+    return [i in default if said is None else said for i, said in enumerate(conversation.is_trained)]
+
+
+def tokenize(tokenizer: Any, rendered: Sequence[Rendered]) -> list[tuple[list[int], list[bool]]]:
+    """Tokens of each text, and whether each is trained on. Nothing is added: templates write the special tokens.
+
+    A token belongs where its last character does, so one that begins in a question's closing bracket and ends in the
+    answer is part of the answer.
+    """
+    if not rendered:
+        return []
+    encoded = tokenizer([r.text for r in rendered], add_special_tokens=False, return_offsets_mapping=True)
+    return [
+        (tokens, _inside(offsets, r.trained))
+        for tokens, offsets, r in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
+    ]
+
+
+def _inside(offsets: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    inside, at = [], 0
+    for begin, end in offsets:
+        while at < len(spans) and spans[at][1] < end:
+            at += 1
+        inside.append(begin < end and at < len(spans) and spans[at][0] < end)
+    return inside
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool) -> str:
+    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
+
+
+def _spans(tokenizer: Any, conversation: Conversation, text: str, wanted: list[int]) -> list[tuple[int, int]]:
+    """Where in `text` the wanted messages stand; of an assistant's, only what the model itself is to write."""
+    spans: list[tuple[int, int]] = []
+    for index in wanted:
+        after = spans[-1][1] if spans else 0
+        span = _span_by_prefix(tokenizer, conversation, text, index)
+        if span is None or span[0] < after:
+            span = _span_by_search(tokenizer, conversation, text, index, after)
+        spans.append(span)
+    return spans
+
+
+def _span_by_prefix(tokenizer: Any, conversation: Conversation, text: str, index: int) -> tuple[int, int] | None:
+    """What the message adds to the text of those before it; None where the template does not write left to right."""
+    messages, tools = conversation.messages, conversation.tools
+    answers = messages[index]["role"] == "assistant"
+    try:
+        before = _render(tokenizer, messages[:index], tools, answers) if index > 0 else ""
+        through = _render(tokenizer, messages[: index + 1], tools, False)
+    except Exception:
+        return None
+    if not (text.startswith(through) and through.startswith(before)):
+        return None
+    # a line break after the end of a turn is the template's, not the model's
+    return len(before), len(before) + len(through[len(before) :].rstrip())
+
+
+def _span_by_search(tokenizer: Any, conversation: Conversation, text: str, index: int, after: int) -> tuple[int, int]:
+    """The message's own words and the special token that ends them, looked for behind all earlier messages."""
+    for message in conversation.messages[:index]:
+        earlier = message["content"].strip()
+        found = text.find(earlier, after)
+        after = found + len(earlier) if found >= 0 else after
+    content = conversation.messages[index]["content"].strip()
+    begin = text.find(content, after)
+    if begin < 0 or not content:
+        raise ValueError(
+            f"the chat template changes message {index + 1} ({content!r:.60}), so that it cannot be told which tokens "
+            "are its own; use another --chat-template"
+        )
+    end = begin + len(content)
+    ends = [token for token in tokenizer.all_special_tokens if text.startswith(token, end)]
+    return begin, end + max((len(token) for token in ends), default=0)
+
+
+def _complement(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """What lies between the spans."""
+    edges = [0, *(edge for span in spans for edge in span), length]
+    return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]

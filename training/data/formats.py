@@ -1,0 +1,275 @@
+"""What a row says: a conversation, or plain text, found out from the columns it has.
+
+| format | columns |
+| --- | --- |
+| messages | `messages`: a list of `{"role", "content"}` (OpenAI, trl) |
+| sharegpt | `conversations`: a list of `{"from", "value"}` |
+| prompt/completion | `prompt`, `completion`: texts, or lists of messages (trl) |
+| prompt/response | `prompt`, `response` |
+| alpaca | `instruction`, `output`, and perhaps `input`, `system`, `history` |
+| dolly | `instruction`, `response`, and perhaps `context` |
+| question/answer | `question`, `answer`, and perhaps `system` |
+| text | `text` |
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# sharegpt's names of roles, and those that other data sets use in their place
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+# keys of a message that say whether it is trained on: ours, axolotl's, OpenAI's
+_OVERRIDES = ("train", "training", "weight")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns where they are not the usual ones; empty means: find out."""
+
+    prompt: str = ""
+    response: str = ""
+    messages: str = ""
+    text: str = ""
+    system: str = ""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as a chat template takes them, and for each whether it is trained on (None: as --train-on says).
+
+    tools: what the template is told of them, if anything.
+    """
+
+    messages: list[dict[str, Any]]
+    is_trained: list[bool | None]
+    tools: list[Any] | None = None
+
+    @property
+    def as_prompt_and_response(self) -> tuple[str, str] | None:
+        """The texts of one question and its answer, if that is all there is."""
+        if [message["role"] for message in self.messages] != ["user", "assistant"]:
+            return None
+        return self.messages[0]["content"], self.messages[1]["content"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to write instruction data: the columns that give it away, and how one row is read."""
+
+    name: str
+    columns: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], "Columns"], "Conversation | str"]
+
+
+class RowError(ValueError):
+    """What is wrong with a row; whoever knows where it stands says so."""
+
+
+def find_format(row: Any, columns: Columns) -> Format:
+    """The format of a data set, from its first row and the columns that the user has named.
+
+    Raises:
+        RowError: none fits; the message lists the columns found and the flags that name others.
+    """
+    if not isinstance(row, dict):
+        raise RowError(f"is no JSON object: {row!r:.80}")
+    wanted = _named(columns) or FORMATS
+    for candidate in wanted:
+        if all(column in row for column in candidate.columns):
+            return candidate
+    known = "; ".join(" + ".join(f.columns) for f in wanted)
+    raise RowError(
+        f"has the columns {', '.join(map(str, row)) or '(none)'}, but one of these is needed: {known}; name others "
+        "with --messages-column, --prompt-column and --response-column, or --text-column"
+    )
+
+
+def _named(columns: Columns) -> list[Format]:
+    """The format that the user's own column names ask for."""
+    if columns.messages:
+        return [Format("messages", (columns.messages,), _read_named_messages)]
+    if columns.text:
+        return [Format("text", (columns.text,), lambda row, c: _text(row, c.text))]
+    if columns.prompt or columns.response:
+        prompt, response = columns.prompt or "prompt", columns.response or "response"
+        return [Format("prompt/response", (prompt, response), _pair(prompt, response))]
+    return []
+
+
+def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation | str":
+    """One row of a data set whose format is known.
+
+    Raises:
+        RowError: a column is missing or holds something else.
+    """
+    if not isinstance(row, dict):
+        raise RowError(f"is no JSON object: {row!r:.80}")
+    missing = [column for column in data_format.columns if column not in row]
+    if missing:
+        found = ", ".join(map(str, row)) or "(none)"
+        raise RowError(f"has no column {missing[0]!r}, which the rows before it have; found: {found}")
+    return data_format.read(row, columns)
+
+
+def _read_named_messages(row: Mapping[str, Any], columns: Columns) -> Conversation:
+    return _read_messages(row, columns, columns.messages)
+
+
+def _read_messages(row: Mapping[str, Any], columns: Columns, column: str = "messages") -> Conversation:
+    """OpenAI's keys or sharegpt's, message by message."""
+    messages, is_trained = _messages(row[column], column)
+    return _conversation(row, columns, messages, is_trained)
+
+
+def _read_sharegpt(row: Mapping[str, Any], columns: Columns) -> Conversation:
+    return _read_messages(row, columns, "conversations")
+
+
+def _pair(prompt: str, response: str) -> Callable[[Mapping[str, Any], Columns], Conversation]:
+    def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
+        if isinstance(row[prompt], list) or isinstance(row[response], list):
+            return _prompt_and_completion(row, columns, prompt, response)
+        messages = [_message("user", _text(row, prompt)), _message("assistant", _text(row, response))]
+        return _conversation(row, columns, messages, [None, None])
+
+    return read
+
+
+def _prompt_and_completion(row: Mapping[str, Any], columns: Columns, prompt: str, response: str) -> Conversation:
+    """trl's conversational form: two lists of messages, of which the second alone is trained on."""
+    before, _ = _messages(row[prompt], prompt)
+    after, overrides = _messages(row[response], response)
+    context = [False if message["role"] == "assistant" else None for message in before]
+    return _conversation(row, columns, before + after, context + overrides)
+
+
+def _alpaca(further: str, output: str) -> Callable[[Mapping[str, Any], Columns], Conversation]:
+    def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
+        messages = _history(row)
+        question = _text(row, "instruction")
+        if row.get(further):
+            question += "\n" + _text(row, further)
+        messages += [_message("user", question), _message("assistant", _text(row, output))]
+        return _conversation(row, columns, messages, [None] * len(messages))
+
+    return read
+
+
+def _history(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Earlier turns as LLaMA-Factory has them: pairs of question and answer."""
+    messages: list[dict[str, Any]] = []
+    for turn in row.get("history") or []:
+        if not (isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
+            raise RowError(f"history has {turn!r:.80} for a pair of question and answer")
+        messages += [_message("user", turn[0]), _message("assistant", turn[1])]
+    return messages
+
+
+def _read_text(row: Mapping[str, Any], columns: Columns) -> str:
+    return _text(row, "text")
+
+
+FORMATS = [
+    Format("messages", ("messages",), _read_messages),
+    Format("sharegpt", ("conversations",), _read_sharegpt),
+    Format("prompt/completion", ("prompt", "completion"), _pair("prompt", "completion")),
+    Format("prompt/response", ("prompt", "response"), _pair("prompt", "response")),
+    Format("alpaca", ("instruction", "output"), _alpaca("input", "output")),
+    Format("dolly", ("instruction", "response"), _alpaca("context", "response")),
+    Format("question/answer", ("question", "answer"), _pair("question", "answer")),
+    Format("text", ("text",), _read_text),
+]
+
+
+def _conversation(
+    row: Mapping[str, Any], columns: Columns, messages: list[dict[str, Any]], is_trained: list[bool | None]
+) -> Conversation:
+    """With the row's own system prompt in front, if it has one, and its tools."""
+    if columns.system and columns.system not in row:
+        raise RowError(f"has no column {columns.system!r}; found: {', '.join(row)}; --system-column names it")
+    system = row.get(columns.system or "system")
+    if system and messages[0]["role"] != "system":
+        messages = [_message("system", _text(row, columns.system or "system")), *messages]
+        is_trained = [None, *is_trained]
+    tools = row.get("tools") or None
+    if tools is not None and not isinstance(tools, list):
+        raise RowError(f"tools is {tools!r:.80}, not a list of them")
+    return Conversation(messages, is_trained, tools)
+
+
+def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
+    if not isinstance(turns, list | tuple) or not turns:
+        raise RowError(f"{column} is {turns!r:.80}, not a list of messages")
+    messages, is_trained = [], []
+    for number, turn in enumerate(turns, start=1):
+        place = f"{column}, message {number}"
+        if not isinstance(turn, dict):
+            raise RowError(f"{place} is {turn!r:.80}, not an object with role and content")
+        messages.append(_read_message(turn, place))
+        is_trained.append(_override(turn, place))
+    return messages, is_trained
+
+
+def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
+    role = turn.get("role", turn.get("from"))
+    if not isinstance(role, str):
+        raise RowError(f"{place} has no role (or from); found: {', '.join(map(str, turn)) or 'nothing'}")
+    content = turn.get("content", turn.get("value"))
+    calls = turn.get("tool_calls")
+    if content is None and not calls:
+        raise RowError(f"{place} has no content (or value); found: {', '.join(map(str, turn))}")
+    taken = ("role", "from", "content", "value", *_OVERRIDES)
+    # a column of a Parquet file holds None in every message that lacks the key
+    others = {key: value for key, value in turn.items() if key not in taken and value is not None}
+    return {**_message(_ROLES.get(role, role), "" if content is None else _joined(content, place)), **others}
+
+
+def _joined(content: Any, place: str) -> str:
+    """The text of a message whose content is a string or a list of text parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RowError(f"{place}: content is {content!r:.80}, not text")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            raise RowError(f"{place}: content has a part that is not text: {part!r:.80}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _override(turn: Mapping[str, Any], place: str) -> bool | None:
+    for key in _OVERRIDES:
+        value = turn.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1):
+            raise RowError(f"{place}: {key} is {value!r:.80}; true or false (1 or 0) would do")
+        return bool(value)
+    return None
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    if not isinstance(row[column], str):
+        raise RowError(f"{column} is {row[column]!r:.80}, not text")
+    return row[column]

@@ -1,0 +1,77 @@
+"""The order in which ranks see the rows.
+
+Which rows make up global batch n depends on the seed and the global batch size alone, never on how many ranks or
+accumulation steps share them out.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# transformers' LengthGroupedSampler sorts by length within as many batches
+_GROUPED_BATCHES = 50
+
+
+@dataclass(frozen=True, eq=False)
+class DataOrder:
+    """Which rows each step, and in it each rank and each forward, sees.
+
+    Attributes:
+        num_rows: rows in the data set.
+        world_size, per_device, accumulation: how a global batch is shared out.
+        seed: of the order; every epoch is a permutation of its own.
+        lengths: tokens of each row, to put rows of like length into the same batch; None leaves the order random.
+    """
+
+    num_rows: int
+    world_size: int
+    per_device: int
+    accumulation: int
+    seed: int
+    lengths: Tensor | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.world_size * self.per_device * self.accumulation
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.num_rows / self.global_batch_size)
+
+    def global_batch(self, step: int) -> list[int]:
+        """Row numbers of global batch `step`, from 0 on. The last of an epoch may be short; no row is dropped."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self.global_batch_size
+        rows: list[int] = _epoch(self, epoch)[start : start + self.global_batch_size].tolist()
+        return rows
+
+    def micro_batches(self, step: int, rank: int) -> list[list[int]]:
+        """Row numbers of each forward of `rank` in a step: equally many on all ranks, some of them perhaps empty."""
+        return share_out(self.global_batch(step), self.world_size, self.per_device, rank)
+
+
+def share_out(rows: list[int], world_size: int, per_device: int, rank: int) -> list[list[int]]:
+    """Each forward's rows on one rank: dealt out in turn, so that no rank gets two more than another."""
+    size = world_size * per_device
+    return [rows[start : start + size][rank::world_size] for start in range(0, len(rows), size)]
+
+
+@lru_cache(maxsize=2)
+def _epoch(order: DataOrder, epoch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(order.seed + epoch)
+    rows = torch.randperm(order.num_rows, generator=generator)
+    if order.lengths is None:
+        return rows
+    size = order.global_batch_size
+    groups = rows.split(size * _GROUPED_BATCHES)
+    by_length = [group[order.lengths[group].sort(descending=True, stable=True).indices] for group in groups]
+    batches = [batch for group in by_length for batch in group.split(size)]
+    # the short batch stays last, and the batch with the longest row of all comes first: what does not fit fails at once
+    whole = len(batches) if len(batches[-1]) == size else len(batches) - 1
+    mixed = torch.randperm(whole, generator=generator).tolist() + list(range(whole, len(batches)))
+    longest = max(range(whole), key=lambda b: int(order.lengths[batches[b]].max()), default=0)  # type: ignore[index]
+    mixed.insert(0, mixed.pop(mixed.index(longest)))
+    return torch.cat([batches[b] for b in mixed])

@@ -1,0 +1,99 @@
+"""What the model will see, for a person to look at before anything is trained: `--preview`."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from training.data.order import DataOrder
+from training.data.packing import Rows
+from training.data.samples import Sample
+
+_TRAINED, _CONTEXT, _EDGE = "bold green", "dim", "bold magenta"
+
+
+def print_preview(rows: Rows, order: DataOrder, tokenizer: Any, max_seq_length: int, number: int = 3) -> None:
+    """Print the first `number` rows as the model sees them, trained tokens apart from context, and all counts.
+
+    Without colours (in a pipe, or under NO_COLOR), trained text stands between « and ».
+    """
+    # `datasets` puts a copy in the place of os.environ when several processes tokenise; rich looks at the first one
+    console = Console(highlight=False, soft_wrap=True, _environ=os.environ)
+    for index in order.global_batch(0)[:number]:
+        row = rows[index]
+        tokens = sum(len(sample.tokens) for sample in row)
+        console.print(Text(f"row {index}: {_count(len(row), 'sample')}, {tokens:,} tokens", style=_EDGE))
+        for place, sample in enumerate(row):
+            if place:
+                console.print(
+                    Text("── next sample: positions start again at 0, attention does not reach back ──", _EDGE)
+                )
+            console.print(_as_text(sample, tokenizer, marks=console.color_system is None))
+        console.print()
+    console.print(_counts(rows, order, max_seq_length), markup=False)
+
+
+def _as_text(sample: Sample, tokenizer: Any, marks: bool) -> Text:
+    text = Text()
+    for tokens, is_trained in _runs(sample):
+        words = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if marks and is_trained:
+            words = f"«{words}»"
+        text.append(words, style=_TRAINED if is_trained else _CONTEXT)
+    return text
+
+
+def _runs(sample: Sample) -> list[tuple[list[int], bool]]:
+    """Neighbouring tokens that are, or are not, trained on. The first token never is: nothing predicts it."""
+    runs: list[tuple[list[int], bool]] = []
+    for position, (token, is_trained) in enumerate(zip(sample.tokens, sample.is_trained, strict=True)):
+        is_target = is_trained and position > 0
+        if not runs or runs[-1][1] != is_target:
+            runs.append(([], is_target))
+        runs[-1][0].append(token)
+    return runs
+
+
+def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
+    samples = rows.samples
+    tokens, targets = int(samples.lengths.sum()), int(samples.targets.sum())
+    cut = sum(origin.cut for origin in samples.origins)
+    positions, kind = positions_in_batches(rows, order), "batches" if rows.groups is None else "packed rows"
+    facts = {
+        "samples": f"{len(samples):,}" + ("" if rows.groups is None else f" in {_count(len(rows), 'row')}"),
+        "tokens": f"{tokens:,}; longest sample {int(samples.lengths.max()):,}",
+        "trained on": f"{targets:,} ({targets / tokens:.1%})",
+        "truncated": f"{cut:,} at {max_seq_length} tokens",
+        f"{kind}": f"{tokens / positions:.1%} of all positions are tokens, the rest is padding",
+        "an epoch": f"{_count(order.steps_per_epoch, 'step')} of {_count(order.global_batch_size, 'row')}",
+    }
+    return "\n".join(f"{name:<12} {fact}" for name, fact in facts.items())
+
+
+def describe(origin: Any) -> str:
+    """One data set in words."""
+    parts = [f"{origin.format}, {_count(origin.rows, 'row')}"]
+    if origin.without_target:
+        parts.append(f"{origin.without_target:,} left out with nothing to learn")
+    if origin.used < origin.rows - origin.without_target:
+        parts.append(f"{origin.used:,} used for its weight")
+    return ", ".join(parts)
+
+
+def positions_in_batches(rows: Rows, order: DataOrder) -> int:
+    """Positions of the forwards of one epoch over all ranks, padding included."""
+    total = 0
+    for step in range(order.steps_per_epoch):
+        for rank in range(order.world_size):
+            total += sum(_positions(rows, forward) for forward in order.micro_batches(step, rank))
+    return total
+
+
+def _positions(rows: Rows, forward: Sequence[int]) -> int:
+    return len(forward) * int(rows.lengths[list(forward)].max()) if forward else 1
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,68 @@
+"""Loss on held-out data, over exactly its target tokens, and what is remembered of it."""
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sharding import Ranks
+from training.data import Rows, collate, share_out
+from training.inference import inference
+from training.step import token_loss_sum
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """loss: mean cross-entropy of the target tokens, in nats. seconds: that it took."""
+
+    loss: float
+    targets: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def evaluate(model: Any, rows: Rows, per_device: int, ranks: Ranks) -> Evaluation:
+    """The loss over all rows; all ranks call it together, and get the same.
+
+    A sum of token losses over a number of tokens, so neither how rows are spread over ranks and forwards nor how long
+    they are weighs in. Rows of like length share a forward.
+    """
+    begin = time.perf_counter()
+    order = rows.lengths.sort(descending=True, stable=True).indices.tolist()
+    sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    with inference(model):
+        for forward in share_out(order, ranks.world_size, per_device, ranks.rank):
+            batch = collate([rows[row] for row in forward]).to(ranks.device)
+            sums[0] += token_loss_sum(model, batch)
+            sums[1] += batch.num_targets
+    dist.all_reduce(sums)
+    total, targets = sums.tolist()
+    return Evaluation(total / max(targets, 1), int(targets), time.perf_counter() - begin)
+
+
+@dataclass
+class Best:
+    """The best evaluation so far, and how many have come since."""
+
+    loss: float = math.inf
+    step: int = 0
+    since: int = 0
+
+    def update(self, loss: float, step: int, threshold: float) -> bool:
+        """Whether this one is better by more than `threshold`; it is then the best."""
+        if loss < self.loss - threshold:
+            self.loss, self.step, self.since = loss, step, 0
+            return True
+        self.since += 1
+        return False
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint; `Best(**state)` brings it back."""
+        # JSON has no infinity
+        return {} if math.isinf(self.loss) else asdict(self)

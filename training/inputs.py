@@ -1,0 +1,148 @@
+"""What a run reads before it starts: tokenizer, rows to train on, rows to evaluate on."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from checkpoints import ModelSource
+from moe import ExpertMeshError
+from sharding import Ranks, raise_together
+from training.config import TrainConfig
+from training.data import (
+    Columns,
+    DataOptions,
+    Rows,
+    Sample,
+    Samples,
+    hold_out,
+    load_samples,
+    make_rows,
+    prompt_tokens,
+    set_chat_template,
+)
+
+_NUM_PROMPTS = 3
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """template: which chat template the data are written in, in words. training, evaluation: None where there is none.
+
+    saved_tokenizer: the tokenizer to be saved with the model, where the source's own will not do.
+    """
+
+    tokenizer: Any
+    saved_tokenizer: Any
+    template: str
+    training: Rows | None
+    evaluation: Rows | None
+
+
+def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Inputs:
+    """Rank 0 goes first and fills the cache that the others then read. All ranks call it together."""
+    import datasets
+
+    if ranks.rank > 0 or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    inputs = Inputs(None, None, "", None, None)
+    for first in (True, False):
+        with raise_together():
+            if first == (ranks.rank == 0):
+                inputs = _read(config, source)
+    return inputs
+
+
+def _read(config: TrainConfig, source: ModelSource) -> Inputs:
+    if not (config.tokenizer or config.dataset):
+        return Inputs(None, None, "", None, None)
+    tokenizer = load_tokenizer(config.tokenizer or str(source.path), source)
+    own_template = tokenizer.chat_template
+    template = "none" if config.prompt_template else set_chat_template(tokenizer, config.chat_template)
+    if not config.dataset:
+        return Inputs(tokenizer, tokenizer if config.tokenizer else None, template, None, None)
+    training, evaluation = _read_samples(config, tokenizer)
+    if not config.chat_template and all(origin.format == "text" for origin in training.origins):
+        template, tokenizer.chat_template = "none", own_template
+    saved = tokenizer if config.tokenizer or tokenizer.chat_template != own_template else None
+    rows = make_rows(training, config.packing, config.max_seq_length, config.seed)
+    return Inputs(tokenizer, saved, template, rows, None if evaluation is None else Rows(evaluation))
+
+
+def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples | None]:
+    columns = Columns(
+        config.prompt_column, config.response_column, config.messages_column, config.text_column, config.system_column
+    )
+    options = DataOptions(
+        config.max_seq_length,
+        columns,
+        config.prompt_template,
+        config.train_on,
+        config.dataset_split,
+        config.dataset_num_proc,
+    )
+    samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed)
+    if config.eval_ratio > 0:
+        return hold_out(samples, config.eval_ratio, config.seed)
+    if config.eval_dataset:
+        return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed)
+    return samples, None
+
+
+def load_tokenizer(where: str, source: ModelSource) -> Any:
+    """The tokenizer in a directory; its ids must fit the model's vocabulary.
+
+    Raises:
+        ExpertMeshError: there is none, or it has more tokens than the model.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+    except Exception as error:
+        raise ExpertMeshError(f"{where}: no tokenizer there; name one with --tokenizer ({error})") from error
+    if len(tokenizer) > source.config.vocab_size:
+        raise ExpertMeshError(
+            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model only {source.config.vocab_size}"
+        )
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What the model is asked while it trains: texts, their tokens, and the tokenizer that reads its answers."""
+
+    texts: list[str]
+    tokens: list[list[int]]
+    tokenizer: Any
+
+
+def make_prompts(config: TrainConfig, inputs: Inputs) -> Prompts | None:
+    """The prompts of --generate-prompts as questions of a user; else the beginnings, up to the first trained token, of
+    a few held-out samples, or of training samples where none are held out. None: nothing is to be generated."""
+    if config.generate_steps == 0:
+        return None
+    if config.generate_prompts:
+        tokens = [question_tokens(config, inputs.tokenizer, prompt) for prompt in config.generate_prompts]
+        return Prompts(config.generate_prompts, tokens, inputs.tokenizer)
+    rows = inputs.evaluation or inputs.training
+    assert rows is not None
+    beginnings = [
+        _beginning(sample) for sample in map(rows.samples.__getitem__, range(min(_NUM_PROMPTS, len(rows.samples))))
+    ]
+    texts = [inputs.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in beginnings]
+    return Prompts(texts, beginnings, inputs.tokenizer)
+
+
+def question_tokens(config: TrainConfig, tokenizer: Any, question: str) -> list[int]:
+    """A question as the model is to see it before it answers."""
+    if config.prompt_template:
+        return prompt_tokens(tokenizer, config.prompt_template, question)
+    message = {"role": "user", "content": question}
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def _beginning(sample: Sample) -> list[int]:
+    first = next(i for i, is_trained in enumerate(sample.is_trained) if is_trained and i > 0)
+    return sample.tokens[:first]

@@ -1,0 +1,117 @@
+"""Figures of a logging interval: losses, speed, memory, routing."""
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe import ParameterCounts, training_flops
+from training.routing import Routing, over_ranks, routing_metrics
+from training.step import LossWeights, StepResult
+
+# dense bf16 rates of NVIDIA's data sheets, in 1e12 floating point operations a second, by a part of the device's name
+_PEAK_TFLOPS = {
+    "B300": 2250,
+    "B200": 2250,
+    "GB200": 2500,
+    "H200": 989,
+    "GH200": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H800": 989,
+    "A100": 312,
+    "A800": 312,
+    "L40S": 362,
+    "L40": 181,
+    "A40": 150,
+    "A10G": 70,
+    "A10": 125,
+    "RTX 4090": 165,
+}
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """What a GPU could do at best in bf16; None for one that is not in the table."""
+    return next((rate for name, rate in _PEAK_TFLOPS.items() if name in device_name), None)
+
+
+class Meter:
+    """Adds up steps until they are logged.
+
+    Args:
+        counts, config: of the model, for its floating point operations.
+        top_k: experts a token.
+        device: that this rank computes on.
+        bf16: whether it computes in bf16, in which case MFU is given where the device's rate is known.
+    """
+
+    def __init__(self, counts: ParameterCounts, config: Any, top_k: int, device: torch.device, bf16: bool):
+        self.counts = counts
+        self.config = config
+        self.top_k = top_k
+        self.device = device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self.peak = peak_tflops(name) if bf16 else None
+        self.started = time.perf_counter()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.begun = time.perf_counter()
+        self.paused = 0.0
+        self.steps: list[StepResult] = []
+        self.routing: Routing | None = None
+
+    def add(self, result: StepResult) -> None:
+        """One step more."""
+        self.steps.append(result)
+        self.routing = result.routing if self.routing is None else self.routing + result.routing
+
+    def pause(self, seconds: float) -> None:
+        """Time that was not spent training."""
+        self.paused += seconds
+
+    def metrics(self, weights: LossWeights) -> dict[str, Any]:
+        """Figures of the steps since the last call, over all ranks, which call it together: losses are means over
+        target tokens, counts are sums, the norm is the last step's. Speed leaves out pauses."""
+        assert self.routing is not None
+        now = time.perf_counter()
+        seconds = max(now - self.begun - self.paused, 1e-9)
+        tokens, targets, pairs = (sum(getattr(s, n) for s in self.steps) for n in ("tokens", "targets", "pairs"))
+        tflops = training_flops(self.counts, self.config, tokens, targets, pairs) / 1e12
+        speed = tflops / seconds / dist.get_world_size()
+        metrics: dict[str, Any] = {
+            "seconds": round(now - self.started, 3),
+            "loss": sum(s.loss * s.targets for s in self.steps) / targets,
+            "grad_norm": self.steps[-1].grad_norm,
+        }
+        if weights.balance > 0:
+            metrics["balance_loss"] = sum(s.balance_loss for s in self.steps) / len(self.steps)
+        if weights.z > 0:
+            metrics["z_loss"] = sum(s.z_loss * s.tokens for s in self.steps) / tokens
+        metrics |= {
+            "tokens": tokens,
+            "target_tokens": targets,
+            "tokens_per_second": round(tokens / seconds, 1),
+            "tflops_per_second": round(speed, 4),
+        }
+        if self.peak is not None:
+            metrics["mfu"] = round(speed / self.peak, 4)
+        metrics["peak_memory_mb"] = self._peak_memory_mb()
+        metrics |= routing_metrics(over_ranks(self.routing), self.top_k)
+        self._begin()
+        return metrics
+
+    def _peak_memory_mb(self) -> float:
+        """The most that a rank has held since it started, of all ranks the largest, in 10^6 bytes: on a GPU what torch
+        has allocated there, else the process's resident memory."""
+        if self.device.type == "cuda":
+            held = torch.cuda.max_memory_allocated(self.device)
+        else:
+            held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        largest = torch.tensor(float(held), dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return round(float(largest) / 1e6, 1)
