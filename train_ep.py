@@ -30,6 +30,7 @@ from sharding import (
     Topology,
     build_mesh,
     check_ep_size,
+    device_type,
     end_process_group,
     is_expert,
     raise_together,
@@ -41,6 +42,7 @@ from training import (
     Run,
     RunLog,
     TrainConfig,
+    check_schedule,
     data_order,
     load_samples,
     loss_weights,
@@ -87,10 +89,13 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
             compute_dtype,
         )
         model = build_model(source.family, source.config, kernel.kernel, config.attn_implementation)
+        if config.optim == "adamw_bf16":
+            model.to(torch.bfloat16)
     topology = Topology(ranks.world_size, config.ep_size, config.dense_shard)
     output_dir = prepare_output(config, ranks)
     tokenizer, samples = read_data(config, source, ranks)
     order = data_order(config, len(samples) if samples else 0, ranks.world_size)
+    check_schedule(config, number_of_steps(config, order), evaluates=False)
     if ranks.rank == 0:
         print(facts(model, source, topology, kernel, config, samples, order.global_batch_size), flush=True)
 
@@ -105,6 +110,7 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
         compute_dtype,
         config.gradient_checkpointing,
         read_weights=resume_from is None,
+        offload=config.offload,
     )
     torch.manual_seed(config.seed + ranks.rank)
     own_tokenizer = tokenizer if config.tokenizer else None
@@ -214,8 +220,13 @@ def facts(
         f"dense shard {topology.dense_shard}; global batch {global_batch} rows = {world} ranks "
         f"x {config.per_device_train_batch_size} rows x {config.gradient_accumulation_steps} forwards",
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
-        f"attention {config.attn_implementation}{checkpointing}",
+        f"attention {config.attn_implementation}{checkpointing}, optimizer {config.optim}",
     ]
+    if config.offload:
+        lines.append(
+            "parameters, gradients and optimizer state in host memory"
+            + ("; without a GPU that saves nothing" if device_type(config.use_cpu) == "cpu" else "")
+        )
     if samples is not None:
         lines.append(
             f"{config.dataset}: {len(samples):,} rows; {samples.num_cut:,} cut at {config.max_seq_length} tokens, "

@@ -14,8 +14,9 @@ from sharding import Mesh, Ranks
 from training.config import TrainConfig
 from training.data import Batch, DataOrder, Samples, collate
 from training.log import RunLog
-from training.optimizer import build_optimizer, build_scheduler, resume_scheduler
+from training.optimizer import build_optimizer
 from training.preemption import StopRequest
+from training.schedule import build_scheduler, resume_scheduler, step_scheduler
 from training.step import LossWeights, StepResult, train_step
 
 
@@ -65,13 +66,14 @@ def train(run: Run, resume_from: Path | None) -> bool:
             cannot be saved and --on-save-error says stop.
     """
     config, log = run.config, run.log
-    optimizer = build_optimizer(run.model, config)
+    optimizer = build_optimizer(run.model, config, run.mesh)
     scheduler = build_scheduler(optimizer, config, log.num_steps)
     first_step, tokens = 0, 0
     if resume_from is not None:
         progress = load_training_state(resume_from, run.model, optimizer)
         _check_order(progress, run.order, resume_from)
-        resume_scheduler(optimizer, scheduler, progress.scheduler)
+        _check_optimizer(progress, config, resume_from)
+        resume_scheduler(optimizer, scheduler, config, progress)
         first_step, tokens = progress.step, progress.tokens
         log.line(f"resumed from {resume_from}, step {first_step}")
     run.model.train()
@@ -82,7 +84,7 @@ def train(run: Run, resume_from: Path | None) -> bool:
         for step in log.steps(first_step):
             learning_rate = scheduler.get_last_lr()[0]
             result = train_step(run.model, optimizer, _batches(run, step), run.mesh, run.weights, config.max_grad_norm)
-            scheduler.step()
+            step_scheduler(scheduler, eval_loss=None)
             done = step + 1
             tokens += result.tokens
             if done % config.logging_steps == 0 or done == log.num_steps:
@@ -130,6 +132,15 @@ def _check_order(progress: Progress, order: DataOrder, path: Path) -> None:
                 f"--resume {path}: that run had {name.replace('_', ' ')} {there}, this one has {here[name]}; "
                 "with other batches it would not be the same run"
             )
+
+
+def _check_optimizer(progress: Progress, config: TrainConfig, path: Path) -> None:
+    """One optimizer's state means nothing to another."""
+    there = progress.settings.get("optim", "adamw_torch_fused")
+    if there != config.optim:
+        raise ExpertMeshError(
+            f"--resume {path}: that run had --optim {there}, this one has {config.optim}; take the same"
+        )
 
 
 def _metrics(done: int, run: Run, result: StepResult, learning_rate: Any, rate: float) -> dict[str, Any]:
