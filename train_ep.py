@@ -40,6 +40,7 @@ from training import (
     RunLog,
     TrainConfig,
     attach_loss_head,
+    check_schedule,
     choose_cross_entropy,
     data_order,
     facts,
@@ -90,12 +91,15 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
         )
         model = build_model(source.family, source.config, kernel.kernel, config.attn_implementation)
         attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
+        if config.optim == "adamw_bf16":
+            model.to(torch.bfloat16)
     counts = count_parameters(model, source.shape)
     topology = Topology(ranks.world_size, config.ep_size, config.dense_shard)
     if not config.preview:
         output_dir = prepare_output(config, ranks)
     inputs = read_inputs(config, source, ranks)
     order = data_order(config, inputs.training, ranks.world_size)
+    check_schedule(config, number_of_steps(config, order), config.evaluates)
     if ranks.rank == 0:
         print(facts(model, source, counts, topology, kernel, config, inputs, order), flush=True)
     if config.preview:
@@ -114,6 +118,7 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
         compute_dtype,
         config.gradient_checkpointing,
         read_weights=resume_from is None,
+        offload=config.offload,
     )
     torch.manual_seed(config.seed + ranks.rank)
     saver = make_saver(config, output_dir, checkpoint, inputs, ranks)

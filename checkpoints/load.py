@@ -22,6 +22,7 @@ def shard_and_load(
     compute_dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
     read_weights: bool = True,
+    offload: bool = False,
 ) -> Checkpoint:
     """Take a model from the meta device to its ranks, loaded. All ranks call it together.
 
@@ -29,6 +30,7 @@ def shard_and_load(
         model: from `moe.build_model`; parallelised in place (see `sharding.parallelize`).
         source: the directory it is read from.
         read_weights: False leaves them uninitialised, for one who fills them from elsewhere.
+        offload: whether parameters and gradients live in host memory.
 
     Returns:
         The checkpoint it came from, which an export needs.
@@ -38,8 +40,8 @@ def shard_and_load(
     """
     with raise_together():
         checkpoint = open_checkpoint(source, {name: tuple(p.shape) for name, p in model.named_parameters()})
-    parallelize(model, mesh, compute_dtype, gradient_checkpointing)
-    materialize(model, device)
+    parallelize(model, mesh, compute_dtype, gradient_checkpointing, offload)
+    materialize(model, device, offload)
     if read_weights:
         load_model(model, checkpoint, mesh.topology)
     return checkpoint

@@ -34,7 +34,7 @@ from checkpoints.output import DTYPE_CODES, OutputTensor
 from checkpoints.reader import Piece
 from checkpoints.source import Checkpoint, Parameters, TensorInfo, open_source, read_json
 from moe import ExpertMeshError
-from sharding import raise_together
+from sharding import raise_together, zeros_by_rows
 
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
@@ -417,8 +417,8 @@ def _state_to_fill(
             continue
         owner, _, key = name.removeprefix("optimizer.").rpartition(".")
         parameter = parameters[owner]
-        if tuple(entry.size) == tuple(parameter.shape):
-            value = torch.zeros_like(parameter, dtype=entry.properties.dtype)
+        if entry.size and entry.size[0] == parameter.shape[0]:
+            value = zeros_by_rows(parameter, entry.size[1:], entry.properties.dtype)
         else:
             value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
         optimizer.state[parameter][key] = value

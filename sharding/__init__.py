@@ -2,7 +2,7 @@
 
 from sharding.clipping import clip_grad_norm
 from sharding.mesh import Mesh, build_mesh
-from sharding.parallelize import is_expert, local_tensor, materialize, parallelize
+from sharding.parallelize import is_expert, local_tensor, materialize, parallelize, zeros_by_rows
 from sharding.process import (
     Ranks,
     device_type,
@@ -30,4 +30,5 @@ __all__ = [
     "raise_together",
     "read_environment",
     "start_process_group",
+    "zeros_by_rows",
 ]

@@ -22,7 +22,9 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     dp_index, _ = mesh.topology.coordinates(dist.get_rank())
     replicated = mesh.topology.dense_shard == "hybrid" and dp_index > 0
     counted = [grad for name, grad in grads.items() if not replicated or is_expert(name, model)]
-    square = torch.nn.utils.get_total_norm(counted).double().square()
+    # in fp32 whatever the gradients' dtype: a norm in bf16 would have three digits
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in counted]
+    square = torch.stack(norms).double().square().sum()
     dist.all_reduce(square)
     norm = float(square.sqrt())
     if max_norm > 0:

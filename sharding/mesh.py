@@ -30,6 +30,11 @@ class Mesh:
         """Where FSDP puts everything that is no expert: all ranks, or replicas over dp of shards over ep."""
         return self.grid if self.topology.dense_shard == "hybrid" else self.all_ranks
 
+    @property
+    def dense_shards(self) -> DeviceMesh:
+        """The ranks that share out the rows of what is no expert; with replicas, those of one replica."""
+        return self.ep if self.topology.dense_shard == "hybrid" else self.all_ranks
+
 
 def build_mesh(device_type: str, topology: Topology, timeout_seconds: int | None = None) -> Mesh:
     """The meshes of a topology; the process group must have `topology.world_size` ranks.

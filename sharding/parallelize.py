@@ -4,11 +4,12 @@ The loss of every rank is its local sum divided by a global count, so gradients 
 averaging is switched off, and no factor of dp or ep exists anywhere.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moe import decoder_layers, moe_blocks
@@ -17,7 +18,9 @@ from moe.layer import ExpertMLP
 from sharding.mesh import Mesh
 
 
-def parallelize(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype, gradient_checkpointing: bool) -> None:
+def parallelize(
+    model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype, gradient_checkpointing: bool, offload: bool = False
+) -> None:
     """Place every parameter of `model` on its mesh, in place. Gradients are reduced in fp32.
 
     Args:
@@ -25,12 +28,15 @@ def parallelize(model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype, gradie
         mesh: the ranks.
         compute_dtype: dtype of parameters and activations in forward and backward.
         gradient_checkpointing: recompute each decoder layer in backward (non-reentrant).
+        offload: keep parameters and gradients in host memory, but for the layer that is being computed.
     """
     place_experts(model, mesh)
     if gradient_checkpointing:
         _checkpoint_layers(model)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    shard_dense(model, mesh, precision)
+    # host memory can be pinned only for a GPU
+    placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if offload else OffloadPolicy()
+    shard_dense(model, mesh, precision, placement)
     _sum_gradients(model)
 
 
@@ -45,17 +51,18 @@ def place_experts(model: nn.Module, mesh: Mesh) -> None:
             block.dispatcher = AllToAllDispatcher(block.shape.num_experts, mesh.ep.get_group())
 
 
-def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy) -> None:
+def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:
     """Experts get an FSDP unit of their own over dp; every layer around them, and the root, one over all ranks.
 
     The outer units are told to ignore the experts' parameters: they are placed already.
     """
     for block in moe_blocks(model):
-        fully_shard(block.experts, mesh=mesh.dp, mp_policy=precision)
+        fully_shard(block.experts, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
     expert_parameters = {p for block in moe_blocks(model) for p in block.experts.parameters()}
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh.dense, mp_policy=precision, ignored_params=expert_parameters)
-    fully_shard(model, mesh=mesh.dense, mp_policy=precision, ignored_params=expert_parameters)
+    for unit in (*decoder_layers(model), model):
+        fully_shard(
+            unit, mesh=mesh.dense, mp_policy=precision, offload_policy=placement, ignored_params=expert_parameters
+        )
 
 
 def _checkpoint_layers(model: Any) -> None:
@@ -71,9 +78,10 @@ def _sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def materialize(model: Any, device: torch.device) -> None:
-    """Allocate this rank's shards (uninitialised) and recompute the buffers that no checkpoint holds."""
-    model.to_empty(device=device)
+def materialize(model: Any, device: torch.device, offload: bool = False) -> None:
+    """Allocate this rank's shards (uninitialised), with `offload` in host memory, and recompute, on `device`, the
+    buffers that no checkpoint holds."""
+    model.to_empty(device="cpu" if offload else device)
     # to_empty leaves buffers uninitialised and unties shared parameters
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     model.tie_weights()
@@ -84,6 +92,25 @@ def is_expert(name: str, model: nn.Module) -> bool:
     return isinstance(model.get_submodule(name.rpartition(".")[0]), ExpertMLP)
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing its memory; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def zeros_by_rows(parameter: Tensor, row_shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros with as many rows as `parameter` has, cut over the ranks and held where its rows are."""
+    local = local_tensor(parameter)
+    zeros = torch.zeros((local.shape[0], *row_shape), dtype=dtype, device=local.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    whole = torch.empty((parameter.shape[0], *row_shape), device="meta")
+    placed = DTensor.from_local(
+        zeros,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    # from_local takes it to the mesh's device; the parameter may lie in host memory
+    return placed.to(local.device)

@@ -7,6 +7,7 @@ from training.head import attach_loss_head, choose_cross_entropy
 from training.inputs import Inputs, make_prompts, read_inputs
 from training.log import RunLog
 from training.loop import Run, data_order, loss_weights, number_of_steps, train
+from training.schedule import check_schedule
 
 __all__ = [
     "Inputs",
@@ -15,6 +16,7 @@ __all__ = [
     "TrainConfig",
     "attach_loss_head",
     "choose_cross_entropy",
+    "check_schedule",
     "data_order",
     "facts",
     "loss_weights",

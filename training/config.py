@@ -1,6 +1,7 @@
 """What a run is told: a YAML file gives defaults, flags win. Names are those of `transformers.TrainingArguments`."""
 
 import difflib
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.trainer_utils import SchedulerType
 
 from moe import KERNELS, ExpertMeshError, check_kernel_name
 from moe.sizes import parse_size
@@ -17,11 +19,8 @@ from sharding import DenseShard
 from training.data import TEMPLATES, TrainOn
 from training.head import CrossEntropy
 
-Scheduler = Literal[
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
-]
-
-
+Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
+SCHEDULES = tuple(name.value for name in SchedulerType)
 OnSaveError = Literal["stop", "continue"]
 
 
@@ -78,9 +77,17 @@ class TrainConfig:
     num_train_epochs: float = _flag(1.0, "Passes over the data, where --max-steps is not given.")
     max_steps: int = _flag(-1, "Steps; 0 only loads and exports.")
     learning_rate: float = _flag(5e-5, "Peak learning rate.")
-    lr_scheduler_type: Scheduler = _flag("linear", "Learning rate schedule.")
+    lr_scheduler_type: str = _flag("linear", f"Learning rate schedule: {', '.join(SCHEDULES)}.")
+    lr_scheduler_kwargs: str = _flag("", """More arguments of the schedule, as JSON: '{"min_lr": 1e-6}'.""")
     warmup_steps: float = _flag(0, "Steps of warm-up; below 1, a share of all steps.")
-    weight_decay: float = _flag(0.0, "AdamW's weight decay; norms are exempt.")
+    warmup_ratio: float = _flag(0.0, "Warm-up as a share of all steps, in place of --warmup-steps.")
+    optim: Optimizer = _flag(
+        "adamw_torch_fused",
+        "AdamW; with 8-bit state; with parameters, gradients and state in bf16, rounded stochastically; or Muon for "
+        "attention's and the experts' matrices, with AdamW for the rest.",
+    )
+    offload: bool = _flag(False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU.")
+    weight_decay: float = _flag(0.0, "Weight decay; norms and biases are exempt.")
     adam_beta1: float = _flag(0.9, "AdamW's beta1.")
     adam_beta2: float = _flag(0.999, "AdamW's beta2.")
     adam_epsilon: float = _flag(1e-8, "AdamW's epsilon.")
@@ -127,6 +134,17 @@ class TrainConfig:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ExpertMeshError(f"{_as_flag(name)} {getattr(self, name)}: must be in [0, 1)")
+        if self.lr_scheduler_type not in SCHEDULES:
+            raise ExpertMeshError(
+                "--lr-scheduler-type: " + _unknown("schedule", self.lr_scheduler_type, list(SCHEDULES))
+            )
+        if self.warmup_ratio > 1:
+            raise ExpertMeshError(f"--warmup-ratio {self.warmup_ratio}: is a share of all steps: 1 or less")
+        if self.warmup_ratio and self.warmup_steps:
+            raise ExpertMeshError(
+                f"--warmup-ratio {self.warmup_ratio} and --warmup-steps {self.warmup_steps:g} are both given; "
+                "leave one out"
+            )
         check_kernel_name(self.expert_kernel)
         if self.seed >= 2**62:
             raise ExpertMeshError(f"--seed {self.seed}: must be below 2^62")
@@ -182,6 +200,7 @@ _AT_LEAST = {
     "max_steps": -1,
     "learning_rate": 0,
     "warmup_steps": 0,
+    "warmup_ratio": 0,
     "weight_decay": 0,
     "adam_epsilon": 0,
     "max_grad_norm": 0,
@@ -242,6 +261,8 @@ def _yaml_arguments(parser: _Parser, file: Path) -> list[str]:
             raise ExpertMeshError(f"--config {file}: " + _unknown("key", str(key), known))
         if isinstance(value, list):
             arguments += [f"--{name}", *map(str, value)] if value else []
+        elif isinstance(value, dict):
+            arguments.append(f"--{name}={json.dumps(value)}")
         elif value is not None:
             arguments.append(f"--{name}={value}")
     try:

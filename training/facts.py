@@ -8,6 +8,7 @@ from sharding import Topology
 from training.config import TrainConfig
 from training.data import DataOrder, describe
 from training.inputs import Inputs
+from training.optimizer import BYTES_A_PARAMETER
 
 
 def facts(
@@ -51,10 +52,11 @@ def _memory(counts: ParameterCounts, topology: Topology, config: TrainConfig) ->
     held = counts.experts // topology.world_size + dense // (
         topology.ep_size if topology.dense_shard == "hybrid" else topology.world_size
     )
-    each = 16
+    each = BYTES_A_PARAMETER[config.optim]
+    where = "in host memory, " if config.offload else ""
     return (
-        f"memory a rank: {held * each / 1e9:,.2f} GB for parameters, gradients and optimizer state "
-        f"({held / 1e6:,.1f} M parameters x {each} bytes), and activations on top"
+        f"memory a rank: {held * each / 1e9:,.2f} GB for parameters, gradients and optimizer state ({where}"
+        f"{held / 1e6:,.1f} M parameters x {each:g} bytes, {config.optim}), and activations on top"
     )
 
 

@@ -17,8 +17,9 @@ from training.generate import generate
 from training.inputs import Inputs, Prompts
 from training.log import RunLog
 from training.meter import Meter
-from training.optimizer import build_optimizer, build_scheduler, resume_scheduler
+from training.optimizer import build_optimizer
 from training.preemption import StopRequest
+from training.schedule import build_scheduler, resume_scheduler, step_scheduler
 from training.step import LossWeights, train_step
 
 
@@ -76,13 +77,14 @@ def train(run: Run, resume_from: Path | None) -> bool:
             cannot be saved and --on-save-error says stop.
     """
     config, log = run.config, run.log
-    optimizer = build_optimizer(run.model, config)
+    optimizer = build_optimizer(run.model, config, run.mesh)
     scheduler = build_scheduler(optimizer, config, log.num_steps)
     first_step, tokens, best = 0, 0, Best()
     if resume_from is not None:
         progress = load_training_state(resume_from, run.model, optimizer)
         _check_order(progress, run, resume_from)
-        resume_scheduler(optimizer, scheduler, progress.scheduler)
+        _check_optimizer(progress, config, resume_from)
+        resume_scheduler(optimizer, scheduler, config, progress)
         first_step, tokens, best = progress.step, progress.tokens, Best(**progress.best)
         log.line(f"resumed from {resume_from}, step {first_step}")
     run.model.train()
@@ -103,7 +105,7 @@ def train(run: Run, resume_from: Path | None) -> bool:
             if run.inputs.evaluation is not None and _is_due(done, config.eval_steps or run.order.steps_per_epoch, run):
                 eval_loss = _evaluate(run, done, meter)
                 is_better = best.update(eval_loss, done, config.early_stopping_threshold)
-            scheduler.step()
+            step_scheduler(scheduler, eval_loss)
             if run.prompts is not None and _is_due(done, config.generate_steps, run):
                 _generate(run, run.prompts, done, meter)
             stopping = stop.on_any_rank(run.ranks.device)
@@ -215,3 +217,12 @@ def _check_order(progress: Progress, run: Run, path: Path) -> None:
                 f"--resume {path}: that run had {name.replace('_', ' ')} {there}, this one has {here[name]}; "
                 "with other batches it would not be the same run"
             )
+
+
+def _check_optimizer(progress: Progress, config: TrainConfig, path: Path) -> None:
+    """One optimizer's state means nothing to another."""
+    there = progress.settings.get("optim", "adamw_torch_fused")
+    if there != config.optim:
+        raise ExpertMeshError(
+            f"--resume {path}: that run had --optim {there}, this one has {config.optim}; take the same"
+        )

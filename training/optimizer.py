@@ -1,60 +1,71 @@
-"""AdamW over parameters of several meshes, and the learning rate schedule."""
+"""The optimizers that `--optim` names, over parameters of several meshes."""
 
-import math
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import get_scheduler
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from moe import ExpertMeshError
+from moe import decoder_layers, moe_blocks
+from moe.router import Router
+from sharding import Mesh, is_expert
 from training.config import TrainConfig
+from training.low_bit import BLOCK, AdamW8bit, AdamWBf16
+from training.muon import Muon, dense_matrix, expert_matrices
+
+BYTES_A_PARAMETER = {
+    "adamw_torch_fused": 16,
+    "adamw_torch_8bit": 10 + 8 / BLOCK,
+    "adamw_bf16": 8,
+    # of attention's and the experts' matrices, which are nearly all; embeddings and norms take 16
+    "muon": 12,
+}
+"""What parameter, gradient and optimizer state take together, by --optim."""
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW; as in transformers' Trainer, norms (the one-dimensional parameters) have no weight decay."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
+    """The optimizer of a sharded model; as in transformers' Trainer, norms and biases (the one-dimensional parameters)
+    have no weight decay."""
+    if config.optim == "muon":
+        return _muon(model, config, mesh)
+    groups = _groups(list(model.parameters()), config)
+    settings: dict[str, Any] = _adam_settings(config)
+    if config.optim == "adamw_torch_8bit":
+        return AdamW8bit(groups, **settings)
+    if config.optim == "adamw_bf16":
+        rows: dict[Tensor, tuple[int, range]] = {}
+        for number, (name, p) in enumerate(model.named_parameters()):
+            rows[p] = (number, mesh.topology.rows(p.shape[0], is_expert(name, model), dist.get_rank()))
+        return AdamWBf16(groups, **settings, rows=rows, seed=config.seed)
+    return torch.optim.AdamW(groups, **settings, fused=True)
+
+
+def _groups(parameters: list[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups,
+
+
+def _adam_settings(config: TrainConfig) -> dict[str, Any]:
+    betas = (config.adam_beta1, config.adam_beta2)
+    return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
+
+
+def _muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Muon:
+    """Muon for the matrices of the decoder layers, but for the routers, whose rows are experts' scores."""
+    experts = [(p, block.shape.num_experts) for block in moe_blocks(model) for p in block.experts.parameters()]
+    left_out = {p for p, _ in experts}
+    left_out |= {p for module in model.modules() if isinstance(module, Router) for p in module.parameters()}
+    dense = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() == 2 and p not in left_out]
+    orthogonalized = {*dense, *(p for p, _ in experts)}
+    others = [p for p in model.parameters() if p not in orthogonalized]
+    return Muon(
+        [dense_matrix(p, mesh) for p in dense],
+        [matrix for p, num_experts in experts for matrix in expert_matrices(p, num_experts, mesh)],
+        torch.optim.AdamW(_groups(others, config), **_adam_settings(config), fused=True),
+        mesh,
         lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
+        weight_decay=config.weight_decay,
+        dtype=torch.bfloat16 if config.bf16 else torch.float32,
     )
-
-
-def build_scheduler(
-    optimizer: torch.optim.Optimizer, config: TrainConfig, num_steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """transformers' schedule over `num_steps`; a warm-up below 1 is a share of them.
-
-    Raises:
-        ExpertMeshError: the schedule does not take this learning rate or warm-up.
-    """
-    warmup = config.warmup_steps
-    num_warmup = int(warmup) if warmup >= 1 else math.ceil(warmup * num_steps)
-    try:
-        scheduler: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
-            config.lr_scheduler_type, optimizer, num_warmup_steps=num_warmup, num_training_steps=num_steps
-        )
-    except ValueError as error:
-        raise ExpertMeshError(f"--lr-scheduler-type {config.lr_scheduler_type}: {error}") from error
-    return scheduler
-
-
-def resume_scheduler(
-    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, saved: dict[str, Any]
-) -> None:
-    """Put a new scheduler where a saved one stood. Peak rate and shape stay those of the new one: flags win."""
-    assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
-    scheduler.load_state_dict({**saved, "base_lrs": scheduler.base_lrs})
-    position = scheduler.last_epoch
-    rates = [base * factor(position) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    scheduler._last_lr = rates

@@ -1,12 +1,12 @@
 """The yardstick: `MixtralForCausalLM` in one process on the whole batch, and the same figures from our ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import MixtralForCausalLM
 
@@ -25,7 +25,10 @@ MAX_GRAD_NORM = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. `samples` are spread over ranks as the data order does, in one global batch each step."""
+    """One comparison. `samples` are spread over ranks as the data order does, in one global batch each step.
+
+    `changes` are to the model's config, `settings` to the run's.
+    """
 
     samples: list[Sample]
     balance: float = 0.0
@@ -37,6 +40,7 @@ class Case:
     compute_dtype: torch.dtype = torch.float32
     steps: int = STEPS
     changes: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,21 +63,16 @@ def random_samples(lengths: Sequence[int], vocabulary: int = 320, seed: int = 3)
     ]
 
 
-def train_config() -> TrainConfig:
-    return TrainConfig(model="unused", dataset=["unused"], learning_rate=1e-3, weight_decay=0.1)
+def train_config(**settings: Any) -> TrainConfig:
+    return TrainConfig(model="unused", dataset=["unused"], learning_rate=1e-3, weight_decay=0.1, **settings)
 
 
 def reference(case: Case, **changes: Any) -> Figures:
     """HF's model, HF's loss, HF's balancing loss, torch's clipping and AdamW, one process, one batch."""
     model = tiny_mixtral(**case.changes, **changes)
     model.train()
-    config = train_config()
-    decayed = [p for n, p in model.named_parameters() if "norm" not in n]
-    norms = [p for n, p in model.named_parameters() if "norm" in n]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}],
-        lr=config.learning_rate,
-    )
+    config = train_config(**case.settings)
+    optimizer: Any = HFMuon(model, config) if config.optim == "muon" else hf_adamw(model, config)
     batch = collate([[sample] for sample in case.samples])
     labels = unshifted_labels(case.samples, batch)
     losses, grad_norms, grads, balances, zs = [], [], {}, [], []
@@ -99,6 +98,58 @@ def reference(case: Case, **changes: Any) -> Figures:
         balances.append(float(balance.detach()))
         zs.append(float(z.detach()))
     return Figures(losses, balances[0], zs[0], grad_norms, grads, in_our_layout(model, "data"))
+
+
+def hf_adamw(model: MixtralForCausalLM, config: TrainConfig, but: Collection[Tensor] = ()) -> torch.optim.AdamW:
+    """torch's AdamW for all parameters, `but` some."""
+    named = [(n, p) for n, p in model.named_parameters() if not any(p is other for other in but)]
+    decayed, norms = [p for n, p in named if "norm" not in n], [p for n, p in named if "norm" in n]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        lr=config.learning_rate,
+    )
+
+
+class HFMuon:
+    """torch's Muon for attention's projections and for every expert's gate, up and down; torch's AdamW for the rest."""
+
+    def __init__(self, model: MixtralForCausalLM, config: TrainConfig):
+        # (a matrix, sharing memory with the parameter that holds it; that parameter; where in it)
+        self.matrices: list[tuple[nn.Parameter, nn.Parameter, Any]] = []
+        for name, p in model.named_parameters():
+            if name.endswith("gate_up_proj"):
+                width = p.shape[1] // 2
+                for expert in range(p.shape[0]):
+                    self._add(p, (expert, slice(0, width)))
+                    self._add(p, (expert, slice(width, None)))
+            elif name.endswith("down_proj"):
+                for expert in range(p.shape[0]):
+                    self._add(p, expert)
+            elif "self_attn" in name:
+                self._add(p, ...)
+        self.owners = {owner for _, owner, _ in self.matrices}
+        self.adamw = hf_adamw(model, config, but=self.owners)
+        self.muon = torch.optim.Muon(
+            [matrix for matrix, _, _ in self.matrices],
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+
+    def _add(self, parameter: nn.Parameter, index: Any) -> None:
+        self.matrices.append((nn.Parameter(parameter.detach()[index]), parameter, index))
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad()
+        for owner in self.owners:
+            owner.grad = None
+
+    def step(self) -> None:
+        for matrix, owner, index in self.matrices:
+            assert owner.grad is not None
+            matrix.grad = owner.grad[index]
+        self.muon.step()
+        self.adamw.step()
 
 
 def attention_mask(batch: Batch) -> Tensor:
@@ -137,11 +188,20 @@ def in_our_layout(model: MixtralForCausalLM, what: str) -> dict[str, Tensor]:
 def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, Any]:
     """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group."""
     source = open_source(path)
+    config = train_config(**case.settings)
     model: Any = build_model(source.family, source.config, KERNELS[case.kernel])
     attach_loss_head(model, case.cross_entropy)
+    if config.optim == "adamw_bf16":
+        model.to(torch.bfloat16)
     mesh = build_mesh("cpu", topology)
     checkpoint = shard_and_load(
-        model, source, mesh, torch.device("cpu"), case.compute_dtype, case.gradient_checkpointing
+        model,
+        source,
+        mesh,
+        torch.device("cpu"),
+        case.compute_dtype,
+        case.gradient_checkpointing,
+        offload=config.offload,
     )
     return model, mesh, checkpoint
 
@@ -150,7 +210,7 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
     """The same figures from this process group; rank 0 returns them."""
     model, mesh, _ = sharded_model(path, topology, case)
     model.train()
-    optimizer = build_optimizer(model, train_config())
+    optimizer = build_optimizer(model, train_config(**case.settings), mesh)
     rank = torch.distributed.get_rank()
     batches = my_batches(case, topology, rank)
     weights = LossWeights(case.balance, case.z)

@@ -143,7 +143,7 @@ def resumed_logits(argv: list[str]) -> torch.Tensor:
         from training.optimizer import build_optimizer
 
         assert resume_from is not None
-        load_training_state(resume_from, run.model, build_optimizer(run.model, run.config))
+        load_training_state(resume_from, run.model, build_optimizer(run.model, run.config, run.mesh))
         batch = collate([[sample] for sample in random_samples([9, 5])])
         with torch.no_grad():
             found["logits"] = run.model.eval()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits

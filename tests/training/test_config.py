@@ -7,6 +7,7 @@ import pytest
 from moe import ExpertMeshError
 from moe.sizes import parse_size
 from training import parse_config
+from training.schedule import scheduler_arguments
 
 NEEDED = ["--model", "m", "--dataset", "d"]
 
@@ -44,11 +45,24 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         (["--max-shard-size", "big"], "--max-shard-size big: write it like 5GB"),
         (["--prompt-template", "x"], "--prompt-template 'x' has no {prompt}"),
         (["--bf16", "maybe"], "bf16"),
+        (["--lr-scheduler-type", "cosin"], "--lr-scheduler-type: unknown schedule cosin; did you mean cosine?"),
+        (["--warmup-ratio", "0.1", "--warmup-steps", "5"], "--warmup-ratio 0.1 and --warmup-steps 5 are both given"),
+        (["--warmup-ratio", "5"], "--warmup-ratio 5.0: is a share of all steps"),
+        (["--optim", "adam"], "invalid choice: 'adam'"),
     ],
 )
 def test_bad_flags(flags: list[str], said: str) -> None:
     with pytest.raises(ExpertMeshError, match=said):
         parse_config([*NEEDED, *flags])
+
+
+def test_schedule_arguments_from_yaml(tmp_path: Path) -> None:
+    """As a table or as JSON; YAML reads 1e-6, without a dot, as text."""
+    file = tmp_path / "run.yaml"
+    for text in ("{min_lr: 1e-6, num_cycles: 0.5}", """'{"min_lr": 1e-6, "num_cycles": 0.5}'"""):
+        file.write_text(f"lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {text}\n")
+        config = parse_config(["--config", str(file), *NEEDED])
+        assert scheduler_arguments(config) == {"min_lr": 1e-6, "num_cycles": 0.5}
 
 
 def test_missing_flags() -> None:

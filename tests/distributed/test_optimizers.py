@@ -1,0 +1,139 @@
+"""Every optimizer, and parameters in host memory: the same weights however ranks are arranged, also over a resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, ours, random_samples, reference, sharded_model, train_config
+from tests.distributed.test_checkpoints import read
+from tests.distributed.test_parity import assert_same
+from tests.distributed.test_resume import flags, run, shares
+from tests.distributed.test_train_ep import run_main
+from tests.tiny import relative_error, save_model, save_tokenizer
+from training.optimizer import build_optimizer
+
+SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
+OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "world_size", "ep_size", "dense_shard"),
+    [
+        (8, 1, 1, "full"),
+        (8, 2, 2, "full"),
+        (8, 4, 2, "full"),
+        (8, 4, 4, "full"),
+        (8, 4, 2, "hybrid"),
+        # an expert's rows lie on two ranks
+        (2, 4, 1, "full"),
+    ],
+)
+def test_muon_is_torchs_on_every_experts_matrices(
+    ranks: RankPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_experts: int,
+    world_size: int,
+    ep_size: int,
+    dense_shard: Any,
+) -> None:
+    """Three steps with clipping, to a relative 1e-5. torch.optim.Muon goes to bf16 by itself, and is kept from it."""
+    case = Case(SAMPLES, z=0.01, changes={"num_local_experts": num_experts}, settings={"optim": "muon"})
+    save_model(tmp_path, **case.changes)
+    found = ranks.run(ours, world_size, tmp_path, Topology(world_size, ep_size, dense_shard), case)[0]
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+    assert_same(found, reference(case), case)
+
+
+@pytest.mark.parametrize(("optim", "tolerance"), [("adamw_torch_8bit", 1e-5), ("adamw_bf16", 2e-4)])
+def test_low_bit_state_does_not_depend_on_the_arrangement(
+    ranks: RankPool, tmp_path: Path, optim: str, tolerance: float
+) -> None:
+    """But for a value here and there that fp32 noise rounds to the other side: hardly one in a thousand differs."""
+    case = Case(SAMPLES, settings={"optim": optim}, changes={"hidden_size": 256})
+    save_model(tmp_path, **case.changes)
+    (expected,) = ranks.run(ours, 1, tmp_path, Topology(1, 1), case)
+    for world_size, ep_size, dense_shard in ((4, 2, "full"), (4, 4, "full"), (4, 2, "hybrid")):
+        topology = Topology(world_size, ep_size, dense_shard)  # type: ignore[arg-type]
+        found = ranks.run(ours, world_size, tmp_path, topology, case)[0]
+        for name, weights in expected.weights.items():
+            assert relative_error(found.weights[name], weights) < tolerance, (optim, name)
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_norms_and_biases_do_not_decay(ranks: RankPool, tiny_model: Path, optim: str) -> None:
+    (groups,) = ranks.run(decay_by_name, 1, tiny_model, optim)
+    exempt = {name for name, weight_decay in groups.items() if weight_decay == 0}
+    assert exempt == {name for name in groups if "norm" in name}
+    assert set(groups.values()) == {0.0, 0.1}
+
+
+def decay_by_name(path: Path, optim: str) -> dict[str, float]:
+    settings = {"optim": optim}
+    model, mesh, _ = sharded_model(path, Topology(1, 1), Case([], settings=settings))
+    groups = build_optimizer(model, train_config(**settings), mesh).param_groups
+    decays = {p: group["weight_decay"] for group in groups for p in group["params"]}
+    assert len(decays) == sum(len(group["params"]) for group in groups)
+    return {name: decays.pop(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16", "muon"])
+def test_resume(ranks: RankPool, tiny_data: Path, tmp_path: Path, optim: str) -> None:
+    """From step 2 of 3: bit for bit on the same ranks, and on others as close as arrangements are."""
+    save_model(tmp_path / "model", hidden_size=256)
+    save_tokenizer(tmp_path / "model")
+    common = ["--optim", optim, "--ep-size", "2", "--max-steps", "3", "--save-steps", "2"]
+    run(ranks, 4, [*flags(tmp_path / "model", tiny_data, tmp_path / "whole", *shares(4)), *common])
+    expected = read(tmp_path / "whole" / "hf")
+    saved = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    for world_size, more in ((4, []), (1, ["--ep-size", "1"]), (2, ["--dense-shard", "hybrid"])):
+        out = tmp_path / str(world_size)
+        argv = [*flags(tmp_path / "model", tiny_data, out, *shares(world_size)), *common, *more]
+        run(ranks, world_size, [*argv, "--save-steps", "0", "--resume", str(saved)])
+        weights = read(out / "hf")
+        assert weights.keys() == expected.keys()
+        for name in expected:
+            if world_size == 4:
+                assert torch.equal(weights[name], expected[name]), name
+            else:
+                assert relative_error(weights[name], expected[name]) < (2e-4 if optim == "adamw_bf16" else 1e-5), name
+
+
+def test_another_optimizers_checkpoint_is_refused(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    argv = [*flags(tiny_model, tiny_data, tmp_path / "run", *shares(1)), "--max-steps", "1", "--save-steps", "1"]
+    run(ranks, 1, [*argv, "--no-export"])
+    ((code, told),) = ranks.run(run_main, 1, [*argv, "--resume", "auto", "--optim", "muon"], join_group=False)
+    assert code == 2
+    assert "that run had --optim adamw_torch_fused, this one has muon" in told
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
+def test_offload_changes_nothing(ranks: RankPool, tiny_model: Path, optim: str) -> None:
+    """On a CPU FSDP takes the same path through its offload policy; only the copies go nowhere."""
+    found = []
+    for offload in (False, True):
+        case = Case(SAMPLES, accumulation=2, steps=2, settings={"optim": optim, "offload": offload})
+        found.append(ranks.run(ours, 2, tiny_model, Topology(2, 1), case)[0])
+    assert found[0].grad_norms == found[1].grad_norms
+    assert all(torch.equal(found[0].weights[name], found[1].weights[name]) for name in found[0].weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_offload_on_a_gpu(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, optim: str) -> None:
+    """With a checkpoint on the way; the optimizer's sums run on another device, so the last digits may differ."""
+    weights = []
+    for more in (["--no-offload"], ["--offload"]):
+        out = tmp_path / more[0]
+        argv = [flag for flag in flags(tiny_model, tiny_data, out, *shares(1)) if flag != "--use-cpu"]
+        run(ranks, 1, [*argv, "--optim", optim, *more])
+        weights.append(read(out / "hf"))
+    plain, offloaded = weights
+    for name in plain:
+        assert relative_error(offloaded[name], plain[name]) < (1e-3 if optim == "adamw_bf16" else 1e-4), name

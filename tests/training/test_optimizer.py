@@ -1,0 +1,254 @@
+"""Low-bit AdamW and Muon's iteration against torch and torchao; every learning rate schedule, whole and resumed."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.trainer_utils import SchedulerType
+
+from checkpoints import Progress
+from moe import ExpertMeshError
+from tests.tiny import relative_error
+from training import TrainConfig, check_schedule
+from training.low_bit import AdamW8bit, AdamWBf16, dynamic_map, position_bits, random_bits, round_to_bf16
+from training.muon import newton_schulz
+from training.schedule import build_scheduler, num_warmup_steps, resume_scheduler, step_scheduler
+
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+
+
+# Optimizers
+
+
+def gradients(size: tuple[int, ...], count: int, seed: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator) * 0.1**step for step in range(count)]
+
+
+def trained(optimizer: torch.optim.Optimizer, parameter: Tensor, grads: list[Tensor]) -> Tensor:
+    for grad in grads:
+        parameter.grad = grad.to(parameter.dtype)
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("size", [(6, 100), (37,)])
+def test_adamw_without_blocks_is_torchs(size: tuple[int, ...]) -> None:
+    """Rows that are no multiple of a block keep fp32 state."""
+    start, found = torch.randn(size), []
+    for optimizer_class in (torch.optim.AdamW, AdamW8bit):
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = optimizer_class([{"params": [parameter], "weight_decay": 0.1}], **SETTINGS)
+        found.append(trained(optimizer, parameter, gradients(size, 5)))
+    assert relative_error(found[1] - start, found[0] - start) < 1e-5
+
+
+def test_8bit_adamw_is_torchaos() -> None:
+    """torchao's own step, uncompiled, with its own 8-bit state: the same codes and weights."""
+    pytest.importorskip("torchao")
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    start, grads = torch.randn(16, 512), gradients((16, 512), 5)
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = AdamW8bit([{"params": [parameter], "weight_decay": 0.1}], **SETTINGS)
+    trained(optimizer, parameter, grads)
+    expected, step = start.clone(), torch.tensor(0.0)
+    mean, square = OptimState8bit.zeros(start.shape, True), OptimState8bit.zeros(start.shape, False)
+    for grad in grads:
+        step += 1
+        single_param_adam(
+            expected, grad, step, mean, square, None, torch.tensor(1e-3), 0.9, 0.999, 0.1, 1e-8, True, False
+        )
+    assert relative_error(parameter.detach() - start, expected - start) < 1e-4
+    for name, moment in (("exp_avg", mean), ("exp_avg_sq", square)):
+        assert torch.equal(dynamic_map(moment.signed, torch.device("cpu"))[0], moment.qmap)
+        # fp32 noise takes a value at a border to the other side now and then
+        assert (optimizer.state[parameter][f"{name}_codes"] != moment.codes).float().mean() < 1e-3
+        assert relative_error(optimizer.state[parameter][f"{name}_scales"].flatten(), moment.scale) < 1e-6
+
+
+def test_8bit_adamw_stays_near_fp32() -> None:
+    start, found = torch.randn(16, 256), []
+    for optimizer_class in (torch.optim.AdamW, AdamW8bit):
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = optimizer_class([{"params": [parameter], "weight_decay": 0.0}], **SETTINGS)
+        found.append(trained(optimizer, parameter, gradients((16, 256), 1) * 20) - start)
+    assert relative_error(found[1], found[0]) < 0.15
+
+
+def bf16_adamw(parameter: Tensor, lr: float) -> AdamWBf16:
+    groups = [{"params": [parameter], "weight_decay": 0.0}]
+    return AdamWBf16(groups, lr, (0.9, 0.999), 1e-8, rows={parameter: (0, range(len(parameter)))}, seed=1)
+
+
+def test_bf16_adamw_makes_updates_below_the_last_place() -> None:
+    """100 updates of 1e-5 to weights of 1, where bf16 has steps of 4e-3 and 8e-3, are 1e-3 in the mean."""
+    parameter = torch.nn.Parameter(torch.ones(500, 40, dtype=torch.bfloat16))
+    weights = trained(bf16_adamw(parameter, lr=1e-5), parameter, [torch.ones(500, 40)] * 100)
+    assert float(1 - weights.double().mean()) == pytest.approx(1e-3, rel=0.1)
+
+
+def test_bf16_second_moment_falls() -> None:
+    """Gradients become a tenth: rounded to nearest, the second moment would stay where it was."""
+    size = (50, 40)
+    parameter = torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16))
+    optimizer = bf16_adamw(parameter, lr=1e-4)
+    trained(optimizer, parameter, [torch.full(size, 1.0)] * 1000 + [torch.full(size, 0.1)] * 1000)
+    after_1000 = 1 - 0.999**1000
+    expected = after_1000 * 0.999**1000 + 0.01 * after_1000
+    assert float(optimizer.state[parameter]["exp_avg_sq"].double().mean()) == pytest.approx(expected, rel=0.02)
+
+
+def test_stochastic_rounding() -> None:
+    """Every possible set of random bits gives one of the two neighbours, and their mean is the value."""
+    bits = torch.arange(2**16, dtype=torch.int32)
+    for value in (1.001, -1.001, 3.1e-20, 0.0, -2.0):
+        x = torch.full((2**16,), value)
+        rounded = round_to_bf16(x, bits).double()
+        exact = float(x[0].double())
+        assert float(rounded.mean()) == pytest.approx(exact, rel=1e-7)
+        assert rounded.unique().numel() == (1 if exact in (0.0, -2.0) else 2)
+
+
+def test_random_bits_depend_on_the_position_alone() -> None:
+    key, like = torch.tensor(77, dtype=torch.int32), torch.empty(1000, 64)
+    whole = position_bits(key, range(1000), like)
+    parts = [position_bits(key, range(*cut), like[slice(*cut)]) for cut in ((0, 333), (333, 333), (333, 1000))]
+    assert torch.equal(torch.cat(parts), whole)
+    # each half of the bits is uniform: mean 1/2, and hardly any value twice in 2^32
+    for half in (whole & 0xFFFF, (whole >> 16) & 0xFFFF):
+        assert float(half.double().mean()) / 2**16 == pytest.approx(0.5, abs=0.01)
+    assert whole.unique().numel() > 0.99 * whole.numel()
+    assert float((whole == position_bits(key + 1, range(1000), like)).float().mean()) < 1e-3
+
+
+def test_random_bits_are_lowbias32() -> None:
+    def in_c(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x7FEB352D % 2**32
+        x ^= x >> 15
+        x = x * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    inputs = [0, 1, 2**31 - 1, 2**31, 0xDEADBEEF, 2**32 - 1]
+    found = random_bits(torch.tensor(inputs, dtype=torch.uint32).view(torch.int32))
+    assert found.view(torch.uint32).tolist() == [in_c(x) for x in inputs]
+
+
+@pytest.mark.parametrize("size", [(24, 16), (16, 24), (16, 16)])
+def test_newton_schulz_is_torchs(size: tuple[int, int]) -> None:
+    """To the bit in bf16, where torch.optim.Muon works; in fp32 the singular values come near 1."""
+    parameter = torch.nn.Parameter(torch.zeros(size))
+    parameter.grad = torch.randn(size, generator=torch.Generator().manual_seed(2))
+    optimizer = torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="match_rms_adamw")
+    optimizer.step()
+    found = newton_schulz(parameter.grad.bfloat16())
+    assert torch.equal(torch.zeros(size).add_(found, alpha=-0.2 * max(size) ** 0.5), parameter.detach())
+    singular = torch.linalg.svdvals(newton_schulz(parameter.grad))
+    assert 0.6 < float(singular.min()) < float(singular.max()) < 1.3
+
+
+# Schedules
+
+STEPS, SAVED_AT = 20, 7
+KWARGS: dict[str, dict[str, Any]] = {
+    "cosine_with_min_lr": {"min_lr": 1e-4},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 5},
+    "reduce_lr_on_plateau": {"patience": 1, "factor": 0.5},
+    "greedy": {"patience": 1, "factor": 0.5, "min_lr": 1e-5, "smooth": True, "window_size": 3},
+}
+EVAL_LOSSES = [2.0, 1.5, 1.5, 1.6, None, 1.7, None, 1.6, 1.8, 1.9, 1.2, 1.1, 1.0, 0.9, 0.8, 2.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def config_of(name: str, **settings: Any) -> TrainConfig:
+    arguments = settings.pop("lr_scheduler_kwargs", json.dumps(KWARGS.get(name, {})))
+    return TrainConfig(
+        model="m", dataset="d", lr_scheduler_type=name, lr_scheduler_kwargs=arguments, **{"warmup_steps": 3, **settings}
+    )
+
+
+def new_optimizer(config: TrainConfig) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    return torch.optim.AdamW(groups, lr=config.learning_rate)
+
+
+def rates(optimizer: torch.optim.Optimizer, scheduler: Any, first: int, last: int) -> list[float]:
+    """The learning rate of each step from `first` to `last`."""
+    used = []
+    for step in range(first, last):
+        assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
+        used.append(float(optimizer.param_groups[1]["lr"]))
+        optimizer.step()
+        step_scheduler(scheduler, EVAL_LOSSES[step])
+    return used
+
+
+def resumed_rates(saved: TrainConfig, config: TrainConfig) -> list[float]:
+    """Of the steps after a run under `saved` has been saved and a new one under `config` has taken over."""
+    optimizer = new_optimizer(saved)
+    scheduler = build_scheduler(optimizer, saved, STEPS)
+    rates(optimizer, scheduler, 0, SAVED_AT)
+    state = json.loads(json.dumps(scheduler.state_dict()))
+    optimizer = new_optimizer(config)
+    scheduler = build_scheduler(optimizer, config, STEPS)
+    resume_scheduler(optimizer, scheduler, config, Progress(SAVED_AT, 0, state, {}, vars(saved)))
+    return rates(optimizer, scheduler, SAVED_AT, STEPS)
+
+
+@pytest.mark.parametrize("name", [name.value for name in SchedulerType])
+def test_every_schedule_resumes(name: str) -> None:
+    config = config_of(name, learning_rate=1e-2)
+    check_schedule(config, STEPS, evaluates=True)
+    optimizer = new_optimizer(config)
+    whole = rates(optimizer, build_scheduler(optimizer, config, STEPS), 0, STEPS)
+    assert (len(set(whole)) > 1) == (name != "constant")
+    assert resumed_rates(config, config) == whole[SAVED_AT:]
+    # flags win: the peak is the new run's (KWARGS' absolute bounds are not reached here)
+    doubled = config_of(name, learning_rate=2e-2)
+    optimizer = new_optimizer(doubled)
+    expected = rates(optimizer, build_scheduler(optimizer, doubled, STEPS), 0, STEPS)
+    assert resumed_rates(config, doubled) == pytest.approx(expected[SAVED_AT:])
+
+
+def test_another_schedule_takes_over() -> None:
+    linear, plateau = config_of("linear"), config_of("reduce_lr_on_plateau")
+    assert resumed_rates(linear, plateau)[0] == plateau.learning_rate
+    optimizer = new_optimizer(linear)
+    expected = rates(optimizer, build_scheduler(optimizer, linear, STEPS), 0, STEPS)[SAVED_AT:]
+    assert resumed_rates(plateau, linear) == expected
+
+
+def test_warm_up() -> None:
+    for settings, steps in (
+        ({"warmup_steps": 7}, 7), ({"warmup_steps": 0.25}, 25), ({"warmup_steps": 0, "warmup_ratio": 0.031}, 4)
+    ):  # fmt: skip
+        assert num_warmup_steps(config_of("linear", **settings), 100) == steps
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("cosine_with_min_lr", '{"min_l": 1e-6}', "does not take 'min_l'; it takes num_cycles, min_lr, min_lr_rate"),
+        ("cosine_with_min_lr", "", "One of min_lr or min_lr_rate should be set"),
+        ("constant", '{"min_lr": 1e-6}', "constant does not take 'min_lr'; it takes none"),
+        ("reduce_lr_on_plateau", '{"patients": 1}', "does not take 'patients'; it takes mode, factor, patience"),
+        ("warmup_stable_decay", '{"num_decay_steps": 5, "decay_type": "steep"}', "Unknown decay type: steep"),
+        ("warmup_stable_decay", "", "missing 1 required positional argument: 'num_decay_steps'"),
+        ("linear", "{min_lr", "--lr-scheduler-kwargs {min_lr: is not JSON"),
+        ("linear", "3", "is no JSON object; write it like"),
+    ],
+)
+def test_bad_schedules(name: str, arguments: str, said: str) -> None:
+    with pytest.raises(ExpertMeshError) as raised:
+        check_schedule(config_of(name, lr_scheduler_kwargs=arguments), STEPS, evaluates=True)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy"])
+def test_schedules_that_need_an_evaluation(name: str) -> None:
+    with pytest.raises(ExpertMeshError, match=f"{name} follows the evaluation loss, and this run evaluates nothing"):
+        check_schedule(config_of(name), STEPS, evaluates=False)
