@@ -1,8 +1,8 @@
 """AdamW whose state takes fewer bits; the arithmetic of a step is fp32.
 
-Neither optimizer depends on how ranks are arranged, but for fp32 noise that tips a value to the other side of a
-rounding: blocks of 8-bit state lie within a row, and parameters are cut between rows; the random numbers of stochastic
-rounding are a function of seed, parameter, step, row and column.
+Neither optimizer knows how ranks are arranged: blocks of 8-bit state lie within a row, and parameters are cut between
+rows; the random numbers of stochastic rounding are a function of seed, parameter, step, row and column. Yet fp32 noise
+between arrangements now and then tips a value to the other side of a rounding, and so grows more than with fp32 state.
 
 Shape suffixes: R rows of a parameter on this rank, D its columns, B blocks a row.
 """

@@ -18,6 +18,8 @@ from training.optimizer import build_optimizer
 
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
 OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
+# between arrangements after three steps; a rank with random numbers of its own would be 3e-3 off in bf16
+TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5}
 
 
 @pytest.mark.parametrize(
@@ -49,11 +51,9 @@ def test_muon_is_torchs_on_every_experts_matrices(
     assert_same(found, reference(case), case)
 
 
-@pytest.mark.parametrize(("optim", "tolerance"), [("adamw_torch_8bit", 1e-5), ("adamw_bf16", 2e-4)])
-def test_low_bit_state_does_not_depend_on_the_arrangement(
-    ranks: RankPool, tmp_path: Path, optim: str, tolerance: float
-) -> None:
-    """But for a value here and there that fp32 noise rounds to the other side: hardly one in a thousand differs."""
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16"])
+def test_low_bit_state_does_not_depend_on_the_arrangement(ranks: RankPool, tmp_path: Path, optim: str) -> None:
+    """But for a value here and there that fp32 noise takes to the other side of a rounding."""
     case = Case(SAMPLES, settings={"optim": optim}, changes={"hidden_size": 256})
     save_model(tmp_path, **case.changes)
     (expected,) = ranks.run(ours, 1, tmp_path, Topology(1, 1), case)
@@ -61,7 +61,7 @@ def test_low_bit_state_does_not_depend_on_the_arrangement(
         topology = Topology(world_size, ep_size, dense_shard)  # type: ignore[arg-type]
         found = ranks.run(ours, world_size, tmp_path, topology, case)[0]
         for name, weights in expected.weights.items():
-            assert relative_error(found.weights[name], weights) < tolerance, (optim, name)
+            assert relative_error(found.weights[name], weights) < TOLERANCES[optim], name
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
@@ -100,7 +100,7 @@ def test_resume(ranks: RankPool, tiny_data: Path, tmp_path: Path, optim: str) ->
             if world_size == 4:
                 assert torch.equal(weights[name], expected[name]), name
             else:
-                assert relative_error(weights[name], expected[name]) < (2e-4 if optim == "adamw_bf16" else 1e-5), name
+                assert relative_error(weights[name], expected[name]) < TOLERANCES[optim], name
 
 
 def test_another_optimizers_checkpoint_is_refused(
