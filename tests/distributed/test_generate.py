@@ -104,7 +104,7 @@ def _train(path: Path, topology: Topology, position: str | None) -> Any:
     """(losses, weights on this rank, text before the first step, text after the last)"""
     case = Case(SAMPLES[:16], balance=0.05, z=0.01, gradient_checkpointing=True)
     model, mesh, _ = sharded_model(path, topology, case)
-    optimizer = build_optimizer(model.train(), train_config())
+    optimizer = build_optimizer(model.train(), train_config(), mesh)
     optimizer.param_groups[0]["lr"] = 0.02
     batches = my_batches(case, topology, dist.get_rank())
     torch.manual_seed(100 + dist.get_rank())

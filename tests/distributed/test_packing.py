@@ -103,7 +103,7 @@ def test_same_weights(ranks: RankPool, tmp_path: Path, world_size: int, ep_size:
 
 def _train(path: Path, topology: Topology, rows: list[list[Sample]]) -> tuple[list[float], dict[str, Tensor]]:
     model, mesh, _ = sharded_model(path, topology, Case([]))
-    optimizer = build_optimizer(model.train(), train_config())
+    optimizer = build_optimizer(model.train(), train_config(), mesh)
     batches = [collate(rows[torch.distributed.get_rank() :: topology.world_size])]
     results = [train_step(model, optimizer, batches, mesh, LossWeights(0.0, 0.01), 0.5) for _ in range(2)]
     return [r.loss for r in results], {n: p.full_tensor().detach() for n, p in model.named_parameters()}

@@ -167,7 +167,11 @@ EVAL_LOSSES = [2.0, 1.5, 1.5, 1.6, None, 1.7, None, 1.6, 1.8, 1.9, 1.2, 1.1, 1.0
 def config_of(name: str, **settings: Any) -> TrainConfig:
     arguments = settings.pop("lr_scheduler_kwargs", json.dumps(KWARGS.get(name, {})))
     return TrainConfig(
-        model="m", dataset="d", lr_scheduler_type=name, lr_scheduler_kwargs=arguments, **{"warmup_steps": 3, **settings}
+        model="m",
+        dataset=["d"],
+        lr_scheduler_type=name,
+        lr_scheduler_kwargs=arguments,
+        **{"warmup_steps": 3, **settings},
     )
 
 

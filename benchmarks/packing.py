@@ -1,0 +1,234 @@
+"""What packing gains over padding: `python -m benchmarks.packing --ranks 4 --ep-size 4`.
+
+Whole training steps (forward, backward, clipping, AdamW) of one sharded model, each arm in turn in every round:
+
+    padded to max     each row one sample, padded to --max-seq-length, as a fixed shape wants it
+    padded            each row one sample, padded to the longest of the forward: train_ep.py without flags
+    grouped           the same with --group-by-length
+    padded, more rows as `padded`, with as many rows a forward as make up the tokens of a packed step
+    packed            --packing
+
+All but `padded, more rows` have the same flags: as many rows a forward, of at most --max-seq-length tokens. Counted are
+tokens that are no padding. Lengths are those of --dataset, tokenised with --model's tokenizer, or else drawn from a
+log-normal distribution with the mean and spread of GSM8K's questions and answers; the model is a random Mixtral.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from checkpoints import open_source, shard_and_load
+from moe import build_model, choose_kernel
+from sharding import Topology, build_mesh, end_process_group, start_process_group
+from training import TrainConfig, attach_loss_head
+from training.data import (
+    IGNORED,
+    Batch,
+    DataOptions,
+    DataOrder,
+    Rows,
+    Samples,
+    collate,
+    load_samples,
+    make_rows,
+    set_chat_template,
+)
+from training.optimizer import build_optimizer
+from training.step import LossWeights, train_step
+
+ARMS = ("padded to max", "padded", "grouped", "padded, more rows", "packed")
+# tokens of GSM8K's training set with a 4,096-token vocabulary: the logarithm's mean and spread
+LOG_MEAN, LOG_SPREAD = 5.2, 0.38
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ep-size", type=int, default=4)
+    parser.add_argument("--model", default="", help="directory with a config.json and a tokenizer, instead of sizes")
+    parser.add_argument("--dataset", default="", help="instead of drawn lengths; needs --model")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--intermediate-size", type=int, default=896)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--max-seq-length", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=4, help="rows a rank takes in one forward")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
+    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        return measure(arguments.worker, arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command += [str(arguments.ranks), "-m", "benchmarks.packing", "--worker", directory, *sys.argv[1:]]
+        save_model(Path(directory) / "model", arguments)
+        subprocess.run(command, check=True, timeout=3000, env={"OMP_NUM_THREADS": "1", **os.environ})
+        figures = json.loads((Path(directory) / "figures.json").read_text())
+    print_table(figures)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=2))
+    return 0
+
+
+def save_model(path: Path, arguments: argparse.Namespace) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.hidden_size,
+        intermediate_size=arguments.intermediate_size,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        max_position_embeddings=arguments.max_seq_length,
+    )
+    if arguments.model:
+        config = MixtralConfig.from_pretrained(arguments.model)
+    torch.manual_seed(0)
+    MixtralForCausalLM(config).save_pretrained(path)
+
+
+def measure(directory: Path, arguments: argparse.Namespace) -> int:
+    """On each rank: the arms in turn, round after round."""
+    ranks = start_process_group(use_cpu=not torch.cuda.is_available(), timeout_seconds=600)
+    device = ranks.device.type
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    source = open_source(directory / "model")
+    kernel = choose_kernel("auto", device, source.shape.model_width, source.shape.expert_width, dtype)
+    model: Any = build_model(source.family, source.config, kernel.kernel)
+    attach_loss_head(model, "chunked")
+    mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size))
+    shard_and_load(model, source, mesh, ranks.device, dtype)
+    optimizer = build_optimizer(model.train(), TrainConfig(model="-", dataset=["-"], learning_rate=1e-5), mesh)
+    samples = read_samples(arguments) if arguments.dataset else draw_samples(arguments)
+    arms = {arm: prepare(arm, samples, arguments, ranks.world_size) for arm in ARMS}
+
+    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    cpu_seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    tokens: dict[str, list[int]] = {arm: [] for arm in ARMS}
+    positions: dict[str, list[int]] = {arm: [] for arm in ARMS}
+    for step in range(-1, arguments.rounds):  # the first round only warms up
+        for arm, (rows, order) in arms.items():
+            (forward,) = order.micro_batches(step + 1, ranks.rank)
+            batch = collate([rows[row] for row in forward])
+            if arm == "padded to max":
+                batch = pad_to(batch, arguments.max_seq_length)
+            batch = batch.to(ranks.device)
+            dist.barrier()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
+            result = train_step(model, optimizer, [batch], mesh, LossWeights(0.0, 0.0), 1.0)
+            dist.barrier()
+            spent = torch.tensor([time.process_time() - cpu_begin, float(batch.tokens_BS.numel())], dtype=torch.float64)
+            elapsed = time.perf_counter() - begin
+            dist.all_reduce(spent)
+            if step >= 0:
+                seconds[arm].append(elapsed)
+                cpu_seconds[arm].append(float(spent[0]))
+                positions[arm].append(int(spent[1]))
+                tokens[arm].append(result.tokens)
+    if ranks.rank == 0:
+        figures = {
+            "setting": f"{ranks.world_size} ranks, ep {arguments.ep_size}, {device}, {dtype}, "
+            f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {arguments.rows} rows of at most "
+            f"{arguments.max_seq_length} tokens a forward, samples of {samples.lengths.float().mean():.0f} tokens on "
+            f"average, torch {torch.__version__}, {os.cpu_count()} cores",
+            "rounds": arguments.rounds,
+            "arms": {
+                arm: {"seconds": seconds[arm], "cpu": cpu_seconds[arm], "tokens": tokens[arm], "at": positions[arm]}
+                for arm in ARMS
+            },
+        }
+        (directory / "figures.json").write_text(json.dumps(figures))
+    end_process_group()
+    return 0
+
+
+def read_samples(arguments: argparse.Namespace) -> Samples:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    set_chat_template(tokenizer, "")
+    return load_samples("--dataset", [arguments.dataset], tokenizer, DataOptions(arguments.max_seq_length), 0)
+
+
+def draw_samples(arguments: argparse.Namespace, number: int = 4000) -> Samples:
+    """Random tokens, two thirds of each sample trained on."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(number, generator=generator) * LOG_SPREAD + LOG_MEAN).exp().long()
+    lengths = drawn.clamp(3, arguments.max_seq_length).tolist()
+    content = [torch.randint(0, arguments.vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    table = {
+        "tokens": content,
+        "is_trained": [[place >= n // 3 for place in range(n)] for n in lengths],
+        "length": lengths,
+        "num_targets": [n - max(n // 3, 1) for n in lengths],
+    }
+    return Samples(Dataset.from_dict(table), [])
+
+
+def prepare(arm: str, samples: Samples, arguments: argparse.Namespace, world_size: int) -> tuple[Rows, DataOrder]:
+    rows = make_rows(samples, arm == "packed", arguments.max_seq_length, seed=0)
+    a_forward = arguments.rows
+    if arm == "padded, more rows":
+        a_forward = round(a_forward * arguments.max_seq_length / float(samples.lengths.float().mean()))
+    order = DataOrder(len(rows), world_size, a_forward, 1, 0, rows.lengths if arm == "grouped" else None)
+    # a data set of less than a batch would leave ranks without rows
+    assert order.steps_per_epoch > arguments.rounds, "fewer rows than the rounds take"
+    return rows, order
+
+
+def pad_to(batch: Batch, length: int) -> Batch:
+    """Padded on the right to `length` positions."""
+    rows, old = batch.tokens_BS.shape
+    more = (0, length - old)
+    is_token_BS = torch.ones(rows, old, dtype=torch.bool) if batch.is_token_BS is None else batch.is_token_BS
+    row, position = batch.target_index_N // old, batch.target_index_N % old
+    return replace(
+        batch,
+        tokens_BS=F.pad(batch.tokens_BS, more),
+        is_token_BS=F.pad(is_token_BS, more),
+        targets_BS=F.pad(batch.targets_BS, more, value=IGNORED),
+        target_index_N=row * length + position,
+    )
+
+
+def print_table(figures: dict[str, Any]) -> None:
+    print(f"{figures['setting']}; median of {figures['rounds']} rounds, arms interleaved")
+    print(
+        f"{'arm':<20}{'tokens a step':>14}{'padding':>9}{'tokens/s':>10}{'range':>16}{'x padded':>10}"
+        f"{'tokens/CPU-s':>14}"
+    )
+    baseline = rates(figures["arms"]["padded"], "seconds")
+    for arm, f in figures["arms"].items():
+        speed = rates(f, "seconds")
+        gain = statistics.median(a / b for a, b in zip(speed, baseline, strict=True))
+        print(
+            f"{arm:<20}{statistics.median(f['tokens']):>14,.0f}{1 - sum(f['tokens']) / sum(f['at']):>9.0%}"
+            f"{statistics.median(speed):>10,.0f}{f'{min(speed):,.0f}-{max(speed):,.0f}':>16}{gain:>10.2f}"
+            f"{statistics.median(rates(f, 'cpu')):>14,.0f}"
+        )
+
+
+def rates(arm: dict[str, list[float]], per: str) -> list[float]:
+    """Tokens a second, or a CPU-second of all ranks together, in each round."""
+    return [tokens / seconds for tokens, seconds in zip(arm["tokens"], arm[per], strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
