@@ -41,6 +41,7 @@ from training import (
     TrainConfig,
     attach_loss_head,
     check_schedule,
+    choose_attention,
     choose_cross_entropy,
     data_order,
     facts,
@@ -89,7 +90,8 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
             source.shape.expert_width,
             compute_dtype,
         )
-        model = build_model(source.family, source.config, kernel.kernel, config.attn_implementation)
+        attention = choose_attention(config.attn_implementation, config.packing, source.config)
+        model = build_model(source.family, source.config, kernel.kernel, attention)
         attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
         if config.optim == "adamw_bf16":
             model.to(torch.bfloat16)

@@ -33,6 +33,7 @@ from checkpoints import open_source, shard_and_load
 from moe import build_model, choose_kernel
 from sharding import Topology, build_mesh, end_process_group, start_process_group
 from training import TrainConfig, attach_loss_head
+from training.attention import PACKED
 from training.data import (
     IGNORED,
     Batch,
@@ -109,7 +110,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> int:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     source = open_source(directory / "model")
     kernel = choose_kernel("auto", device, source.shape.model_width, source.shape.expert_width, dtype)
-    model: Any = build_model(source.family, source.config, kernel.kernel)
+    model: Any = build_model(source.family, source.config, kernel.kernel, PACKED)
     attach_loss_head(model, "chunked")
     mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size))
     shard_and_load(model, source, mesh, ranks.device, dtype)

@@ -1,5 +1,6 @@
 """Configuration, data, optimizer, loop and log of a training run."""
 
+from training.attention import choose_attention
 from training.config import TrainConfig, parse_config
 from training.data import print_preview
 from training.facts import facts
@@ -16,6 +17,7 @@ __all__ = [
     "TrainConfig",
     "attach_loss_head",
     "check_schedule",
+    "choose_attention",
     "choose_cross_entropy",
     "data_order",
     "facts",

@@ -5,6 +5,7 @@ from typing import Any
 from checkpoints import ModelSource
 from moe import KernelChoice, ParameterCounts
 from sharding import Topology
+from training.attention import PACKED
 from training.config import TrainConfig
 from training.data import DataOrder, describe
 from training.inputs import Inputs
@@ -28,7 +29,7 @@ def facts(
         _mesh(source, topology, config, order),
         _memory(counts, topology, config),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
-        f"attention {config.attn_implementation}, cross-entropy {model.lm_head.kind}"
+        f"attention {_attention(model, config)}, cross-entropy {model.lm_head.kind}"
         + (", activation checkpointing" if config.gradient_checkpointing else ""),
     ]
     if inputs.training is not None:
@@ -44,6 +45,11 @@ def _mesh(source: ModelSource, topology: Topology, config: TrainConfig, order: D
         f"global batch {order.global_batch_size} rows = {world} ranks x {config.per_device_train_batch_size} rows "
         f"x {config.gradient_accumulation_steps} forwards"
     )
+
+
+def _attention(model: Any, config: TrainConfig) -> str:
+    is_packed = model.config._attn_implementation == PACKED
+    return config.attn_implementation + (" sample by sample" if is_packed else "")
 
 
 def _memory(counts: ParameterCounts, topology: Topology, config: TrainConfig) -> str:

@@ -13,6 +13,7 @@ from sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, random_samples, sharded_model, train_config
 from tests.tiny import relative_error, save_model, tiny_mixtral
+from training.attention import PACKED, segment_arguments
 from training.data import IGNORED, Batch, Sample, collate, pack
 from training.optimizer import build_optimizer
 from training.step import LossWeights, train_step
@@ -28,8 +29,11 @@ def packed_rows() -> list[list[Sample]]:
     return rows
 
 
-@pytest.mark.parametrize("changes", [{}, {"sliding_window": 6}], ids=["full", "sliding window"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attention", "changes"),
+    [("sdpa", {}), ("eager", {}), ("sdpa", {"sliding_window": 6}), (PACKED, {}), (PACKED, {"num_key_value_heads": 4})],
+    ids=["sdpa", "eager", "sliding window", "sample by sample", "sample by sample, all heads"],
+)
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (2, 2)])
 def test_same_token_losses_and_router_statistics(
     ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int, attention: str, changes: dict[str, Any]
@@ -69,8 +73,15 @@ def _both_ways(path: Path, topology: Topology, attention: str) -> Any:
 @torch.no_grad()
 def _losses_and_stats(model: Any, batch: Batch) -> tuple[Tensor, list[RouterStats]]:
     """The loss of every target token, in the order of the batch."""
+    told: dict[str, Any] = {}
+    if model.config._attn_implementation == PACKED and batch.segments is not None:
+        told = segment_arguments(batch.segments, batch.tokens_BS.device)
     out = model(
-        input_ids=batch.tokens_BS, position_ids=batch.positions_BS, is_token_BS=batch.is_token_BS, use_cache=False
+        **told,
+        input_ids=batch.tokens_BS,
+        position_ids=batch.positions_BS,
+        is_token_BS=batch.is_token_BS,
+        use_cache=False,
     )
     losses = F.cross_entropy(
         out.logits.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORED, reduction="none"
@@ -90,19 +101,23 @@ def _losses_of_transformers(**changes: Any) -> Tensor:
     return torch.cat(losses)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", PACKED])
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 2), (4, 4)])
-def test_same_weights(ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int) -> None:
+def test_same_weights(ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int, attention: str) -> None:
     """Two steps over the same samples, a row each in one process or packed on several ranks, with a z-loss."""
     save_model(tmp_path)
-    (expected,) = ranks.run(_train, 1, tmp_path, Topology(1, 1), [[sample] for sample in SAMPLES])
-    found = ranks.run(_train, world_size, tmp_path, Topology(world_size, ep_size), packed_rows())[0]
+    (expected,) = ranks.run(_train, 1, tmp_path, Topology(1, 1), [[sample] for sample in SAMPLES], "sdpa")
+    found = ranks.run(_train, world_size, tmp_path, Topology(world_size, ep_size), packed_rows(), attention)[0]
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     errors = {name: relative_error(found[1][name], weight) for name, weight in expected[1].items()}
     assert max(errors.values()) <= 2e-5, errors
 
 
-def _train(path: Path, topology: Topology, rows: list[list[Sample]]) -> tuple[list[float], dict[str, Tensor]]:
-    model, mesh, _ = sharded_model(path, topology, Case([]))
+def _train(
+    path: Path, topology: Topology, rows: list[list[Sample]], attention: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    model, mesh, _ = sharded_model(path, topology, Case([], gradient_checkpointing=attention == PACKED))
+    model.set_attn_implementation(attention)
     optimizer = build_optimizer(model.train(), train_config(), mesh)
     batches = [collate(rows[torch.distributed.get_rank() :: topology.world_size])]
     results = [train_step(model, optimizer, batches, mesh, LossWeights(0.0, 0.01), 0.5) for _ in range(2)]

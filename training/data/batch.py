@@ -23,6 +23,7 @@ class Batch:
     positions_BS: where each token stands within its own sample; None when every row is one sample. transformers takes
         a position that does not follow the one before it for the start of another sample, and lets none attend to
         another (`find_packed_sequence_indices`).
+    segments: lengths of the samples, and of the padding behind them, row after row; None as for positions_BS.
     is_token_BS: False for padding, or None when there is none.
     targets_BS: the next token of the same sample where it is to be learned, else -100.
     target_index_N: the flat positions that have a target.
@@ -32,6 +33,7 @@ class Batch:
 
     tokens_BS: Tensor
     positions_BS: Tensor | None
+    segments: tuple[int, ...] | None
     is_token_BS: Tensor | None
     targets_BS: Tensor
     target_index_N: Tensor
@@ -71,6 +73,7 @@ def collate(rows: Sequence[Sequence[Sample]]) -> Batch:
     return Batch(
         tokens_BS,
         positions_BS if is_packed else None,
+        _segments(rows, tokens_BS.shape[1]) if is_packed else None,
         is_token_BS if has_padding else None,
         targets_BS,
         target_index_N,
@@ -78,3 +81,11 @@ def collate(rows: Sequence[Sequence[Sample]]) -> Batch:
         len(target_index_N),
         sum(len(sample.tokens) * (len(sample.tokens) + 1) // 2 for row in rows for sample in row),
     )
+
+
+def _segments(rows: Sequence[Sequence[Sample]], length: int) -> tuple[int, ...]:
+    segments: list[int] = []
+    for row in rows:
+        lengths = [len(sample.tokens) for sample in row]
+        segments += lengths + [length - sum(lengths)] * (sum(lengths) < length)
+    return tuple(segments)

@@ -1,0 +1,112 @@
+"""Attention within the samples of packed rows, without a mask of row length squared.
+
+A mask would have most pairs of positions multiplied only to be thrown away: of 20 samples in a row of 4,096 tokens, 19
+pairs in 20. Here each sample is a sequence of its own.
+
+Shape suffixes: B rows, S positions, N = B·S positions of all rows, H heads, G heads of keys and values, A head width.
+"""
+
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+PACKED = "expertmesh_packed"
+"""Name of this attention among those of transformers; without `segments` it is their sdpa."""
+
+
+def choose_attention(attn_implementation: str, packing: bool, config: Any) -> str:
+    """PACKED for packed rows with sdpa, where every token sees its sample's whole past; else what was asked for, which
+    keeps samples apart by the mask that transformers makes from their positions."""
+    has_window = getattr(config, "sliding_window", None) is not None
+    return PACKED if packing and attn_implementation == "sdpa" and not has_window else attn_implementation
+
+
+def segment_arguments(segments: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """What to tell a model whose attention is PACKED.
+
+    Args:
+        segments: lengths of the samples, and of the padding behind them, row after row; they add up to N.
+    """
+    # transformers takes a mask of four dimensions as it is, and builds none of its own; nobody reads this one
+    return {"segments": tuple(segments), "attention_mask": torch.empty(1, 1, 1, 1, device=device)}
+
+
+def packed_attention(
+    module: Any,
+    query_BHSA: Tensor,
+    key_BGSA: Tensor,
+    value_BGSA: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    segments: tuple[int, ...] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each segment, in the signature of transformers' attention functions; (B, S, H, A) out."""
+    if segments is None:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query_BHSA, key_BGSA, value_BGSA, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    rows, positions = query_BHSA.shape[0], query_BHSA.shape[2]
+    assert sum(segments) == rows * positions, (segments, query_BHSA.shape)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHSA, key_BGSA, value_BGSA)]
+    if query_BHSA.is_cuda and query_BHSA.dtype in (torch.bfloat16, torch.float16) and dropout == 0:
+        out_NHA = _by_varlen_kernel(*flat, segments, scaling)
+    else:
+        out_NHA = _one_by_one(*flat, segments, scaling, dropout)
+    return out_NHA.unflatten(0, (rows, positions)), None
+
+
+def _one_by_one(
+    query_NHA: Tensor,
+    key_NGA: Tensor,
+    value_NGA: Tensor,
+    segments: tuple[int, ...],
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    # split's backward is one concatenation; that of a slice would be a tensor of all N positions for each segment
+    parts = zip(*(x.split(segments) for x in (query_NHA, key_NGA, value_NGA)), strict=True)
+    outputs = []
+    for part in parts:
+        query_1HLA, key_1GLA, value_1GLA = (x.transpose(0, 1).unsqueeze(0) for x in part)
+        out_1HLA = F.scaled_dot_product_attention(
+            query_1HLA, key_1GLA, value_1GLA, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=True
+        )
+        outputs.append(out_1HLA.squeeze(0).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _by_varlen_kernel(
+    query_NHA: Tensor, key_NGA: Tensor, value_NGA: Tensor, segments: tuple[int, ...], scale: float | None
+) -> Tensor:
+    """One flash-attention kernel for all segments (`torch.nn.attention.varlen`)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = torch.tensor([0, *segments]).cumsum(0).int().pin_memory().to(query_NHA.device, non_blocking=True)
+    groups = query_NHA.shape[1] // key_NGA.shape[1]
+    key_NHA, value_NHA = (x.repeat_interleave(groups, dim=1) for x in (key_NGA, value_NGA))
+    longest = max(segments)
+    out: Any = varlen_attn(query_NHA, key_NHA, value_NHA, ends, ends, longest, longest, scale=scale, **_causal())
+    return out
+
+
+@cache
+def _causal() -> dict[str, Any]:
+    """How this torch's varlen_attn is told to be causal: 2.10 has a flag, later ones a window."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    return {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, sdpa_mask)
