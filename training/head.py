@@ -92,7 +92,7 @@ def choose_cross_entropy(name: CrossEntropy, device_type: str) -> str:
         raise ExpertMeshError("--cross-entropy liger needs a GPU; use --cross-entropy chunked, which runs anywhere")
     if name == "liger" and not find_spec("liger_kernel"):
         raise ExpertMeshError(
-            "--cross-entropy liger: liger-kernel is not installed; pip install 'liger-kernel>=0.8', "
+            "--cross-entropy liger: liger-kernel is not installed; pip install 'liger-kernel>=0.8.5', "
             "or use --cross-entropy chunked"
         )
     return name
@@ -119,9 +119,12 @@ def liger_loss_sum(x_BSD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor
     if len(targets_N) == 0:
         # liger-kernel divides by the number of rows
         return chunked_loss_sum(x_BSD, weight_VD, targets)
-    none = None  # of bias and class weights
+    bias = class_weights = softcap = None
+    z_weight = label_smoothing = 0.0
+    return_z_loss, accumulate_in = False, torch.float32
     loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
-        rows_ND, weight_VD, targets_N, none, none, IGNORED, 0.0, 0.0, "sum", None, False, torch.float32
+        *(rows_ND, weight_VD, targets_N, bias, class_weights, IGNORED, z_weight, label_smoothing),
+        *("sum", softcap, return_z_loss, accumulate_in),
     )
     return loss
 

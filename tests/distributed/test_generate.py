@@ -19,7 +19,7 @@ from training.step import LossWeights, train_step
 
 TOPOLOGIES = [(1, 1), (2, 1), (4, 2), (4, 4)]
 NEW_TOKENS = 12
-NOISE = {"router_jitter_noise": 0.2, "attention_dropout": 0.1}
+NOISE: dict[str, Any] = {"router_jitter_noise": 0.2, "attention_dropout": 0.1}
 
 
 def random_prompts(lengths: list[int]) -> list[list[int]]:
