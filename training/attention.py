@@ -57,11 +57,11 @@ def packed_attention(
         )
     rows, positions = query_BHSA.shape[0], query_BHSA.shape[2]
     assert sum(segments) == rows * positions, (segments, query_BHSA.shape)
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHSA, key_BGSA, value_BGSA)]
+    query_NHA, key_NGA, value_NGA = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHSA, key_BGSA, value_BGSA))
     if query_BHSA.is_cuda and query_BHSA.dtype in (torch.bfloat16, torch.float16) and dropout == 0:
-        out_NHA = _by_varlen_kernel(*flat, segments, scaling)
+        out_NHA = _by_varlen_kernel(query_NHA, key_NGA, value_NGA, segments, scaling)
     else:
-        out_NHA = _one_by_one(*flat, segments, scaling, dropout)
+        out_NHA = _one_by_one(query_NHA, key_NGA, value_NGA, segments, scaling, dropout)
     return out_NHA.unflatten(0, (rows, positions)), None
 
 
