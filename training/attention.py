@@ -52,7 +52,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each segment, in the signature of transformers' attention functions; (B, S, H, A) out."""
     if segments is None:
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
+        return sdpa_attention_forward(
             module, query_BHSA, key_BGSA, value_BGSA, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     rows, positions = query_BHSA.shape[0], query_BHSA.shape[2]
