@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import MixtralConfig
@@ -16,7 +17,7 @@ from training.optimizer import BYTES_A_PARAMETER
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "mixtral_8x7b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000},
     "mixtral_8x22b": {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "vocab_size": 32768},
 }
@@ -75,7 +76,12 @@ def test_torchrun_script(flags: list[str], tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "configs/launch/torchrun.sh"), *flags, "--output-dir", str(tmp_path / "out")]
     port = str(free_port())
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(GPUS_PER_NODE="2", PORT=port), capture_output=True, text=True, timeout=180
+        command,
+        cwd=tmp_path,
+        env=environment(GPUS_PER_NODE="2", PORT=port),
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
@@ -121,5 +127,3 @@ def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "train_ep.py").write_text("raise SystemExit(75)")
     assert run(tmp_path).returncode == 75
     assert (tmp_path / "calls").read_text().endswith(f"requeue {slurm['SLURM_JOB_ID']}\n")
-
-

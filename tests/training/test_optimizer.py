@@ -45,8 +45,24 @@ def test_adamw_without_blocks_is_torchs(size: tuple[int, ...]) -> None:
     assert relative_error(found[1] - start, found[0] - start) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("signed", "total", "squares", "entries"),
+    [
+        (True, 1.0, 48.59583767, {0: -0.99296874, 1: -0.97890627, 64: -0.09859375, 127: 0.0, 128: 5.5e-7, 255: 1.0}),
+        (False, 75.10526324, 48.5974521, {0: 0.0, 1: 3.3e-7, 64: 0.01210938, 128: 0.11054687, 255: 1.0}),
+    ],
+)
+def test_8bit_map_is_torchaos(signed: bool, total: float, squares: float, entries: dict[int, float]) -> None:
+    """Figures read from torchao 0.18."""
+    values = dynamic_map(signed, torch.device("cpu"))[0].double()
+    assert len(values) == 256
+    assert float(values.sum()) == pytest.approx(total, rel=1e-6)
+    assert float(values.square().sum()) == pytest.approx(squares, rel=1e-6)
+    assert {i: float(values[i]) for i in entries} == pytest.approx(entries, rel=1e-6, abs=1e-8)
+
+
 def test_8bit_adamw_is_torchaos() -> None:
-    """torchao's own step, uncompiled, with its own 8-bit state: the same codes and weights."""
+    """torchao's own step, uncompiled, with its own 8-bit state, where it is installed: the same codes and weights."""
     pytest.importorskip("torchao")
     from torchao.optim.adam import single_param_adam
     from torchao.optim.subclass_8bit import OptimState8bit
