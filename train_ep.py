@@ -109,6 +109,7 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
             print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
         return True
 
+    prompts = make_prompts(config, inputs)
     log = RunLog(config, output_dir, number_of_steps(config, order), ranks)
     mesh = build_mesh(ranks.device.type, topology, config.ddp_timeout)
     resume_from = find_resume(config, output_dir, ranks)
@@ -126,7 +127,7 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
     saver = make_saver(config, output_dir, checkpoint, inputs, ranks)
     with log:
         if inputs.training is not None:
-            weights, prompts = loss_weights(config, source), make_prompts(config, inputs)
+            weights = loss_weights(config, source)
             finished = train(
                 Run(
                     config, model, counts, source.shape.top_k, inputs, order, prompts, weights, mesh, ranks, log, saver

@@ -176,16 +176,41 @@ class Saver:
         _write_durably(self.directory / (LATEST + ".part"), final.name)
         (self.directory / (LATEST + ".part")).rename(self.directory / LATEST)
         if progress.best.get("step") == progress.step:
-            link = self.directory / (BEST + ".part")
-            link.unlink(missing_ok=True)
-            link.symlink_to(final.name)
-            link.rename(self.directory / BEST)
+            self._link_best(Path(final.name))
+        elif (self.directory / BEST).resolve() == final.resolve():
+            # an earlier attempt had its best evaluation at this step, with other weights
+            (self.directory / BEST).unlink()
         _sync_directory(self.directory)
         if self.limit is not None:
             best = (self.directory / BEST).resolve()
             for old in whole_checkpoints(self.directory)[self.limit :]:
                 if old.resolve() != best:
                     _discard(old)
+
+    def restore_best(self, resumed_from: Path, best: dict[str, Any]) -> bool:
+        """After a resume: let the link to the best checkpoint be what it was at that point. All ranks call it together.
+
+        Returns:
+            Whether the checkpoint of the best evaluation is still there, beside this run's own or where it came from.
+        """
+        name = checkpoint_name(best["step"]) if best else ""
+        places = [self.directory / name, resumed_from.resolve().parent / name]
+        found = next((place for place in places if best and (place / MARKER).is_file()), None)
+        there = [found is not None]
+        with raise_together():
+            if dist.get_rank() == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                (self.directory / BEST).unlink(missing_ok=True)
+                if found is not None:
+                    self._link_best(Path(name) if found == places[0] else found)
+        dist.broadcast_object_list(there, src=0)
+        return there[0]
+
+    def _link_best(self, target: Path) -> None:
+        link = self.directory / (BEST + ".part")
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        link.rename(self.directory / BEST)
 
 
 def _discard(path: Path) -> None:
@@ -384,17 +409,25 @@ def load_training_state(path: Path, model: nn.Module, optimizer: torch.optim.Opt
     return progress
 
 
-def load_best_model(directory: Path, model: nn.Module) -> Path:
+def load_best_model(directory: Path, model: nn.Module, step: int, any_owner: bool) -> Path | None:
     """Fill a sharded model with the weights of the best checkpoint in `directory`. All ranks call it together.
 
+    Args:
+        step: that it must be of.
+        any_owner: whether to read one that another user owns.
+
     Returns:
-        The checkpoint's path.
+        The checkpoint's path; None if there is none of that step, because it could not be saved.
 
     Raises:
-        ExpertMeshError: on all ranks, when there is none, or it is damaged.
+        ExpertMeshError: on all ranks, when it is damaged.
     """
     link = directory / BEST
-    problem = _check_together(link, any_owner=False) if link.exists() else "no evaluation has left a checkpoint"
+    there = [link.exists() and link.resolve().name == checkpoint_name(step)]
+    dist.broadcast_object_list(there, src=0)
+    if not there[0]:
+        return None
+    problem = _check_together(link, any_owner)
     if problem is not None:
         raise ExpertMeshError(f"--load-best-model-at-end: {link}: {problem}")
     state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}

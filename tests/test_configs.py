@@ -88,14 +88,13 @@ def test_torchrun_script(flags: list[str], tmp_path: Path) -> None:
 
 
 FAKE_SRUN = """#!/usr/bin/env bash
-# Stands in for Slurm's: two tasks; the first that fails gives the exit code.
-shift  # --kill-on-bad-exit=1
+# Stands in for Slurm's: two tasks; as with --kill-on-bad-exit, the first that fails ends the other.
+shift
 export SLURM_NTASKS=2
 SLURM_PROCID=0 SLURM_LOCALID=0 "$@" & first=$!
 SLURM_PROCID=1 SLURM_LOCALID=1 "$@" & second=$!
-wait $first; code=$?
-wait $second || code=$?
-exit $code
+wait -n || { code=$?; kill $first $second 2>/dev/null; wait; exit $code; }
+wait -n
 """
 FAKE_SCONTROL = """#!/usr/bin/env bash
 echo "$@" >> "$CALLS"
@@ -124,6 +123,9 @@ def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
     metrics = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [1, 2]
 
-    (tmp_path / "train_ep.py").write_text("raise SystemExit(75)")
+    # the second rank is done a second after the first
+    stub = "import os, time; time.sleep(int(os.environ['RANK'])); open(os.environ['RANK'], 'w'); raise SystemExit(75)"
+    (tmp_path / "train_ep.py").write_text(stub)
     assert run(tmp_path).returncode == 75
+    assert (tmp_path / "1").exists(), "every rank comes to its end"
     assert (tmp_path / "calls").read_text().endswith(f"requeue {slurm['SLURM_JOB_ID']}\n")

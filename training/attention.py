@@ -18,13 +18,25 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from moe import ExpertMeshError
+
 PACKED = "expertmesh_packed"
 """Name of this attention among those of transformers; without `segments` it is their sdpa."""
 
 
 def choose_attention(attn_implementation: str, packing: bool, config: Any) -> str:
     """PACKED for packed rows with sdpa, where every token sees its sample's whole past; else what was asked for, which
-    keeps samples apart by the mask that transformers makes from their positions."""
+    keeps samples apart by the mask that transformers makes from their positions.
+
+    Raises:
+        ExpertMeshError: packed rows with flash attention: it takes no mask, and finds out only of single rows where
+            their samples begin.
+    """
+    if packing and "flash" in attn_implementation:
+        raise ExpertMeshError(
+            f"--attn-implementation {attn_implementation}: does not keep packed samples apart; with --packing use "
+            "sdpa, which on a GPU in bf16 runs a flash-attention kernel sample by sample"
+        )
     has_window = getattr(config, "sliding_window", None) is not None
     return PACKED if packing and attn_implementation == "sdpa" and not has_window else attn_implementation
 

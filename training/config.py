@@ -48,6 +48,7 @@ class TrainConfig:
     chat_template: str = _flag("", f"Chat template: {', '.join(TEMPLATES)}, or a Jinja file. Default: the tokenizer's.")
     prompt_template: str = _flag("", "Instead of a chat template: the text before the response, with {prompt} in it.")
     train_on: TrainOn = _flag("assistant", "What has a loss: all, every assistant turn, or the last one.")
+    dataset_config: str = _flag("", "Configuration of a hub data set.", aliases=["--dataset-config-name"])
     dataset_split: str = _flag("train", "Split of a hub data set.")
     messages_column: str = _flag("", "Column with the conversation, where it is not found by itself.")
     prompt_column: str = _flag("", "Column with the prompt.")
@@ -99,6 +100,7 @@ class TrainConfig:
     seed: int = _flag(42, "Seed of the data order and of dropout and jitter.")
 
     eval_dataset: list[str] = _list("Data to evaluate on, named as in --dataset.")
+    eval_dataset_split: str = _flag("test", "Split of a hub data set to evaluate on.")
     eval_ratio: float = _flag(0.0, "Share of --dataset to hold out and evaluate on, where --eval-dataset is not given.")
     eval_steps: int = _flag(0, "Evaluate every so many steps; 0: after every epoch. Always at the end.")
     per_device_eval_batch_size: int = _flag(8, "Rows a rank takes in one forward of an evaluation.")
@@ -175,6 +177,10 @@ class TrainConfig:
                 raise ExpertMeshError(
                     f"{_as_flag(name)}: there is nothing to evaluate on; give --eval-dataset or --eval-ratio"
                 )
+        if self.generate_prompts and self.generate_steps == 0:
+            raise ExpertMeshError("--generate-prompts: when is it to answer them? Give --generate-steps")
+        if self.early_stopping_threshold and self.early_stopping_patience == 0:
+            raise ExpertMeshError("--early-stopping-threshold: nothing stops early without --early-stopping-patience")
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: --save-steps 0 saves no checkpoint to load it from")
 

@@ -48,19 +48,20 @@ def evaluate(model: Any, rows: Rows, per_device: int, ranks: Ranks) -> Evaluatio
 
 @dataclass
 class Best:
-    """The best evaluation so far, and how many have come since."""
+    """The best evaluation so far, and how many in a row were not better by the threshold."""
 
     loss: float = math.inf
     step: int = 0
     since: int = 0
 
     def update(self, loss: float, step: int, threshold: float) -> bool:
-        """Whether this one is better by more than `threshold`; it is then the best."""
-        if loss < self.loss - threshold:
-            self.loss, self.step, self.since = loss, step, 0
-            return True
-        self.since += 1
-        return False
+        """Whether this one is the best. One that is better by no more than `threshold` counts as best, but not against
+        an early stop (`EarlyStoppingCallback` in transformers)."""
+        self.since = 0 if loss < self.loss - threshold else self.since + 1
+        is_better = loss < self.loss
+        if is_better:
+            self.loss, self.step = loss, step
+        return is_better
 
     def state(self) -> dict[str, float]:
         """For a checkpoint; `Best(**state)` brings it back."""

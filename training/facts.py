@@ -72,7 +72,7 @@ def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:
     lines = [f"{origin.name}: {describe(origin)}" for origin in samples.origins]
     packed = f" packed into {len(inputs.training):,} rows" if config.packing else ""
     tokens = int(samples.lengths.sum())
-    cut = sum(origin.cut for origin in samples.origins)
+    cut = int(samples.is_cut.sum())
     a_step = tokens / len(inputs.training) * min(order.global_batch_size, len(inputs.training))
     lines.append(
         f"{len(samples):,} samples{packed}, {tokens:,} tokens, {int(samples.targets.sum()) / tokens:.0%} of them "

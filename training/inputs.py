@@ -1,7 +1,7 @@
 """What a run reads before it starts: tokenizer, rows to train on, rows to evaluate on."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from checkpoints import ModelSource
@@ -77,6 +77,7 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         columns,
         config.prompt_template,
         config.train_on,
+        config.dataset_config,
         config.dataset_split,
         config.dataset_num_proc,
     )
@@ -84,6 +85,7 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
     if config.eval_ratio > 0:
         return hold_out(samples, config.eval_ratio, config.seed)
     if config.eval_dataset:
+        options = replace(options, split=config.eval_dataset_split)
         return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed)
     return samples, None
 
@@ -137,6 +139,8 @@ def question_tokens(config: TrainConfig, tokenizer: Any, question: str) -> list[
     """A question as the model is to see it before it answers."""
     if config.prompt_template:
         return prompt_tokens(tokenizer, config.prompt_template, question)
+    if tokenizer.chat_template is None:
+        return prompt_tokens(tokenizer, "{prompt}", question)
     message = {"role": "user", "content": question}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -144,5 +148,6 @@ def question_tokens(config: TrainConfig, tokenizer: Any, question: str) -> list[
 
 
 def _beginning(sample: Sample) -> list[int]:
+    """The sample up to its first trained token; of one that is trained on from the start, its first few words."""
     first = next(i for i, is_trained in enumerate(sample.is_trained) if is_trained and i > 0)
-    return sample.tokens[:first]
+    return sample.tokens[: first if first > 1 else min(max(len(sample.tokens) // 4, 1), 32)]

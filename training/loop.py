@@ -86,6 +86,8 @@ def train(run: Run, resume_from: Path | None) -> bool:
         _check_optimizer(progress, config, resume_from)
         resume_scheduler(optimizer, scheduler, config, progress)
         first_step, tokens, best = progress.step, progress.tokens, Best(**progress.best)
+        if run.saver is not None and not run.saver.restore_best(resume_from, progress.best) and progress.best:
+            log.line(f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone")
         log.line(f"resumed from {resume_from}, step {first_step}")
     run.model.train()
     log.keep_until(first_step)
@@ -98,28 +100,36 @@ def train(run: Run, resume_from: Path | None) -> bool:
             done = step + 1
             tokens += result.tokens
             meter.add(result)
-            if _is_due(done, config.logging_steps, run):
-                epoch = round(done / run.order.steps_per_epoch, 4)
-                log.step({"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.weights))
+            paused = time.perf_counter()
+
+            # what is saved or evaluated must also be logged: a run that goes on from there begins with an empty meter
+            evaluates, saves = _evaluates_at(done, run), run.saver is not None and done % config.save_steps == 0
+            if evaluates or saves or _is_due(done, config.logging_steps, run):
+                _log_step(run, meter, done, learning_rate)
             eval_loss, is_better = None, False
-            if run.inputs.evaluation is not None and _is_due(done, config.eval_steps or run.order.steps_per_epoch, run):
-                eval_loss = _evaluate(run, done, meter)
+            if evaluates:
+                eval_loss = _evaluate(run, done)
                 is_better = best.update(eval_loss, done, config.early_stopping_threshold)
             step_scheduler(scheduler, eval_loss)
             if run.prompts is not None and _is_due(done, config.generate_steps, run):
-                _generate(run, run.prompts, done, meter)
+                _generate(run, run.prompts, done)
             stopping = stop.on_any_rank(run.ranks.device)
             enough = _had_enough(config, best)
-            if run.saver is not None and (stopping or is_better or enough or done % config.save_steps == 0):
-                progress = Progress(
-                    done, tokens, scheduler.state_dict(), _order_facts(run), asdict(config), best.state()
-                )
+            if stopping and not meter.is_empty:
+                _log_step(run, meter, done, learning_rate)
+            if run.saver is not None and (stopping or is_better or enough or saves):
+                facts = _order_facts(run)
+                progress = Progress(done, tokens, scheduler.state_dict(), facts, asdict(config), best.state())
                 _handle(run.saver.wait(), run)
                 run.saver.save(run.model, optimizer, progress)
             if stopping or enough:
                 break
+            meter.pause(time.perf_counter() - paused)
         if enough:
-            log.line(f"stopped early: {best.since} evaluations without a loss below {best.loss:.4f} (step {best.step})")
+            log.line(
+                f"stopped early: {best.since} evaluations in a row not better by {config.early_stopping_threshold:g}; "
+                f"the best is {best.loss:.4f}, of step {best.step}"
+            )
         if run.saver is not None:
             _handle(run.saver.wait(), run)
     if config.load_best_model_at_end and not stopping:
@@ -141,10 +151,18 @@ def _is_due(done: int, every: int, run: Run) -> bool:
     return done % every == 0 or done == run.log.num_steps
 
 
-def _evaluate(run: Run, done: int, meter: Meter) -> float:
+def _evaluates_at(done: int, run: Run) -> bool:
+    return run.inputs.evaluation is not None and _is_due(done, run.config.eval_steps or run.order.steps_per_epoch, run)
+
+
+def _log_step(run: Run, meter: Meter, done: int, learning_rate: Any) -> None:
+    epoch = round(done / run.order.steps_per_epoch, 4)
+    run.log.step({"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.weights))
+
+
+def _evaluate(run: Run, done: int) -> float:
     assert run.inputs.evaluation is not None
     found = evaluate(run.model, run.inputs.evaluation, run.config.per_device_eval_batch_size, run.ranks)
-    meter.pause(found.seconds)
     run.log.event(
         {
             "step": done,
@@ -159,11 +177,9 @@ def _evaluate(run: Run, done: int, meter: Meter) -> float:
     return found.loss
 
 
-def _generate(run: Run, prompts: Prompts, done: int, meter: Meter) -> None:
-    begin = time.perf_counter()
+def _generate(run: Run, prompts: Prompts, done: int) -> None:
     answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, _ends(run, prompts), run.ranks)
     texts = [prompts.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
-    meter.pause(time.perf_counter() - begin)
     pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts.texts, texts, strict=True)]
     said = "".join(f"\n  {_short(pair['prompt'])!r} -> {_short(pair['text'])!r}" for pair in pairs)
     run.log.event({"step": done, "generations": pairs}, f"step {done}: answers{said}")
@@ -182,8 +198,11 @@ def _short(text: str) -> str:
 
 def _load_best(run: Run, best: Best) -> None:
     assert run.saver is not None
-    path = load_best_model(run.saver.directory, run.model)
-    run.log.line(f"took the weights of {path}, eval loss {best.loss:.4f}")
+    path = load_best_model(run.saver.directory, run.model, best.step, run.config.trust_checkpoint_owner)
+    if path is None:
+        run.log.line(f"warning: the best evaluation, of step {best.step}, left no checkpoint; the last weights stay")
+    else:
+        run.log.line(f"took the weights of {path}, eval loss {best.loss:.4f}")
 
 
 def _handle(problem: str | None, run: Run) -> None:

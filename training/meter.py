@@ -1,5 +1,6 @@
 """Figures of a logging interval: losses, speed, memory, routing."""
 
+import re
 import resource
 import sys
 import time
@@ -12,7 +13,7 @@ from moe import ParameterCounts, training_flops
 from training.routing import Routing, over_ranks, routing_metrics
 from training.step import LossWeights, StepResult
 
-# dense bf16 rates of NVIDIA's data sheets, in 1e12 floating point operations a second, by a part of the device's name
+# dense bf16 rates of NVIDIA's data sheets, in 1e12 floating point operations a second, by words of the device's name
 _PEAK_TFLOPS = {
     "B300": 2250,
     "B200": 2250,
@@ -36,7 +37,8 @@ _PEAK_TFLOPS = {
 
 def peak_tflops(device_name: str) -> float | None:
     """What a GPU could do at best in bf16; None for one that is not in the table."""
-    return next((rate for name, rate in _PEAK_TFLOPS.items() if name in device_name), None)
+    names = sorted(_PEAK_TFLOPS, key=len, reverse=True)
+    return next((_PEAK_TFLOPS[name] for name in names if re.search(rf"\b{name}\b", device_name)), None)
 
 
 class Meter:
@@ -65,6 +67,11 @@ class Meter:
         self.steps: list[StepResult] = []
         self.routing: Routing | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to log."""
+        return not self.steps
+
     def add(self, result: StepResult) -> None:
         """One step more."""
         self.steps.append(result)
@@ -84,6 +91,7 @@ class Meter:
         tflops = training_flops(self.counts, self.config, tokens, targets, pairs) / 1e12
         speed = tflops / seconds / dist.get_world_size()
         metrics: dict[str, Any] = {
+            "steps": len(self.steps),
             "seconds": round(now - self.started, 3),
             "loss": sum(s.loss * s.targets for s in self.steps) / targets,
             "grad_norm": self.steps[-1].grad_norm,

@@ -34,8 +34,18 @@ def check_schedule(config: TrainConfig, num_steps: int, evaluates: bool) -> None
     """Try what `build_scheduler` will do, before any weight is read.
 
     Raises:
-        ExpertMeshError: as `build_scheduler`; or the schedule follows the evaluation loss, and the run has none.
+        ExpertMeshError: as `build_scheduler`; or the schedule follows the evaluation loss, and the run has none,
+            or it knows no warm-up, and one is asked for.
     """
+    if num_steps == 0:
+        return
+    if (config.warmup_steps or config.warmup_ratio) and (
+        follows_eval_loss(config) or config.lr_scheduler_type == SchedulerType.CONSTANT
+    ):
+        raise ExpertMeshError(
+            f"--lr-scheduler-type {config.lr_scheduler_type} knows no warm-up; leave out --warmup-steps and "
+            "--warmup-ratio, or take another schedule, such as constant_with_warmup"
+        )
     if follows_eval_loss(config) and not evaluates:
         raise ExpertMeshError(
             f"--lr-scheduler-type {config.lr_scheduler_type} follows the evaluation loss, and this run evaluates "

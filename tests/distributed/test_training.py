@@ -146,6 +146,69 @@ def test_resumed_evaluations_go_on_counting(ranks: RankPool, tiny_model: Path, c
     assert (tmp_path / "parts/checkpoints/best").resolve().name == (tmp_path / "whole/checkpoints/best").resolve().name
 
 
+def test_best_checkpoint_after_going_back(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    """Resumed from before the best step, at a rate that spoils the model: that step is made again, with other weights,
+    and what counts as best is what was best at the point of resumption. In another directory it is found, too."""
+    common = [
+        "--model", tiny_model, "--dataset", chats, "--eval-ratio", 0.25, "--eval-steps", 2, "--save-steps", 2,
+        "--load-best-model-at-end", "--max-steps", 4, "--lr-scheduler-type", "constant", "--max-grad-norm", 0,
+    ]  # fmt: skip
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert start(ranks, 2, *common, "--learning-rate", 1e-3, "--output-dir", first)[0][0] == 0
+    losses = [line["eval_loss"] for line in lines(first, "eval_loss")]
+    assert losses[1] < losses[0]
+    back = ["--resume", first / "checkpoints" / "step-00000002", "--learning-rate", 2.0]
+    for out in (second, first):
+        assert start(ranks, 2, *common, *back, "--output-dir", out)[0][0] == 0
+        assert (out / "checkpoints" / "best").resolve().name == "step-00000002"
+        assert lines(out, "eval_loss")[-1]["eval_loss"] > losses[0]
+        exported = ["--model", out / "hf", "--dataset", chats, "--output-dir", tmp_path / "e", "--eval-ratio", 0.25]
+        flags = ["--max-steps", 1, "--learning-rate", 0, "--no-export", "--save-steps", 0, "--overwrite-output-dir"]
+        assert start(ranks, 1, *exported, *flags)[0][0] == 0
+        assert lines(tmp_path / "e", "eval_loss")[0]["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_threshold_stops_but_does_not_choose(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    """As in transformers: an evaluation that is better by less than the threshold is still the best."""
+    argv = [
+        "--model", tiny_model, "--dataset", chats, "--output-dir", tmp_path, "--eval-ratio", 0.25, "--eval-steps", 1,
+        "--early-stopping-patience", 3, "--early-stopping-threshold", 0.5, "--learning-rate", 1e-3, "--max-steps", 9,
+        "--logging-steps", 100,
+    ]  # fmt: skip
+    assert start(ranks, 2, *argv)[0][0] == 0
+    losses = [line["eval_loss"] for line in lines(tmp_path, "eval_loss")]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 4, "the first, and three that were not better by 0.5"
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000004"
+    assert sum(line["steps"] for line in lines(tmp_path, "loss")) == 4, "every step is in a logged interval"
+
+
+def test_resumed_run_logs_the_same_intervals(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    common = ["--model", tiny_model, "--dataset", chats, "--logging-steps", 4, "--save-steps", 3, "--output-dir"]
+    assert start(ranks, 2, *common, tmp_path / "whole", "--max-steps", 6)[0][0] == 0
+    assert start(ranks, 2, *common, tmp_path / "parts", "--max-steps", 3, "--lr-scheduler-type", "constant")[0][0] == 0
+    again = ["--max-steps", 6, "--resume", "auto", "--no-export"]
+    assert start(ranks, 2, *common, tmp_path / "parts", *again)[0][0] == 0
+    whole, parts = lines(tmp_path / "whole", "loss"), lines(tmp_path / "parts", "loss")
+    assert [(line["step"], line["steps"], line["tokens"]) for line in parts] == [
+        (line["step"], line["steps"], line["tokens"]) for line in whole
+    ]
+    assert [line["step"] for line in whole] == [3, 4, 6]
+
+
+@pytest.mark.parametrize("prompts", [[], ["--generate-prompts", "Once upon"]])
+def test_answers_of_plain_text(ranks: RankPool, tiny_model: Path, tmp_path: Path, prompts: list[str]) -> None:
+    """No chat template, and nothing before the first trained token: the first words are the prompt."""
+    data = tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps({"text": f"{i} says hello to the world of experts"}) + "\n" for i in range(8)))
+    argv = ["--model", tiny_model, "--dataset", data, "--output-dir", tmp_path / "out", "--max-steps", 1, *prompts]
+    assert start(ranks, 1, *argv, "--generate-steps", 1, "--generate-max-new-tokens", 3)[0] == (0, "")
+    (answered,) = lines(tmp_path / "out", "generations")
+    asked = [one["prompt"] for one in answered["generations"]]
+    assert asked == prompts[1:] if prompts else [len(text) > 1 for text in asked] == [True] * 3
+    assert not (tmp_path / "out" / "hf" / "chat_template.jinja").exists()
+
+
 def test_answers_while_training(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """Every so many steps and at the end, and nothing of training is different for it."""
     plain = train(ranks, 2, tiny_model, chats, tmp_path / "plain", "--ep-size", "2", "--eval-ratio", "0.1")
@@ -175,7 +238,7 @@ def test_report_and_trackers(ranks: RankPool, tiny_model: Path, chats: Path, tmp
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(
-        ranks, 2, tiny_model, chats, tmp_path, "--ep-size", "2", "--eval-ratio", "0.1", "--eval-steps", "1",
+        ranks, 2, tiny_model, chats, tmp_path, "--ep-size", "2", "--eval-ratio", "0.1", "--eval-steps", "2",
         "--report-to", "tensorboard", "--generate-steps", "2", "--packing", "--logging-steps", "2",
     )  # fmt: skip
     report = (tmp_path / "report.html").read_text()
@@ -185,7 +248,7 @@ def test_report_and_trackers(ranks: RankPool, tiny_model: Path, chats: Path, tmp
     assert json.loads(data)["generations"]
     events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents*")).parent))
     events.Reload()
-    assert [scalar.step for scalar in events.Scalars("eval_loss")] == [1, 2, 3]
+    assert [scalar.step for scalar in events.Scalars("eval_loss")] == [2, 3]
     assert [scalar.step for scalar in events.Scalars("loss")] == [2, 3]
 
     logged = lines(tmp_path, "loss")
@@ -220,6 +283,10 @@ def test_preview_trains_and_writes_nothing(ranks: RankPool, tiny_model: Path, ch
         (["--train-on", "some"], "--train-on"),
         (["--prompt-template", "x"], "has no {prompt} in it"),
         (["--text-column", "nothing"], "line 1 has the columns messages, but one of these is needed: nothing"),
+        (["--generate-prompts", "hi"], "--generate-prompts: when is it to answer them?"),
+        (["--early-stopping-threshold", "0.1"], "nothing stops early without --early-stopping-patience"),
+        (["--packing", "--attn-implementation", "flash_attention_2"], "with --packing use sdpa"),
+        (["--warmup-steps", "2", "--lr-scheduler-type", "constant"], "constant knows no warm-up"),
         (["--generate-steps", "-1"], "--generate-steps -1: must be 0 or more"),
     ],
 )

@@ -173,15 +173,16 @@ def test_saved_by_datasets_and_from_the_hub(tmp_path: Path, tokenizer: Any, monk
     datasets.DatasetDict({"train": loaded, "test": loaded}).save_to_disk(tmp_path / "splits")
     asked = []
 
-    def load_dataset(name: str, split: str) -> Any:
-        asked.append((name, split))
+    def load_dataset(name: str, config: str | None, split: str) -> Any:
+        asked.append((name, config, split))
         return loaded
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for entry in (tmp_path / "plain", tmp_path / "splits", "someone/data"):
         (sample,) = load(tokenizer, entry)
         assert shown(tokenizer, sample) == "<s> [INST] hi [/INST]{ yo</s>}"
-    assert asked == [("someone/data", "train")]
+    load(tokenizer, "openai/gsm8k", options=replace(OPTIONS, hub_config="main", split="test"))
+    assert asked == [("someone/data", None, "train"), ("openai/gsm8k", "main", "test")]
     with pytest.raises(ExpertMeshError, match="has no split 'dev'; found: train, test"):
         load(tokenizer, tmp_path / "splits", options=replace(OPTIONS, split="dev"))
 
@@ -242,18 +243,111 @@ def test_chatml(tmp_path: Path, tokenizer: Any) -> None:
     assert shown(tokenizer, sample) == expected
 
 
-def test_template_that_does_not_write_left_to_right(tmp_path: Path, tokenizer: Any) -> None:
-    """Such as Qwen3's, which drops the thoughts of all but the last turn: answers are then looked for in the text."""
-    template = tmp_path / "own.jinja"
-    template.write_text(
-        "{%- for m in messages %}{{ '<s>' if loop.first }}{{ m.role }}: {{ '(thinks) ' if loop.last and m.role == "
-        "'assistant' }}{{ m.content }}{{ eos_token }}{%- endfor %}"
-    )
-    assert set_chat_template(tokenizer, str(template)) == str(template)
-    (sample,) = load(tokenizer, write(tmp_path / "data.jsonl", [{"messages": TURNS}]))
-    # the last turn by what it adds to those before it, the one before by its words
-    assert shown(tokenizer, sample) == "<s>user: a</s>assistant: {b</s>}user: c</s>assistant: {(thinks) d</s>}" or (
-        shown(tokenizer, sample) == "<s>user: a</s>assistant: {b</s>}user: c</s>{assistant: (thinks) d</s>}"
+# As Mixtral-8x22B-Instruct does it: the system prompt stands in the last question.
+LAST_QUESTION = """\
+{%- set ns = namespace(system='', last=-1) %}
+{%- for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content + ' ' %}{% endif %}
+{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ '[INST] ' + (ns.system if loop.index0 == ns.last else '') + m.content + '[/INST]' }}
+    {%- elif m.role == 'assistant' and m.tool_calls %}{{ '[CALL] ' + (m.tool_calls | tojson) + eos_token }}
+    {%- elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + eos_token }}
+    {%- elif m.role == 'tool' %}{{ '[RESULT] ' + m.content }}
+    {%- endif %}
+{%- endfor %}
+"""
+# As Qwen3 does it: thoughts of all but the last answer are left out.
+THOUGHTS = """\
+{%- for m in messages %}
+    {{- bos_token if loop.first }}{{ m.role + ': ' }}
+    {{- '(thinks) ' if loop.last and m.role == 'assistant' }}{{ m.content + eos_token }}
+{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (
+            LAST_QUESTION,
+            [("system", "Answer T or F."), ("user", "Is it so?"), ("assistant", "T")],
+            "<s>[INST] Answer T or F. Is it so?[/INST]{ T</s>}",
+        ),
+        (
+            LAST_QUESTION,
+            [("system", "S"), ("user", "S?"), ("assistant", "S"), ("user", "I?"), ("assistant", " I ")],
+            "<s>[INST] S?[/INST] {S</s>}[INST] S I?[/INST]{ I</s>}",
+        ),
+        (
+            LAST_QUESTION,
+            [("system", "S"), ("user", "a"), ("call", ""), ("tool", "2"), ("user", "c"), ("assistant", "d")],
+            f"<s>[INST] a[/INST]{{[CALL] {CALL_TEXT}</s>}}[RESULT] 2[INST] S c[/INST]{{ d</s>}}",
+        ),
+        (
+            THOUGHTS,
+            [("user", "a"), ("assistant", "s"), ("user", "c"), ("assistant", "d")],
+            "<s>user: a</s>assistant: {s</s>}user: c</s>{assistant: (thinks) d</s>}",
+        ),
+    ],
+)
+def test_templates_that_do_not_write_left_to_right(
+    tmp_path: Path, tokenizer: Any, template: str, messages: list[tuple[str, str]], expected: str
+) -> None:
+    """Answers are then found by what changes when they do, not by their words, which may stand elsewhere."""
+    (tmp_path / "own.jinja").write_text(template)
+    assert set_chat_template(tokenizer, str(tmp_path / "own.jinja")) == str(tmp_path / "own.jinja")
+    turns = [
+        {"role": "assistant", "tool_calls": [CALL]} if role == "call" else {"role": role, "content": content}
+        for role, content in messages
+    ]
+    (sample,) = load(tokenizer, write(tmp_path / "data.jsonl", [{"messages": turns}]))
+    assert shown(tokenizer, sample) == expected
+
+
+@pytest.mark.parametrize(
+    ("train_on", "train", "expected"),
+    [
+        ("all", False, "<s>{ [INST] }SECRET{\n\nhi [/INST] yo</s>}"),
+        ("assistant", True, "<s> [INST] {SECRET}\n\nhi [/INST]{ yo</s>}"),
+    ],
+)
+def test_system_prompt_that_the_template_moves(
+    tmp_path: Path, tokenizer: Any, train_on: Any, train: bool, expected: str
+) -> None:
+    turns = [
+        {"role": "system", "content": "SECRET", "train": train},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo"},
+    ]
+    file = write(tmp_path / "data.jsonl", [{"messages": turns}])
+    (sample,) = load(tokenizer, file, options=replace(OPTIONS, train_on=train_on))
+    assert shown(tokenizer, sample) == expected
+
+
+def test_system_prompt_without_a_question(tmp_path: Path, tokenizer: Any) -> None:
+    turns = [{"role": "system", "content": "be nice"}, {"role": "assistant", "content": "yo"}]
+    (sample,) = load(tokenizer, write(tmp_path / "data.jsonl", [{"messages": turns}]))
+    assert shown(tokenizer, sample) == "<s> [INST] be nice [/INST]{ yo</s>}"
+
+
+def test_prompt_messages_keep_their_overrides(tmp_path: Path, tokenizer: Any) -> None:
+    prompt = [{"role": "user", "content": "u", "train": True}, {"role": "assistant", "content": "a", "weight": 1}]
+    row = {"prompt": [*prompt, {"role": "user", "content": "v"}], "completion": [{"role": "assistant", "content": "b"}]}
+    (sample,) = load(tokenizer, write(tmp_path / "data.jsonl", [row]))
+    assert shown(tokenizer, sample) == "<s>{ [INST] u [/INST] a</s>} [INST] v [/INST]{ b</s>}"
+
+
+def test_tools_and_calls_in_other_forms(tmp_path: Path, tokenizer: Any) -> None:
+    """Tools as JSON text, and OpenAI's older function_call."""
+    call = {"name": "add", "arguments": {"a": 1}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "function_call": call}]
+    row = {"messages": turns, "tools": '[{"type": "function"}]'}
+    (sample,) = load(tokenizer, write(tmp_path / "data.jsonl", [row]))
+    assert shown(tokenizer, sample) == (
+        '<s> [AVAILABLE_TOOLS] [{"type": "function"}] [/AVAILABLE_TOOLS] [INST] x [/INST]{ [TOOL_CALLS] '
+        + CALL_TEXT
+        + "</s>}"
     )
 
 
@@ -382,7 +476,8 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
         (b'{"messages": [{"role": "judge", "content": "a"}]}', "line 1: the chat template refuses .*not judge"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "no row has a token to learn"),
         (b'{"instruction": "a", "output": "b", "history": [1]}', "history has 1 for a pair"),
-        (b'{"prompt": "a", "response": "b", "tools": "hammer"}', "tools is 'hammer', not a list"),
+        (b'{"prompt": "a", "response": "b", "tools": "hammer"}', "tools is 'hammer', neither a list nor the JSON of"),
+        (b'{"prompt": "a", "response": "b", "tools": "{\\"a\\": 1}"}', "tools is .*, not a list"),
         (b"[" * 100_000, "not valid JSON"),
         (b'[{"prompt": "a", "response": ', "the file is not valid JSON .*line 1 column 30"),
     ],

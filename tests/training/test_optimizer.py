@@ -180,6 +180,10 @@ KWARGS: dict[str, dict[str, Any]] = {
 EVAL_LOSSES = [2.0, 1.5, 1.5, 1.6, None, 1.7, None, 1.6, 1.8, 1.9, 1.2, 1.1, 1.0, 0.9, 0.8, 2.0, 2.0, 2.0, 2.0, 2.0]
 
 
+COLD = ("constant", "reduce_lr_on_plateau", "greedy")
+"""Schedules without a warm-up."""
+
+
 def config_of(name: str, **settings: Any) -> TrainConfig:
     arguments = settings.pop("lr_scheduler_kwargs", json.dumps(KWARGS.get(name, {})))
     return TrainConfig(
@@ -187,7 +191,7 @@ def config_of(name: str, **settings: Any) -> TrainConfig:
         dataset=["d"],
         lr_scheduler_type=name,
         lr_scheduler_kwargs=arguments,
-        **{"warmup_steps": 3, **settings},
+        **{"warmup_steps": 0 if name in COLD else 3, **settings},
     )
 
 

@@ -18,6 +18,10 @@ _MISTRAL = """\
     {%- if message['role'] == 'system' %}
         {%- set ns.system = ns.system + message['content'] + '\n\n' %}
     {%- elif message['role'] == 'assistant' %}
+        {%- if ns.system %}
+            {{- ' [INST] ' + ns.system.strip() + ' [/INST]' }}
+            {%- set ns.system = '' %}
+        {%- endif %}
         {%- if message['tool_calls'] %}
             {{- ' [TOOL_CALLS] ' + (message['tool_calls'] | tojson) }}
         {%- endif %}
@@ -37,6 +41,9 @@ _MISTRAL = """\
         {{- raise_exception('the template knows the roles system, user, assistant and tool, not ' + message['role']) }}
     {%- endif %}
 {%- endfor %}
+{%- if add_generation_prompt and ns.system %}
+    {{- ' [INST] ' + ns.system.strip() + ' [/INST]' }}
+{%- endif %}
 """
 
 # Where <|im_end|> is not the token that ends generation, that one follows it.
@@ -60,6 +67,9 @@ _CHATML = """\
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}
 """
+
+# begins and ends with a character for private use, so that it shares neither end with what it stands for
+_OTHER_WORDS = "\ue000other words\ue000"
 
 TEMPLATES = {"mistral": _MISTRAL, "chatml": _CHATML}
 
@@ -167,16 +177,32 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | N
 def _spans(tokenizer: Any, conversation: Conversation, text: str, wanted: list[int]) -> list[tuple[int, int]]:
     """Where in `text` the wanted messages stand; of an assistant's, only what the model itself is to write."""
     spans: list[tuple[int, int]] = []
-    for index in wanted:
-        after = spans[-1][1] if spans else 0
-        span = _span_by_prefix(tokenizer, conversation, text, index)
-        if span is None or span[0] < after:
-            span = _span_by_search(tokenizer, conversation, text, index, after)
-        spans.append(span)
+    for begin, end in sorted(_span(tokenizer, conversation, text, index) for index in wanted):
+        if spans and begin < spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((begin, end))
     return spans
 
 
-def _span_by_prefix(tokenizer: Any, conversation: Conversation, text: str, index: int) -> tuple[int, int] | None:
+def _span(tokenizer: Any, conversation: Conversation, text: str, index: int) -> tuple[int, int]:
+    """What the message adds to the text of those before it, if its own words are in there; templates that do not write
+    left to right (a system prompt goes into the last question, thoughts of earlier turns are dropped) leave its words
+    and the special token that ends them."""
+    begin, end = _own_words(tokenizer, conversation, text, index)
+    added = _added(tokenizer, conversation, text, index)
+    if added is not None and added[0] <= begin and end <= added[1]:
+        return added
+    if begin == end:
+        raise ValueError(
+            f"it cannot be told which tokens of the chat template's text are those of message {index + 1}, which has "
+            "no words of its own; use another --chat-template"
+        )
+    ends = [len(token) for token in tokenizer.all_special_tokens if text.startswith(token, end)]
+    return begin, end + max(ends, default=0)
+
+
+def _added(tokenizer: Any, conversation: Conversation, text: str, index: int) -> tuple[int, int] | None:
     """What the message adds to the text of those before it; None where the template does not write left to right."""
     messages, tools = conversation.messages, conversation.tools
     answers = messages[index]["role"] == "assistant"
@@ -191,22 +217,26 @@ def _span_by_prefix(tokenizer: Any, conversation: Conversation, text: str, index
     return len(before), len(before) + len(through[len(before) :].rstrip())
 
 
-def _span_by_search(tokenizer: Any, conversation: Conversation, text: str, index: int, after: int) -> tuple[int, int]:
-    """The message's own words and the special token that ends them, looked for behind all earlier messages."""
-    for message in conversation.messages[:index]:
-        earlier = message["content"].strip()
-        found = text.find(earlier, after)
-        after = found + len(earlier) if found >= 0 else after
-    content = conversation.messages[index]["content"].strip()
-    begin = text.find(content, after)
-    if begin < 0 or not content:
-        raise ValueError(
-            f"the chat template changes message {index + 1} ({content!r:.60}), so that it cannot be told which tokens "
-            "are its own; use another --chat-template"
-        )
-    end = begin + len(content)
-    ends = [token for token in tokenizer.all_special_tokens if text.startswith(token, end)]
-    return begin, end + max((len(token) for token in ends), default=0)
+def _own_words(tokenizer: Any, conversation: Conversation, text: str, index: int) -> tuple[int, int]:
+    """Where the text changes when the message says something else: its content, or its tool calls."""
+    messages = list(conversation.messages)
+    kept = {key: value for key, value in messages[index].items() if key != "tool_calls"}
+    messages[index] = {**kept, "content": _OTHER_WORDS}
+    try:
+        other = _render(tokenizer, messages, conversation.tools, False)
+    except Exception as error:
+        raise ValueError(f"the chat template refuses this conversation without its tool call: {error}") from error
+    begin = _common_length(text, other)
+    most = min(len(text), len(other)) - begin
+    end = len(text) - min(_common_length(text[::-1], other[::-1]), most)
+    if _OTHER_WORDS not in other:
+        raise ValueError(f"the chat template leaves out message {index + 1}; use another --chat-template")
+    return begin, end
+
+
+def _common_length(a: str, b: str) -> int:
+    """Length of the longest beginning that both have."""
+    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _complement(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

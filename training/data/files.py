@@ -61,7 +61,7 @@ class RowSource:
     read: Callable[[], Iterator[PlacedRow]]
 
 
-def open_rows(flag: str, name: str, split: str) -> RowSource:
+def open_rows(flag: str, name: str, config: str, split: str) -> RowSource:
     """The rows of a file, of all files in a directory (in the order of their names), or of a hub data set's split.
 
     Raises:
@@ -75,7 +75,7 @@ def open_rows(flag: str, name: str, split: str) -> RowSource:
         return _files(flag, name, [path])
     if path.suffix in READERS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ExpertMeshError(f"{flag} {name}: no such file or directory")
-    return _hub(flag, name, split)
+    return _hub(flag, name, config, split)
 
 
 def _directory(flag: str, directory: Path, split: str) -> RowSource:
@@ -121,11 +121,11 @@ def _saved_by_datasets(flag: str, directory: Path, split: str) -> RowSource:
     return _rows_of(f"{flag} {directory}", str(directory), saved)
 
 
-def _hub(flag: str, name: str, split: str) -> RowSource:
+def _hub(flag: str, name: str, config: str, split: str) -> RowSource:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(name, split=split)
+        loaded = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:
         raise ExpertMeshError(
             f"{flag} {name}: no such file or directory, and split {split!r} of a hub data set of that name cannot be "

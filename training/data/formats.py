@@ -12,6 +12,7 @@
 | text | `text` |
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,9 +153,13 @@ def _pair(prompt: str, response: str) -> Callable[[Mapping[str, Any], Columns], 
 
 def _prompt_and_completion(row: Mapping[str, Any], columns: Columns, prompt: str, response: str) -> Conversation:
     """trl's conversational form: two lists of messages, of which the second alone is trained on."""
-    before, _ = _messages(row[prompt], prompt)
+    before, given = _messages(row[prompt], prompt)
     after, overrides = _messages(row[response], response)
-    context = [False if message["role"] == "assistant" else None for message in before]
+    # an answer in the prompt is an example, unless it says otherwise
+    context = [
+        False if said is None and message["role"] == "assistant" else said
+        for message, said in zip(before, given, strict=True)
+    ]
     return _conversation(row, columns, before + after, context + overrides)
 
 
@@ -206,10 +211,21 @@ def _conversation(
     if system and messages[0]["role"] != "system":
         messages = [_message("system", _text(row, columns.system or "system")), *messages]
         is_trained = [None, *is_trained]
-    tools = row.get("tools") or None
-    if tools is not None and not isinstance(tools, list):
-        raise RowError(f"tools is {tools!r:.80}, not a list of them")
+    tools = _tools(row.get("tools"))
     return Conversation(messages, is_trained, tools)
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    """A list of them, or the JSON text of one, as tables have it."""
+    found = tools
+    if isinstance(tools, str) and tools.strip():
+        try:
+            found = json.loads(tools)
+        except ValueError as error:
+            raise RowError(f"tools is {tools!r:.80}, neither a list nor the JSON of one: {error}") from error
+    if found and not isinstance(found, list):
+        raise RowError(f"tools is {tools!r:.80}, not a list of them")
+    return found or None
 
 
 def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
@@ -231,12 +247,22 @@ def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
         raise RowError(f"{place} has no role (or from); found: {', '.join(map(str, turn)) or 'nothing'}")
     content = turn.get("content", turn.get("value"))
     calls = turn.get("tool_calls")
+    if not calls and turn.get("function_call"):  # OpenAI's older form of a single call
+        calls = [{"type": "function", "function": turn["function_call"]}]
     if content is None and not calls:
         raise RowError(f"{place} has no content (or value); found: {', '.join(map(str, turn))}")
-    taken = ("role", "from", "content", "value", *_OVERRIDES)
+    taken = ("role", "from", "content", "value", "tool_calls", "function_call", *_OVERRIDES)
     # a column of a Parquet file holds None in every message that lacks the key
     others = {key: value for key, value in turn.items() if key not in taken and value is not None}
-    return {**_message(_ROLES.get(role, role), "" if content is None else _joined(content, place)), **others}
+    return {
+        **_message(_ROLES.get(role, role), "" if content is None else _joined(content, place)),
+        **others,
+        **_calls(calls),
+    }
+
+
+def _calls(calls: Any) -> dict[str, Any]:
+    return {"tool_calls": calls} if calls else {}
 
 
 def _joined(content: Any, place: str) -> str:

@@ -59,7 +59,7 @@ def _runs(sample: Sample) -> list[tuple[list[int], bool]]:
 def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
     samples = rows.samples
     tokens, targets = int(samples.lengths.sum()), int(samples.targets.sum())
-    cut = sum(origin.cut for origin in samples.origins)
+    cut = int(samples.is_cut.sum())
     positions, kind = positions_in_batches(rows, order), "batches" if rows.groups is None else "packed rows"
     facts = {
         "samples": f"{len(samples):,}" + ("" if rows.groups is None else f" in {_count(len(rows), 'row')}"),

@@ -40,14 +40,15 @@ class DataOptions:
 
     columns: where they are not the usual ones. prompt_template: if not empty, a question is written into it in place
     of {prompt} and the answer follows, without a chat template; backslash and n stand for a line break.
-    train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. split: of a hub data set.
-    num_workers: processes that tokenise; None chooses by the number of rows.
+    train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. hub_config, split: of a hub data
+    set. num_workers: processes that tokenise; None chooses by the number of rows.
     """
 
     max_seq_length: int
     columns: Columns = field(default_factory=Columns)
     prompt_template: str = ""
     train_on: TrainOn = "assistant"
+    hub_config: str = ""
     split: str = "train"
     num_workers: int | None = None
 
@@ -70,6 +71,7 @@ class Samples(Sequence[Sample]):
     Attributes:
         lengths: tokens of each, int64.
         targets: trained tokens of each, int64.
+        is_cut: 1 for those that lost their end to max_seq_length, int64.
         origins: where they come from.
     """
 
@@ -78,6 +80,7 @@ class Samples(Sequence[Sample]):
         self.origins = origins
         self.lengths = _column(dataset, "length")
         self.targets = _column(dataset, "num_targets")
+        self.is_cut = _column(dataset, "is_cut")
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -113,7 +116,10 @@ def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOpt
     if not tokenizer.is_fast:
         raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, which cannot tell where its tokens stand")
     specs = parse_datasets(flag, entries)
-    parts = [_tokenised(open_rows(flag, spec.name, options.split), flag, tokenizer, options) for spec in specs]
+    parts = [
+        _tokenised(open_rows(flag, spec.name, options.hub_config, options.split), flag, tokenizer, options)
+        for spec in specs
+    ]
     return _mix(flag, specs, parts, seed)
 
 
@@ -167,7 +173,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
         )
     except Exception as error:
         raise _own_error(error) from None
-    settings = {**asdict(options), "num_workers": None, "split": None}
+    settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
     backend = tokenizer.backend_tokenizer.to_str()
     specials = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template]
     try:
