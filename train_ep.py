@@ -10,11 +10,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from checkpoints import (
     Checkpoint,
+    ModelSource,
     Saver,
     export_model,
     find_checkpoint,
@@ -23,7 +25,7 @@ from checkpoints import (
     shard_and_load,
     write_errors,
 )
-from moe import ExpertMeshError, build_model, choose_kernel, count_parameters
+from moe import ExpertMeshError, KernelChoice, build_model, choose_kernel, count_parameters
 from sharding import (
     Ranks,
     Topology,
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_config(argv)
         ranks = start_process_group(config.use_cpu, config.ddp_timeout)
         try:
-            finished = run(config, ranks)
+            finished = run_training(config, ranks)
         except ExpertMeshError:
             end_process_group()  # every rank raised it together
             raise
@@ -77,24 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run(config: TrainConfig, ranks: Ranks) -> bool:
+def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step."""
-    compute_dtype = torch.bfloat16 if config.bf16 else torch.float32
     with raise_together():
-        source = open_source(resolve_model(config.model))
-        check_ep_size(config.ep_size, ranks.world_size, source.shape.num_experts)
-        kernel = choose_kernel(
-            config.expert_kernel,
-            ranks.device.type,
-            source.shape.model_width,
-            source.shape.expert_width,
-            compute_dtype,
-        )
-        attention = choose_attention(config.attn_implementation, config.packing, source.config)
-        model = build_model(source.family, source.config, kernel.kernel, attention)
-        attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
-        if config.optim == "adamw_bf16":
-            model.to(torch.bfloat16)
+        source, model, kernel = build(config, ranks)
     counts = count_parameters(model, source.shape)
     topology = Topology(ranks.world_size, config.ep_size, config.dense_shard)
     if not config.preview:
@@ -118,7 +106,7 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
         source,
         mesh,
         ranks.device,
-        compute_dtype,
+        torch.bfloat16 if config.bf16 else torch.float32,
         config.gradient_checkpointing,
         read_weights=resume_from is None,
         offload=config.offload,
@@ -128,13 +116,9 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
     with log:
         if inputs.training is not None:
             weights = loss_weights(config, source)
-            finished = train(
-                Run(
-                    config, model, counts, source.shape.top_k, inputs, order, prompts, weights, mesh, ranks, log, saver
-                ),
-                resume_from,
-            )
-            if not finished:
+            top_k = source.shape.top_k
+            run = Run(config, model, counts, top_k, inputs, order, prompts, weights, mesh, ranks, log, saver)
+            if not train(run, resume_from):
                 kept = "--resume auto goes on from here" if saver else "nothing was saved, as --save-steps is 0"
                 log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
                 return False
@@ -143,6 +127,25 @@ def run(config: TrainConfig, ranks: Ranks) -> bool:
             log.line(f"exported to {output_dir / 'hf'}")
         log.state = "finished"
     return True
+
+
+def build(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, Any, KernelChoice]:
+    """What the model is read from; the model on the meta device, with our MoE layers and head; the expert kernel."""
+    source = open_source(resolve_model(config.model))
+    check_ep_size(config.ep_size, ranks.world_size, source.shape.num_experts)
+    kernel = choose_kernel(
+        config.expert_kernel,
+        ranks.device.type,
+        source.shape.model_width,
+        source.shape.expert_width,
+        torch.bfloat16 if config.bf16 else torch.float32,
+    )
+    attention = choose_attention(config.attn_implementation, config.packing, source.config)
+    model = build_model(source.family, source.config, kernel.kernel, attention)
+    attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
+    if config.optim == "adamw_bf16":
+        model.to(torch.bfloat16)
+    return source, model, kernel
 
 
 def make_saver(

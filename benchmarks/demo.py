@@ -79,6 +79,7 @@ def main() -> int:
     after = accuracy(run / "hf", held_out)
     print_accuracy(before, after, held_out)
     print(f"whole demo: {time.perf_counter() - begin:.0f} s; the trained model: {run / 'hf'}")
+    print(f"its report, for a browser: {run / 'report.html'}")
     easiest = next(iter(TASKS))
     if after[easiest][0] < 0.9:
         print(f"demo: error: only {after[easiest][0]:.0%} of {easiest!r} right after training", file=sys.stderr)
