@@ -18,6 +18,9 @@ experts' matrix products alone (2 · 3 · R · D · F forward, three times that 
 medians over the rounds of the ratio within a round. Peak: memory above weights and inputs, of torch's allocator on a
 GPU, of the process on a CPU (VmHWM).
 
+What no arm is charged for: the routing is drawn once a setting, so code that is compiled for a number of rows (oneDNN's
+bf16 products on a CPU, some 0.5 ms for each new number) is compiled in the warm-up; in training the numbers change.
+
 Shape suffixes: T tokens, D model width, F expert width, G = 2·F, E experts, K experts a token, R = T·K routed rows.
 """
 
@@ -31,9 +34,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -249,6 +254,9 @@ def describe(device: torch.device) -> str:
     import transformers
 
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    for package in ("triton", "megablocks", "stanford-stk", "grouped_gemm"):
+        with suppress(PackageNotFoundError):
+            versions += f", {package} {version(package)}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -472,7 +480,7 @@ def check(arms: Sequence[Arm], inputs: Inputs) -> tuple[dict[tuple[str, str], fl
                 if arm.name == REFERENCE:
                     raise
                 # memory that does not suffice, a kernel that does not compile: the other arms can still be measured
-                reasons.append(f"{arm.name}, {part}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                reasons.append(f"{arm.name}, {part}: {type(error).__name__}: {str(error).split(chr(10))[0]}")
                 continue
             found = (out, grad, *arm.as_ours(gradients))
             reference = reference or found
@@ -609,7 +617,7 @@ def print_auto(results: Sequence[Result], auto: str) -> None:
                 if among:
                     best = min(among, key=lambda rival: speed_ratio(mine, rival))
                     said.append(f"{mine.passes} {speed_ratio(mine, best):.2f} x {what} ({best.arm})")
-        print(f"auto ({auto}), {part}: {'; '.join(said)}")
+        print(f"auto ({auto}), {part}: {'; '.join(said)}", flush=True)
 
 
 def rivals_of(mine: Result, results: Sequence[Result]) -> list[Result]:
