@@ -660,7 +660,7 @@ def judge(results: Sequence[Result], auto: dict[str, str]) -> list[str]:
 
 
 def verdict(margin: float) -> str:
-    return "met" if margin >= 0 else f"missed by {-margin:.2f}"
+    return "met" if margin >= 0 else f"missed by {-margin:.2g}"
 
 
 def draw(results: Sequence[Result], caption: str) -> str:
@@ -682,7 +682,7 @@ def draw(results: Sequence[Result], caption: str) -> str:
                 f'<rect x="{left}" y="{y + 2}" width="{width:.1f}" height="{height - 4}" fill="{fills[r.part]}"/>'
             )
             label = f"{r.tflops:.3g} TFLOP/s, {speed_ratio(r, ceiling):.0%}"
-            body.append(f'<text x="{left + width + 4:.1f}" y="{y + 13}">{label}</text>')
+            body.append(f'<text x="{left + length + 8}" y="{y + 13}">{label}</text>')
             y += height
         y += 16
         body.append(f'<text x="{line:.1f}" y="{y - 4}" text-anchor="middle">ceiling {ceiling.tflops:.3g}</text>')

@@ -125,6 +125,6 @@ def test_targets() -> None:
     assert gain.endswith("met (1.50)")
     better = [result(LAYER, "HF grouped_mm", 9, 90), result(EXPERTS, "torch-grouped", 9.9, 99)]
     loss, share, gain = experts.judge([result(EXPERTS, "ceiling", 6, 60), *mine, hf, *better], auto)
-    assert "missed by 0.30 (at most +33.3% time, against HF grouped_mm, layer" in loss
-    assert share.endswith("missed by 0.20 (0.60)")
+    assert "missed by 0.3 (at most +33.3% time, against HF grouped_mm, layer" in loss
+    assert share.endswith("missed by 0.2 (0.60)")
     assert gain.endswith("missed by 0.75 (0.75)")
