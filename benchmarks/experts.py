@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         arguments.json.write_text(json.dumps(figures, indent=2))
     if arguments.picture is not None:
-        arguments.picture.write_text(draw(results, f"{hardware}; {arguments.dtype}"))
+        arguments.picture.write_text(draw(results, f"{BOTH}, {arguments.dtype}", hardware))
     return 0
 
 
@@ -663,9 +663,9 @@ def verdict(margin: float) -> str:
     return "met" if margin >= 0 else f"missed by {-margin:.2g}"
 
 
-def draw(results: Sequence[Result], caption: str) -> str:
+def draw(results: Sequence[Result], title: str, hardware: str) -> str:
     """An SVG: a panel a setting, a bar an arm, as long as its TFLOP/s forward + backward; a line at the ceiling."""
-    left, length, height, top = 190, 520, 18, 34
+    left, length, height, top = 190, 520, 18, 50
     fills = {LAYER: "#1f5a96", EXPERTS: "#7fb2e5"}
     body, y = [], top
     for setting, group in groupby(pick(results, passes=BOTH), key=lambda r: r.setting):
@@ -687,7 +687,8 @@ def draw(results: Sequence[Result], caption: str) -> str:
         y += 16
         body.append(f'<text x="{line:.1f}" y="{y - 4}" text-anchor="middle">ceiling {ceiling.tflops:.3g}</text>')
         y += 10
-    body.insert(0, f'<text x="8" y="18">{escape(caption)}; {BOTH}</text>')
+    body.insert(0, f'<text x="8" y="18" font-size="14">{escape(title)}</text>')
+    body.insert(1, f'<text x="8" y="36" font-size="9">{escape(hardware)}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + length + 190}" height="{y}" '
         f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
