@@ -45,11 +45,9 @@ class _LoopedGatedMLP(torch.autograd.Function):
             if rows.stop == rows.start:
                 continue
             x = rows_RD[rows].to(dtype)
-            gate = x @ w1_FD.to(dtype).t()
-            up = x @ v1_FD.to(dtype).t()
-            gate_RF[rows] = gate
-            up_RF[rows] = up
-            out_RD[rows] = F.silu(gate).mul_(up) @ w2_FD.to(dtype)
+            gate = _matmul_into(gate_RF[rows], x, w1_FD.to(dtype).t())
+            up = _matmul_into(up_RF[rows], x, v1_FD.to(dtype).t())
+            _matmul_into(out_RD[rows], F.silu(gate).mul_(up), w2_FD.to(dtype))
         ctx.save_for_backward(rows_RD, w1, v1, w2, gate_RF, up_RF)
         ctx.counts = counts
         return out_RD
@@ -68,16 +66,24 @@ class _LoopedGatedMLP(torch.autograd.Function):
                 dw1_FD.zero_(), dv1_FD.zero_(), dw2_FD.zero_()
                 continue
             x, gate, up, grad = (t[rows].to(dtype) for t in (rows_RD, gate_RF, up_RF, grad_RD))
-            sigmoid = gate.sigmoid()
-            silu = gate * sigmoid
-            dw2_FD.copy_((silu * up).t() @ grad)
+            silu = F.silu(gate)
+            _matmul_into(dw2_FD, (silu * up).t(), grad)
             d_hidden = grad @ w2_FD.to(dtype).t()
-            d_up = d_hidden * silu
-            d_gate = d_hidden.mul_(up).mul_(sigmoid * (1 + gate * (1 - sigmoid)))
-            dw1_FD.copy_(d_gate.t() @ x)
-            dv1_FD.copy_(d_up.t() @ x)
+            d_up = silu.mul_(d_hidden)
+            d_gate = torch.ops.aten.silu_backward(d_hidden.mul_(up), gate)
+            _matmul_into(dw1_FD, d_gate.t(), x)
+            _matmul_into(dv1_FD, d_up.t(), x)
             grad_rows_RD[rows] = (d_gate @ w1_FD.to(dtype)).addmm_(d_up, v1_FD.to(dtype))
         return grad_rows_RD, None, grad_w1, grad_v1, grad_w2
+
+
+def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Writes a @ b into `out`, without a copy where the dtypes agree; returns it as it was computed, in a's dtype."""
+    if out.dtype == a.dtype:
+        return torch.mm(a, b, out=out)
+    product = a @ b
+    out.copy_(product)
+    return product
 
 
 def _runs(counts: list[int]) -> list[slice]:

@@ -1,0 +1,701 @@
+"""Which expert kernel is best, measured: `python -m benchmarks.experts`, or `python benchmarks/experts.py`.
+
+One MoE layer of a model's sizes, on one device. Arms: every kernel of `--expert-kernel`, as the whole layer (router to
+combine) and as the experts alone; the layer of transformers with `grouped_mm` and with `eager` experts; the original
+layer of MegaBlocks; and as the ceiling one dense chain of matrix products with the experts' FLOPs, in the same dtype.
+An arm that cannot run here is listed with its reason. Before anything is timed, every arm's output and gradients are
+compared with `loop`; an arm that differs makes the run void (exit code 1).
+
+Routing, the same in every arm: `balanced`, each expert has equally many rows; `natural`, the top K of logits drawn from
+N(0, 1) for each token and expert plus N(0, 0.5^2) for each expert; `skewed`, all tokens choose the first K experts.
+The tokens carry these choices in their first E coordinates, where the router's weights look.
+
+Forward is without gradients; forward + backward gives the gradients of the input and of every weight. The arms run in
+turn, round after round, after a round of warm-up. Milliseconds are medians, by CUDA events on a GPU and of wall time on
+a CPU, with the process's CPU time beside them. Where other programs run too, wall time says little: `--clock cpu` goes
+by CPU time, which is meant for one thread (OMP_NUM_THREADS=1), since threads that wait spend it too. TFLOP/s counts the
+experts' matrix products alone (2 · 3 · R · D · F forward, three times that with backward). Ratios between arms are
+medians over the rounds of the ratio within a round. Peak: memory above weights and inputs, of torch's allocator on a
+GPU, of the process on a CPU (VmHWM).
+
+What no arm is charged for: the routing is drawn once a setting, so code that is compiled for a number of rows (oneDNN's
+bf16 products on a CPU, some 0.5 ms for each new number) is compiled in the warm-up; in training the numbers change.
+
+Shape suffixes: T tokens, D model width, F expert width, G = 2·F, E experts, K experts a token, R = T·K routed rows.
+"""
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, Python would look for modules beside this file only
+
+from benchmarks.load_memory import MB, resident
+from moe import DroplessMoE, ExpertMeshError, MoEShape, choose_kernel
+from moe.kernels import Kernel
+
+REFERENCE = "loop"
+KERNEL_ARMS = (REFERENCE, "torch-grouped", "megablocks-sparse", "megablocks-grouped")
+HF_ARMS = {"HF grouped_mm": "grouped_mm", "HF eager": "eager"}
+ORIGINAL_ARM = "original dMoE"
+CEILING = "ceiling"
+ARMS = (*KERNEL_ARMS, *HF_ARMS, ORIGINAL_ARM)
+LAYER, EXPERTS = "layer", "experts"
+FORWARD, BOTH = "forward", "forward + backward"
+ROUTINGS = ("balanced", "natural", "skewed")
+
+# of the norm of what the reference gives, for right answers that differ by roundings; stk multiplies fp32 in TF32
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 5e-2}
+
+# what the kernel that `auto` picks is held to, and where
+MOST_LOSS = 0.03
+LEAST_SHARE = 0.80
+LEAST_GAIN = 1.5
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model's MoE layer, and what transformers calls the model: its module, and its classes' prefix."""
+
+    shape: MoEShape
+    hf_module: str
+    hf_prefix: str
+
+
+def _model(
+    d: int, f: int, e: int, k: int, normalize: bool = True, hf: tuple[str, str] = ("mixtral", "Mixtral")
+) -> Model:
+    return Model(MoEShape(d, f, e, k, normalize), *hf)
+
+
+MODELS = {
+    "mixtral-8x7b": _model(4096, 14336, 8, 2),
+    "qwen3-30b-a3b": _model(2048, 768, 128, 8, hf=("qwen3_moe", "Qwen3Moe")),
+    "olmoe": _model(2048, 1024, 64, 8, normalize=False, hf=("olmoe", "Olmoe")),
+    "mixtral-quarter": _model(1024, 3584, 8, 2),
+    "small": _model(512, 1792, 8, 2),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one table is about."""
+
+    model: str
+    tokens: int
+    routing: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.tokens} tokens, {self.routing}"
+
+
+TARGET_SETTING = Setting("mixtral-8x7b", 16384, "balanced")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """x_TD for layers, and for experts alone the routed rows with E counts; a gradient for the output of each."""
+
+    x_TD: Tensor
+    grad_TD: Tensor
+    rows_RD: Tensor
+    grad_RD: Tensor
+    counts_E: Tensor
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to compute a layer, or the experts alone.
+
+    Attributes:
+        name: one of ARMS.
+        part: LAYER or EXPERTS.
+        forward: gives the output, with gradients where they are enabled.
+        weights: those that get a gradient.
+        as_ours: brings the gradients of `weights` into the form and order of our own layer's.
+    """
+
+    name: str
+    part: str
+    forward: Callable[[Inputs], Tensor]
+    weights: tuple[Tensor, ...]
+    as_ours: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple
+
+    def backward(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Forward and backward: the output, the gradient of the input, and those of `weights`."""
+        start, grad = (inputs.x_TD, inputs.grad_TD) if self.part == LAYER else (inputs.rows_RD, inputs.grad_RD)
+        out = self.forward(inputs)
+        return out.detach(), *torch.autograd.grad(out, (start, *self.weights), grad)
+
+
+@dataclass
+class Result:
+    """Milliseconds of every repetition, round by round, of one pass of one arm in one setting, and its peak.
+
+    clock: "wall" (on a GPU: of the device) or "cpu", the time that counts.
+    error: the largest relative difference from the reference, among output and gradients.
+    """
+
+    setting: Setting
+    part: str
+    arm: str
+    passes: str
+    flops: float
+    clock: str
+    error: float | None = None
+    peak_mb: float = 0.0
+    wall_ms: list[list[float]] = field(default_factory=list)
+    cpu_ms: list[list[float]] = field(default_factory=list)
+
+    @property
+    def ms(self) -> list[list[float]]:
+        return self.cpu_ms if self.clock == "cpu" else self.wall_ms
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / median_of(self.ms) / 1e9
+
+
+class ArmDiffersError(Exception):
+    """An arm does not compute what the reference computes."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    hardware = describe(device)
+    print(
+        f"{hardware}; {arguments.dtype}; medians of {arguments.rounds} rounds with {arguments.repetitions} repetitions "
+        f"each, arms interleaved, after a round of warm-up; load average {os.getloadavg()[0]:.1f} at the start"
+    )
+    results: list[Result] = []
+    missing: list[str] = []
+    auto: dict[str, str] = {}
+    for name in arguments.model:
+        shape = MODELS[name].shape
+        choice = choose_kernel("auto", device.type, shape.model_width, shape.expert_width, dtype)
+        auto[name] = choice.name
+        print(
+            f"\n{name}: D {shape.model_width}, F {shape.expert_width}, E {shape.num_experts}, K {shape.top_k}; "
+            f"--expert-kernel auto picks {choice.name} ({choice.why})"
+        )
+        arms, reasons = build_arms(MODELS[name], [choice.name, *arguments.arms], device, dtype)
+        missing += [f"{name}, {reason}" for reason in reasons]
+        for setting in [Setting(name, t, r) for t in arguments.tokens for r in arguments.routing]:
+            try:
+                measured, reasons = measure(setting, arms, arguments.rounds, arguments.repetitions, arguments.clock)
+            except ArmDiffersError as error:
+                print(f"the run is void: {setting}: {error}", file=sys.stderr)
+                return 1
+            missing += [f"{setting}, {reason}" for reason in reasons]
+            results += measured
+            print_table(setting, measured)
+            print_auto(measured, choice.name)
+    print()
+    for line in missing:
+        print(f"not measured: {line}")
+    targets = judge(results, auto)
+    print("\n".join(targets))
+    print(f"load average {os.getloadavg()[0]:.1f} at the end")
+    if arguments.json is not None:
+        figures = {
+            "hardware": hardware,
+            "dtype": arguments.dtype,
+            "auto": auto,
+            "not_measured": missing,
+            "targets": targets,
+            "results": [{**asdict(r), "median_ms": median_of(r.ms), "tflops": r.tflops} for r in results],
+        }
+        arguments.json.write_text(json.dumps(figures, indent=2))
+    if arguments.picture is not None:
+        arguments.picture.write_text(draw(results, f"{BOTH}, {arguments.dtype}", hardware))
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    has_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if has_gpu else "float32")
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["mixtral-8x7b"] if has_gpu else ["small"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768] if has_gpu else [1024])
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS)
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=ARMS, help="and always loop, the ceiling, and what auto picks"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--repetitions", type=int, default=3, help="of each arm in each round")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="on a CPU: the time that counts")
+    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
+    parser.add_argument("--picture", type=Path, default=None, help="also draw forward + backward here, as SVG")
+    return parser.parse_args(argv)
+
+
+def describe(device: torch.device) -> str:
+    """Hardware and versions."""
+    import transformers
+
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    for package in ("triton", "megablocks", "stanford-stk", "grouped_gemm"):
+        with suppress(PackageNotFoundError):
+            versions += f", {package} {version(package)}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cpu = models[0].split(":")[1].strip() if models else platform.machine()
+    return (
+        f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, "
+        f"bf16 in hardware: {'yes' if torch.cpu._is_avx512_bf16_supported() else 'no'}, {versions}"
+    )
+
+
+def routed_experts(routing: str, tokens: int, shape: MoEShape, generator: torch.Generator) -> Tensor:
+    """experts_TK, int64, no expert twice in a row."""
+    if routing == "balanced":
+        in_turn_TK = (torch.arange(tokens * shape.top_k) % shape.num_experts).view(tokens, shape.top_k)
+        return in_turn_TK[torch.randperm(tokens, generator=generator)]
+    if routing == "natural":
+        skew_E = 0.5 * torch.randn(shape.num_experts, generator=generator)
+        logits_TE = torch.randn(tokens, shape.num_experts, generator=generator) + skew_E
+        return logits_TE.topk(shape.top_k, dim=-1).indices
+    assert routing == "skewed", routing
+    return torch.arange(shape.top_k).expand(tokens, -1)
+
+
+def routed_tokens(experts_TK: Tensor, shape: MoEShape, generator: torch.Generator) -> Tensor:
+    """x_TD, fp32, random but for the first E coordinates, which are the router's logits: -1, and from 1 up for the
+    chosen experts. The steps between them are exact in bf16, so no arm's arithmetic can choose otherwise."""
+    tokens = experts_TK.shape[0]
+    x_TD = torch.randn(tokens, shape.model_width, generator=generator)
+    logits_TE = torch.full((tokens, shape.num_experts), -1.0)
+    logits_TE.scatter_(1, experts_TK, (1.0 + torch.arange(shape.top_k) / 8).expand(tokens, -1))
+    x_TD[:, : shape.num_experts] = logits_TE
+    return x_TD
+
+
+def build_layer(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> DroplessMoE:
+    """Our layer: random experts, of a scale that keeps the rows', and a router that reads the first E coordinates."""
+    with torch.device(device):
+        layer = DroplessMoE(shape).to(dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(shape.num_experts, shape.model_width))
+        layer.experts.w1.normal_(std=shape.model_width**-0.5)
+        layer.experts.v1.normal_(std=shape.model_width**-0.5)
+        layer.experts.w2.normal_(std=shape.expert_width**-0.5)
+    return layer
+
+
+def build_hf_block(model: Model, ours: DroplessMoE) -> Any:
+    """The MoE block of transformers with a copy of our weights."""
+    import transformers
+
+    shape = model.shape
+    config = getattr(transformers, f"{model.hf_prefix}Config")(
+        hidden_size=shape.model_width,
+        intermediate_size=shape.expert_width,
+        moe_intermediate_size=shape.expert_width,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=shape.normalize_top_k,
+    )
+    modeling = importlib.import_module(f"transformers.models.{model.hf_module}.modeling_{model.hf_module}")
+    weight = ours.router.weight
+    with torch.device(weight.device):
+        block = getattr(modeling, f"{model.hf_prefix}SparseMoeBlock")(config).to(weight.dtype)
+    num_experts, width = shape.num_experts, shape.expert_width
+    with torch.no_grad():
+        block.gate.weight.copy_(weight)
+        block.experts.gate_up_proj[:, :width].copy_(ours.experts.w1.view(num_experts, width, -1))
+        block.experts.gate_up_proj[:, width:].copy_(ours.experts.v1.view(num_experts, width, -1))
+        block.experts.down_proj.copy_(ours.experts.w2.view(num_experts, width, -1).transpose(1, 2))
+    return block
+
+
+def hf_gradients_as_ours(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of (x, gate, gate_up_proj, down_proj), as of (x, router, w1, v1, w2)."""
+    x, router, gate_up, down = gradients
+    w1, v1 = gate_up.chunk(2, dim=1)
+    return x, router, w1.flatten(0, 1), v1.flatten(0, 1), down.transpose(1, 2).flatten(0, 1)
+
+
+def build_arms(
+    model: Model, names: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> tuple[list[Arm], list[str]]:
+    """The arms that can run, the reference first, all with the same weights; and for each other arm the reason."""
+    shape, ours = model.shape, build_layer(model.shape, device, dtype)
+    arms, reasons = [], []
+    for name in [name for name in KERNEL_ARMS if name == REFERENCE or name in names]:
+        try:
+            choice = choose_kernel(name, device.type, shape.model_width, shape.expert_width, dtype)
+        except ExpertMeshError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        arms += kernel_arms(name, choice.kernel, ours)
+    if any(name in HF_ARMS for name in names):
+        block = build_hf_block(model, ours)
+        arms += [hf_arm(name, block) for name in HF_ARMS if name in names]
+    if ORIGINAL_ARM in names:
+        try:
+            arms.append(original_arm(model, ours))
+        except ExpertMeshError as error:
+            reasons.append(f"{ORIGINAL_ARM}: {error}")
+    return arms, reasons
+
+
+def kernel_arms(name: str, kernel: Kernel, ours: DroplessMoE) -> list[Arm]:
+    """The whole layer with one of our kernels, and that kernel alone."""
+    experts = ours.experts
+    weights = (experts.w1, experts.v1, experts.w2)
+
+    def run_layer(inputs: Inputs) -> Tensor:
+        experts.kernel = kernel
+        return ours(inputs.x_TD.unsqueeze(0)).squeeze(0)
+
+    def run_experts(inputs: Inputs) -> Tensor:
+        return kernel(inputs.rows_RD, inputs.counts_E, *weights)
+
+    return [Arm(name, LAYER, run_layer, (ours.router.weight, *weights)), Arm(name, EXPERTS, run_experts, weights)]
+
+
+def hf_arm(name: str, block: Any) -> Arm:
+    experts = block.experts
+
+    def run(inputs: Inputs) -> Tensor:
+        experts.config._experts_implementation = HF_ARMS[name]
+        return block(inputs.x_TD.unsqueeze(0)).squeeze(0)
+
+    return Arm(name, LAYER, run, (block.gate.weight, experts.gate_up_proj, experts.down_proj), hf_as_ours)
+
+
+def hf_as_ours(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of (router, gate_up_proj (E, 2F, D), down_proj (E, D, F)), as of (router, w1, v1, w2)."""
+    router, gate_up, down = gradients
+    w1, v1 = gate_up.chunk(2, dim=1)
+    return router, w1.flatten(0, 1), v1.flatten(0, 1), down.transpose(1, 2).flatten(0, 1)
+
+
+def original_arm(model: Model, ours: DroplessMoE) -> Arm:
+    """`megablocks.layers.dmoe.dMoE` with our weights.
+
+    Raises:
+        ExpertMeshError: it cannot run here.
+    """
+    weight = ours.router.weight
+    if weight.device.type != "cuda":
+        raise ExpertMeshError("its kernels need a GPU")
+    try:
+        adapter = importlib.import_module("moe.original")
+    except ModuleNotFoundError as error:
+        raise ExpertMeshError(f"there is no {error.name}") from error
+    experts = ours.experts
+    layer = adapter.original_dmoe(model.shape, weight, experts.w1, experts.v1, experts.w2)
+    mlp = layer.experts.mlp
+
+    def run(inputs: Inputs) -> Tensor:
+        return layer(inputs.x_TD.unsqueeze(0)).squeeze(0)
+
+    return Arm(ORIGINAL_ARM, LAYER, run, (layer.router.layer.weight, mlp.w1, mlp.v1, mlp.w2))
+
+
+def make_inputs(setting: Setting, device: torch.device, dtype: torch.dtype) -> Inputs:
+    shape, generator = MODELS[setting.model].shape, torch.Generator().manual_seed(0)
+    experts_TK = routed_experts(setting.routing, setting.tokens, shape, generator)
+    x_TD = routed_tokens(experts_TK, shape, generator).to(device, dtype)
+    order_R = experts_TK.flatten().argsort(stable=True)
+    rows_RD = x_TD[(order_R // shape.top_k).to(device)]
+    counts_E = experts_TK.flatten().bincount(minlength=shape.num_experts).to(device)
+    grad_TD, grad_RD = torch.randn_like(x_TD), torch.randn_like(rows_RD)
+    return Inputs(x_TD.requires_grad_(), grad_TD, rows_RD.requires_grad_(), grad_RD, counts_E)
+
+
+def measure(
+    setting: Setting, arms: Sequence[Arm], rounds: int, repetitions: int, clock: str
+) -> tuple[list[Result], list[str]]:
+    """Results of every pass of every arm, and the reasons why an arm could not run in this setting.
+
+    Raises:
+        ArmDiffersError: an arm's output or gradient is not the reference's.
+    """
+    weight = arms[0].weights[0]
+    device, shape = weight.device, MODELS[setting.model].shape
+    inputs = make_inputs(setting, device, weight.dtype)
+    errors, reasons = check(arms, inputs)
+    flops = expert_flops(inputs.rows_RD.shape[0], shape)
+
+    runs: list[tuple[Result, Callable[[], object]]] = []
+    forward, both = dense_chain(inputs.rows_RD, shape.expert_width)
+    runs.append((Result(setting, EXPERTS, CEILING, FORWARD, flops, clock), forward))
+    runs.append((Result(setting, EXPERTS, CEILING, BOTH, 3 * flops, clock), both))
+    for arm in [arm for arm in arms if (arm.part, arm.name) in errors]:
+        error = errors[arm.part, arm.name]
+        forward, both = torch.no_grad()(partial(arm.forward, inputs)), partial(arm.backward, inputs)
+        runs.append((Result(setting, arm.part, arm.name, FORWARD, flops, clock, error), forward))
+        runs.append((Result(setting, arm.part, arm.name, BOTH, 3 * flops, clock, error), both))
+
+    for result, run in runs:
+        result.peak_mb = peak_mb(run, device)
+    for number in range(-1, rounds):  # the first round only warms up
+        for result, run in runs:
+            ms, cpu_ms = timed(run, device, repetitions)
+            if number >= 0:
+                result.wall_ms.append(ms)
+                result.cpu_ms.append(cpu_ms)
+    return [result for result, _ in runs], reasons
+
+
+def check(arms: Sequence[Arm], inputs: Inputs) -> tuple[dict[tuple[str, str], float], list[str]]:
+    """The largest relative error of each (part, arm) against the reference, and why an arm could not run.
+
+    Raises:
+        ArmDiffersError: an error is above TOLERANCE.
+    """
+    errors: dict[tuple[str, str], float] = {}
+    reasons = []
+    for part in (LAYER, EXPERTS):
+        names = ("output", "gradient of the input", *(("router",) if part == LAYER else ()), "w1", "v1", "w2")
+        reference: tuple[Tensor, ...] = ()
+        for arm in [arm for arm in arms if arm.part == part]:
+            try:
+                out, grad, *gradients = arm.backward(inputs)
+            except Exception as error:
+                if arm.name == REFERENCE:
+                    raise
+                # memory that does not suffice, a kernel that does not compile: the other arms can still be measured
+                reasons.append(f"{arm.name}, {part}: {type(error).__name__}: {str(error).split(chr(10))[0]}")
+                continue
+            found = (out, grad, *arm.as_ours(gradients))
+            reference = reference or found
+            error_of = {n: relative_error(f, r) for n, f, r in zip(names, found, reference, strict=True)}
+            worst = max(error_of, key=lambda name: error_of[name])
+            # written so that a NaN fails
+            if not all(e <= TOLERANCE[inputs.x_TD.dtype] for e in error_of.values()):
+                raise ArmDiffersError(f"{arm.name}, {part}: {worst} differs from {REFERENCE} by {error_of[worst]:.1e}")
+            errors[part, arm.name] = error_of[worst]
+    return errors, reasons
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    difference = (found.float() - expected.float()).norm()
+    return float(difference / expected.float().norm().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def expert_flops(rows: int, shape: MoEShape) -> float:
+    """Floating point operations of the experts' matrix products in one forward: gate, up and down for each row."""
+    return 2.0 * 3 * rows * shape.model_width * shape.expert_width
+
+
+def dense_chain(rows_RD: Tensor, width: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The matrix products alone of one expert that takes all rows, forward, and forward + backward: nothing between
+    them, nothing allocated, every tensor as good as laid out for it. No MoE layer is faster."""
+    x_RD = rows_RD.detach()
+    rows, model_width = x_RD.shape
+    sizes = ((2 * width, model_width), (width, model_width), (rows, width))
+    w13_GD, w2_FD, act_RF = (torch.randn(n, m, device=x_RD.device, dtype=x_RD.dtype) for n, m in sizes)
+    grad_w13_GD, grad_w2_FD, grad_act_RF, out_RD = map(torch.empty_like, (w13_GD, w2_FD, act_RF, x_RD))
+    hidden_RG = x_RD.new_empty(rows, 2 * width)
+
+    def forward() -> None:
+        torch.mm(x_RD, w13_GD.t(), out=hidden_RG)
+        torch.mm(act_RF, w2_FD, out=out_RD)
+
+    def both() -> None:
+        forward()
+        torch.mm(act_RF.t(), x_RD, out=grad_w2_FD)
+        torch.mm(x_RD, w2_FD.t(), out=grad_act_RF)
+        torch.mm(hidden_RG.t(), x_RD, out=grad_w13_GD)
+        torch.mm(hidden_RG, w13_GD, out=out_RD)
+
+    return forward, both
+
+
+def timed(run: Callable[[], object], device: torch.device, repetitions: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of each repetition: on the device, and of CPU time of this process."""
+    if device.type == "cuda":
+        return timed_on_gpu(run, repetitions)
+    ms, cpu_ms = [], []
+    for _ in range(repetitions):
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        run()
+        ms.append(1e3 * (time.perf_counter() - begin))
+        cpu_ms.append(1e3 * (time.process_time() - cpu_begin))
+    return ms, cpu_ms
+
+
+def timed_on_gpu(run: Callable[[], object], repetitions: int) -> tuple[list[float], list[float]]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repetitions + 1)]
+    cpu_ms = []
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        cpu_begin = time.process_time()
+        run()
+        mark.record()
+        cpu_ms.append(1e3 * (time.process_time() - cpu_begin))
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in pairwise(marks)], cpu_ms
+
+
+def peak_mb(run: Callable[[], object], device: torch.device) -> float:
+    """The most memory that `run` held at once, in 10^6 bytes, above what was held before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - start) / MB
+    # free memory that the C library keeps would hide what is taken from it
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is held now
+    start = resident("VmRSS")
+    run()
+    return (resident("VmHWM") - start) / MB
+
+
+def median_of(ms: Sequence[Sequence[float]]) -> float:
+    """Over all repetitions of all rounds."""
+    return statistics.median(one for one_round in ms for one in one_round)
+
+
+def speed_ratio(fast: Result, slow: Result) -> float:
+    """How many times as fast the first is as the second: the median over the rounds, in which the two ran close by."""
+    return statistics.median(sum(b) / sum(a) for a, b in zip(fast.ms, slow.ms, strict=True))
+
+
+def pick(results: Sequence[Result], **fields: Any) -> list[Result]:
+    """Those with these values, in order."""
+    return [r for r in results if all(getattr(r, name) == value for name, value in fields.items())]
+
+
+def print_table(setting: Setting, results: Sequence[Result]) -> None:
+    shape = MODELS[setting.model].shape
+    experts_TK = routed_experts(setting.routing, setting.tokens, shape, torch.Generator().manual_seed(0))
+    counts_E = experts_TK.flatten().bincount(minlength=shape.num_experts)
+    errors = [r.error for r in results if r.error is not None]
+    print(
+        f"\n{setting}: the fullest expert has {counts_E.max() / counts_E.float().mean():.2f} x the mean; "
+        f"all arms agree with {REFERENCE}, the largest relative error is {max(errors):.0e}"
+    )
+    columns = f"{'ms':>9}{'CPU ms':>9}{'TFLOP/s':>9}{'share':>7}{'peak MB':>9}"
+    print(f"{'':28}{FORWARD:^43} {BOTH:^43}")
+    print(f"{'part':8}{'arm':20}{columns} {columns}")
+    for part, name in dict.fromkeys((r.part, r.arm) for r in results):
+        line = f"{part:8}{name:20}"
+        for passes in (FORWARD, BOTH):
+            (result,) = pick(results, part=part, arm=name, passes=passes)
+            (ceiling,) = pick(results, arm=CEILING, passes=passes)
+            line += f"{median_of(result.wall_ms):9.2f}{median_of(result.cpu_ms):9.2f}{result.tflops:9.3f}"
+            line += f"{speed_ratio(result, ceiling):7.0%}{result.peak_mb:9.0f} "
+        print(line.rstrip())
+
+
+def print_auto(results: Sequence[Result], auto: str) -> None:
+    """How the kernel that `auto` picks compares with the best other arm, and with the best of transformers."""
+    for part in (EXPERTS, LAYER):
+        said = []
+        for mine in pick(results, part=part, arm=auto):
+            rivals = rivals_of(mine, results)
+            for what, among in (("best other", rivals), ("best of HF", [r for r in rivals if r.arm in HF_ARMS])):
+                if among:
+                    best = min(among, key=lambda rival: speed_ratio(mine, rival))
+                    said.append(f"{mine.passes} {speed_ratio(mine, best):.2f} x {what} ({best.arm})")
+        print(f"auto ({auto}), {part}: {'; '.join(said)}", flush=True)
+
+
+def rivals_of(mine: Result, results: Sequence[Result]) -> list[Result]:
+    """The other arms that computed the same."""
+    same = pick(results, setting=mine.setting, part=mine.part, passes=mine.passes)
+    return [r for r in same if r.arm not in (mine.arm, CEILING)]
+
+
+def judge(results: Sequence[Result], auto: dict[str, str]) -> list[str]:
+    """A line for each target: met, missed and by how much, or not measured."""
+    mine = [r for r in results if r.arm == auto[r.setting.model]]
+    losses = [
+        (1 / speed_ratio(a, b) - 1, f"{b.arm}, {b.part}, {b.passes}, {b.setting}")
+        for a in mine
+        for b in rivals_of(a, results)
+    ]
+    lines = []
+    if losses:
+        loss, where = max(losses)
+        lines.append(
+            f"target: auto loses to no arm by more than {MOST_LOSS:.0%}: {verdict(MOST_LOSS - loss)} "
+            f"(at most {loss:+.1%} time, against {where})"
+        )
+    at_target = pick(results, setting=TARGET_SETTING, passes=BOTH)
+    experts, layer = (pick(at_target, part=part, arm=auto.get(TARGET_SETTING.model)) for part in (EXPERTS, LAYER))
+    rivals = [r for r in at_target if r.arm in HF_ARMS]
+    share = f"target: auto's experts reach {LEAST_SHARE:.2f} of the ceiling, {BOTH}, {TARGET_SETTING}"
+    gain = f"target: auto's layer is {LEAST_GAIN} x as fast as HF's best, {BOTH}, {TARGET_SETTING}"
+    if experts:
+        reached = speed_ratio(experts[0], pick(at_target, arm=CEILING)[0])
+        lines.append(f"{share}: {verdict(reached - LEAST_SHARE)} ({reached:.2f})")
+    else:
+        lines.append(f"{share}: not measured in this run")
+    if layer and rivals:
+        reached = min(speed_ratio(layer[0], rival) for rival in rivals)
+        lines.append(f"{gain}: {verdict(reached - LEAST_GAIN)} ({reached:.2f})")
+    else:
+        lines.append(f"{gain}: not measured in this run")
+    return lines
+
+
+def verdict(margin: float) -> str:
+    return "met" if margin >= 0 else f"missed by {-margin:.2g}"
+
+
+def draw(results: Sequence[Result], title: str, hardware: str) -> str:
+    """An SVG: a panel a setting, a bar an arm, as long as its TFLOP/s forward + backward; a line at the ceiling."""
+    left, length, height, top = 190, 520, 18, 50
+    fills = {LAYER: "#1f5a96", EXPERTS: "#7fb2e5"}
+    body, y = [], top
+    for setting, group in groupby(pick(results, passes=BOTH), key=lambda r: r.setting):
+        (ceiling, *others) = group
+        scale = length / max(r.tflops for r in (ceiling, *others))
+        body.append(f'<text x="8" y="{y + 14}" font-weight="bold">{escape(str(setting))}</text>')
+        y += 24
+        line = left + scale * ceiling.tflops
+        body.append(f'<path d="M{line:.1f} {y}V{y + height * len(others)}" stroke="#b03030" stroke-dasharray="4 3"/>')
+        for r in others:
+            width = scale * r.tflops
+            body.append(f'<text x="{left - 6}" y="{y + 13}" text-anchor="end">{escape(r.arm)}, {r.part}</text>')
+            body.append(
+                f'<rect x="{left}" y="{y + 2}" width="{width:.1f}" height="{height - 4}" fill="{fills[r.part]}"/>'
+            )
+            label = f"{r.tflops:.3g} TFLOP/s, {speed_ratio(r, ceiling):.0%}"
+            body.append(f'<text x="{left + length + 8}" y="{y + 13}">{label}</text>')
+            y += height
+        y += 16
+        body.append(f'<text x="{line:.1f}" y="{y - 4}" text-anchor="middle">ceiling {ceiling.tflops:.3g}</text>')
+        y += 10
+    body.insert(0, f'<text x="8" y="18" font-size="14">{escape(title)}</text>')
+    body.insert(1, f'<text x="8" y="36" font-size="9">{escape(hardware)}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + length + 190}" height="{y}" '
+        f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The benchmark of expert kernels: what it counts, that its arms agree, and that it notices when they do not."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import experts
+from benchmarks.experts import BOTH, EXPERTS, FORWARD, LAYER, ROUTINGS, TARGET_SETTING, Model, Result, Setting
+from moe import KERNELS, MoEShape
+
+CPU = torch.device("cpu")
+TINY = {
+    "mixtral": Model(MoEShape(64, 32, 8, 2, True), "mixtral", "Mixtral"),
+    "qwen3_moe": Model(MoEShape(64, 32, 16, 4, True), "qwen3_moe", "Qwen3Moe"),
+    "olmoe": Model(MoEShape(64, 32, 16, 4, False), "olmoe", "Olmoe"),
+}
+SHAPE = TINY["mixtral"].shape
+
+
+@pytest.fixture(autouse=True)
+def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "MODELS", TINY)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routing(routing: str) -> None:
+    """The pattern is what it is called, and the router chooses just so, whatever the dtype."""
+    experts_TK = experts.routed_experts(routing, 64, SHAPE, torch.Generator().manual_seed(0))
+    assert all(len(set(row)) == SHAPE.top_k for row in experts_TK.tolist())
+    counts = experts_TK.flatten().bincount(minlength=SHAPE.num_experts).tolist()
+    if routing == "balanced":
+        assert counts == [16] * 8
+    elif routing == "natural":
+        assert 16 < max(counts) < 64
+    else:
+        assert counts == [64, 64, 0, 0, 0, 0, 0, 0]
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = experts.make_inputs(Setting("mixtral", 64, routing), CPU, dtype)
+        chosen_TK = experts.build_layer(SHAPE, CPU, dtype).router(inputs.x_TD).experts_TK
+        assert torch.equal(chosen_TK.sort(dim=1).values, experts_TK.sort(dim=1).values)
+        assert inputs.counts_E.tolist() == counts
+        assert inputs.rows_RD.shape == (128, 64)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_arms_agree(family: str) -> None:
+    arms, missing = experts.build_arms(TINY[family], experts.ARMS, CPU, torch.float32)
+    errors, failed = experts.check(arms, experts.make_inputs(Setting(family, 40, "natural"), CPU, torch.float32))
+    found = {(LAYER, "HF grouped_mm"), (LAYER, "HF eager")}
+    found |= {(part, name) for part in (LAYER, EXPERTS) for name in ("loop", "torch-grouped")}
+    assert found <= set(errors)
+    assert max(errors.values()) < 1e-5
+    # every arm is either measured or said not to be
+    said = {line.split(":")[0].split(",")[0] for line in missing + failed}
+    assert {name for _, name in errors} | said == set(experts.ARMS)
+
+
+def test_flops_are_those_of_the_matrix_products() -> None:
+    inputs = experts.make_inputs(Setting("mixtral", 24, "natural"), CPU, torch.float32)
+    (_, alone), _ = experts.build_arms(TINY["mixtral"], ["loop"], CPU, torch.float32)
+    forward, both = experts.dense_chain(inputs.rows_RD, SHAPE.expert_width)
+    flops = experts.expert_flops(48, SHAPE)
+    assert flops == 6 * 48 * 64 * 32
+    for run, expected in ((lambda: alone.forward(inputs), flops), (forward, flops), (both, 3 * flops)):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        assert counter.get_total_flops() == expected
+
+
+def test_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--device", "cpu", "--dtype", "bfloat16", "--model", "mixtral", "--tokens", "32", "--rounds", "2"]
+    command += ["--routing", "balanced", "skewed", "--repetitions", "3", "--arms", "torch-grouped", "HF eager"]
+    command += ["original dMoE", "--json", str(tmp_path / "figures.json"), "--picture", str(tmp_path / "figures.svg")]
+    assert experts.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "not measured: mixtral, original dMoE: its kernels need a GPU" in printed
+    assert "target: auto loses to no arm by more than 3%:" in printed
+    assert printed.count("not measured in this run") == 2
+
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["auto"] == {"mixtral": "loop"}
+    arms = {(r["part"], r["arm"], r["passes"]) for r in figures["results"]}
+    names = {(LAYER, "loop"), (LAYER, "torch-grouped"), (LAYER, "HF eager"), (EXPERTS, "loop")}
+    names |= {(EXPERTS, "torch-grouped"), (EXPERTS, "ceiling")}
+    assert arms == {(*name, passes) for name in names for passes in (FORWARD, BOTH)}
+    assert len(figures["results"]) == 2 * len(arms)
+    for r in figures["results"]:
+        assert [len(ms) for ms in r["wall_ms"]] == [3, 3]
+        assert r["tflops"] == pytest.approx(r["flops"] / r["median_ms"] / 1e9)
+
+    picture = ET.parse(tmp_path / "figures.svg").getroot()
+    bars = [bar for bar in picture.iter("{http://www.w3.org/2000/svg}rect") if bar.get("fill") != "white"]
+    assert len(bars) == 2 * (len(names) - 1)
+
+
+def test_a_wrong_kernel_makes_the_run_void(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def forgets_v1(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+        out_RD = KERNELS["loop"](rows_RD, counts_e, w1, v1.detach(), w2)
+        return out_RD + 0 * v1.sum()
+
+    monkeypatch.setitem(KERNELS, "torch-grouped", forgets_v1)
+    command = ["--device", "cpu", "--dtype", "float32", "--model", "mixtral", "--tokens", "32", "--rounds", "1"]
+    assert experts.main(command) == 1
+    assert "torch-grouped, layer: v1 differs from loop by 1.0e+00" in capsys.readouterr().err
+
+
+def result(part: str, arm: str, *ms: float) -> Result:
+    return Result(TARGET_SETTING, part, arm, BOTH, 1e9, "wall", wall_ms=[[one] for one in ms])
+
+
+def test_targets() -> None:
+    ceiling = result(EXPERTS, "ceiling", 8, 80)
+    mine = [result(EXPERTS, "loop", 10, 100), result(LAYER, "loop", 12, 120)]
+    hf = result(LAYER, "HF eager", 18, 180)
+    auto = {TARGET_SETTING.model: "loop"}
+    assert experts.speed_ratio(mine[0], ceiling) == pytest.approx(0.8)
+    loss, share, gain = experts.judge([ceiling, *mine, hf], auto)
+    assert "3%: met" in loss
+    assert share.endswith("met (0.80)")
+    assert gain.endswith("met (1.50)")
+    better = [result(LAYER, "HF grouped_mm", 9, 90), result(EXPERTS, "torch-grouped", 9.9, 99)]
+    loss, share, gain = experts.judge([result(EXPERTS, "ceiling", 6, 60), *mine, hf, *better], auto)
+    assert "missed by 0.3 (at most +33.3% time, against HF grouped_mm, layer" in loss
+    assert share.endswith("missed by 0.2 (0.60)")
+    assert gain.endswith("missed by 0.75 (0.75)")
