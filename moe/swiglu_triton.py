@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+BLOCK = tl.constexpr(1024)
 
 
 def fused_forward(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def fused_forward(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
     hidden_RF = torch.empty_like(gate_RF)
     size = gate_RF.numel()
     if size > 0:
-        _forward_kernel[(triton.cdiv(size, BLOCK),)](gate_RF, up_RF, hidden_RF, size, BLOCK)
+        _forward_kernel[(triton.cdiv(size, BLOCK.value),)](gate_RF, up_RF, hidden_RF, size)
     return hidden_RF
 
 
@@ -27,13 +27,13 @@ def fused_backward(grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor) -> tuple[Ten
     d_gate_RF, d_up_RF, hidden_RF = (torch.empty_like(gate_RF) for _ in range(3))
     size = gate_RF.numel()
     if size > 0:
-        grid = (triton.cdiv(size, BLOCK),)
-        _backward_kernel[grid](grad_RF, gate_RF, up_RF, d_gate_RF, d_up_RF, hidden_RF, size, BLOCK)
+        grid = (triton.cdiv(size, BLOCK.value),)
+        _backward_kernel[grid](grad_RF, gate_RF, up_RF, d_gate_RF, d_up_RF, hidden_RF, size)
     return d_gate_RF, d_up_RF, hidden_RF
 
 
 @triton.jit
-def _forward_kernel(gate_ptr, up_ptr, hidden_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _forward_kernel(gate_ptr, up_ptr, hidden_ptr, size):  # type: ignore[no-untyped-def]
     # rows times width passes 2^31 at 150 000 rows of Mixtral 8x7B
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
@@ -45,7 +45,7 @@ def _forward_kernel(gate_ptr, up_ptr, hidden_ptr, size, BLOCK: tl.constexpr):  #
 
 @triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, hidden_ptr, size, BLOCK: tl.constexpr
+    grad_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, hidden_ptr, size
 ):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
