@@ -19,6 +19,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.errors import ExpertMeshError
+from moe.grouped import grouped_gated_mlp
+from moe.megablocks import (
+    GROUPED_PACKAGES,
+    SPARSE_PACKAGES,
+    check_megablocks_sparse,
+    megablocks_grouped,
+    megablocks_sparse,
+    require,
+)
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -100,19 +109,19 @@ def _compute_dtype(rows: Tensor) -> torch.dtype:
 
 
 def torch_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
-    """Three `torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
+    """`torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
 
     Raises:
         ExpertMeshError: D or F times the element size is no multiple of 16 bytes, or the dtype is fp64.
     """
-    num_experts, model_width = counts_e.numel(), rows_RD.shape[1]
-    width = w1.shape[0] // num_experts
-    _check_grouped_mm(rows_RD.dtype, model_width, width)
+    num_experts = counts_e.numel()
+    _check_grouped_mm(rows_RD.dtype, rows_RD.shape[1], w1.shape[0] // num_experts)
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
-    w1_eFD, v1_eFD, w2_eFD = (w.view(num_experts, width, model_width) for w in (w1, v1, w2))
-    gate_RF = F.grouped_mm(rows_RD, w1_eFD.transpose(1, 2), offs=ends_e)
-    up_RF = F.grouped_mm(rows_RD, v1_eFD.transpose(1, 2), offs=ends_e)
-    return _ContiguousGrad.apply(F.grouped_mm(F.silu(gate_RF) * up_RF, w2_eFD, offs=ends_e))
+
+    def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        return F.grouped_mm(a.t() if trans_a else a, b.transpose(1, 2) if trans_b else b, offs=ends_e)
+
+    return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, gmm)
 
 
 def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
@@ -126,19 +135,12 @@ def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
         )
 
 
-class _ContiguousGrad(torch.autograd.Function):
-    """grouped_mm's backward refuses an expanded gradient, as `out.sum()` sends one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.contiguous()
-
-
-KERNELS: dict[str, Kernel] = {"loop": loop, "torch-grouped": torch_grouped}
+KERNELS: dict[str, Kernel] = {
+    "loop": loop,
+    "torch-grouped": torch_grouped,
+    "megablocks-sparse": megablocks_sparse,
+    "megablocks-grouped": megablocks_grouped,
+}
 
 
 @dataclass(frozen=True)
@@ -158,22 +160,65 @@ def check_kernel_name(name: str) -> None:
 
 
 def choose_kernel(name: str, device_type: str, model_width: int, expert_width: int, dtype: torch.dtype) -> KernelChoice:
-    """The kernel for `--expert-kernel name`; "auto" picks by device, sizes and dtype, and `why` says so.
+    """The kernel for `--expert-kernel name`; "auto" picks by device, sizes, dtype and what is installed.
 
     Raises:
-        ExpertMeshError: the name is unknown, or that kernel cannot compute these sizes in this dtype.
+        ExpertMeshError: the name is unknown, or that kernel is not installed, or cannot compute these sizes in this
+            dtype on this device.
     """
     check_kernel_name(name)
+    if name == "auto":
+        name, why = _choose(device_type, model_width, expert_width, dtype)
+        return KernelChoice(name, KERNELS[name], f"auto: {why}")
+    check_kernel(name, device_type, model_width, expert_width, dtype)
+    if name == "megablocks-sparse" and dtype == torch.float32:
+        return KernelChoice(name, megablocks_sparse, "asked for; in fp32 it multiplies in TF32")
+    return KernelChoice(name, KERNELS[name], "asked for")
+
+
+def _choose(device_type: str, model_width: int, expert_width: int, dtype: torch.dtype) -> tuple[str, str]:
+    """(name, why). Only bf16 on a GPU has a choice."""
+    if device_type == "cpu":
+        return "loop", "this is a CPU"
+    if dtype == torch.float32:
+        return "loop", "the grouped kernels are made for bf16"
+    sizes = (device_type, model_width, expert_width, dtype)
+    if _can_compute("torch-grouped", *sizes) and _has_grouped_mm():
+        return "torch-grouped", f"one launch for all experts on {device_type}"
+    if _can_compute("megablocks-sparse", *sizes):
+        return "megablocks-sparse", "in grouped_mm this GPU would launch a matmul an expert"
+    if _can_compute("torch-grouped", *sizes):
+        return "torch-grouped", "without megablocks-sparse, as it is not installed or its widths not multiples of 128"
+    return "loop", f"widths {model_width} and {expert_width} do not suit grouped_mm"
+
+
+def _has_grouped_mm() -> bool:
+    """Whether this GPU has a kernel for `grouped_mm`: those before Hopper (compute capability 9) do without, and torch
+    then loops over the experts, waiting for the device each time (`_grouped_mm_fallback` in ATen)."""
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+def _can_compute(name: str, device_type: str, model_width: int, expert_width: int, dtype: torch.dtype) -> bool:
+    try:
+        check_kernel(name, device_type, model_width, expert_width, dtype)
+    except ExpertMeshError:
+        return False
+    return True
+
+
+def check_kernel(name: str, device_type: str, model_width: int, expert_width: int, dtype: torch.dtype) -> None:
+    """
+    Raises:
+        ExpertMeshError: the kernel is not installed, or cannot compute these sizes in this dtype on this device.
+    """
     if name == "torch-grouped":
         _check_grouped_mm(dtype, model_width, expert_width)
-    if name != "auto":
-        return KernelChoice(name, KERNELS[name], "asked for")
-    if device_type == "cpu":
-        return KernelChoice("loop", loop, "auto: this is a CPU")
-    if dtype == torch.float32:
-        return KernelChoice("loop", loop, "auto: grouped_mm is made for bf16")
-    try:
-        _check_grouped_mm(dtype, model_width, expert_width)
-    except ExpertMeshError:
-        return KernelChoice("loop", loop, f"auto: widths {model_width} and {expert_width} do not suit grouped_mm")
-    return KernelChoice("torch-grouped", torch_grouped, f"auto: one launch for all experts on {device_type}")
+    if name.startswith("megablocks") and device_type != "cuda":
+        raise ExpertMeshError(f"--expert-kernel {name} needs a GPU, and this run is on {device_type}; use loop")
+    if name == "megablocks-sparse":
+        check_megablocks_sparse(model_width, expert_width)
+        require(f"--expert-kernel {name}", SPARSE_PACKAGES)
+    if name == "megablocks-grouped":
+        if dtype != torch.bfloat16:
+            raise ExpertMeshError(f"--expert-kernel {name} computes in bf16 only; add --bf16, or use loop")
+        require(f"--expert-kernel {name}", GROUPED_PACKAGES)

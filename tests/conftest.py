@@ -10,6 +10,9 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if not torch.cuda.is_available():
+    # read when triton is imported, by this process or a rank: kernels then run in Python, on the CPU
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.distributed.pool import RankPool
 from tests.tiny import save_model, save_tokenizer

@@ -23,6 +23,7 @@ from moe import (
 )
 from moe.dispatch import LocalDispatcher, _transpose_blocks
 from moe.router import count_experts
+from tests.moe.test_kernels import CPU_KERNELS
 from tests.tiny import relative_error, tiny_config, tiny_mixtral
 
 
@@ -37,7 +38,7 @@ def same_weights(ours: DroplessMoE, theirs: MixtralSparseMoeBlock) -> None:
         ours.experts.w2.copy_(experts.down_proj.transpose(1, 2).reshape(-1, width))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize(
     "changes", [{}, {"num_local_experts": 6, "num_experts_per_tok": 3}, {"intermediate_size": 16}], ids=str
 )

@@ -1,0 +1,55 @@
+"""The gated MLP of all experts in grouped matrix products: each product is one call for all experts.
+
+Shape suffixes: R rows sorted by expert, D model width, F expert width, e experts on this rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe.swiglu import swiglu_backward, swiglu_forward
+
+GroupedMatmul = Callable[..., Tensor]
+"""gmm(a, b, trans_a=False, trans_b=False), as `grouped_gemm.backend.gmm` has it. With a_RK: expert by expert, its rows
+of a times b_eKN, or b_eNK if trans_b: (R, N). If trans_a, with b_RN: expert by expert a.T times b: (e, K, N)."""
+
+
+def grouped_gated_mlp(
+    rows_RD: Tensor, num_experts: int, w1: Tensor, v1: Tensor, w2: Tensor, gmm: GroupedMatmul
+) -> Tensor:
+    """The expert kernel of `moe.kernels` by grouped products, three forward and six backward; weights (e·F, D)."""
+    w1_eFD, v1_eFD, w2_eFD = (w.view(num_experts, -1, rows_RD.shape[1]) for w in (w1, v1, w2))
+    return _GroupedGatedMLP.apply(rows_RD, w1_eFD, v1_eFD, w2_eFD, gmm)
+
+
+class _GroupedGatedMLP(torch.autograd.Function):
+    """Written out by hand so that of four tensors (R, F) two are kept: the activation's result is computed again in
+    backward, in the same pass as its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, w1_eFD: Tensor, v1_eFD: Tensor, w2_eFD: Tensor, gmm: GroupedMatmul
+    ) -> Tensor:
+        gate_RF = gmm(rows_RD, w1_eFD, trans_b=True)
+        up_RF = gmm(rows_RD, v1_eFD, trans_b=True)
+        ctx.save_for_backward(rows_RD, w1_eFD, v1_eFD, w2_eFD, gate_RF, up_RF)
+        ctx.gmm = gmm
+        return gmm(swiglu_forward(gate_RF, up_RF), w2_eFD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        rows_RD, w1_eFD, v1_eFD, w2_eFD, gate_RF, up_RF = ctx.saved_tensors
+        gmm = ctx.gmm
+        # a gradient may come expanded, as that of a sum does, which grouped products do not take
+        grad_RD = grad_RD.contiguous()
+        d_hidden_RF = gmm(grad_RD, w2_eFD, trans_b=True)
+        d_gate_RF, d_up_RF, hidden_RF = swiglu_backward(d_hidden_RF, gate_RF, up_RF)
+        grad_rows_RD = gmm(d_gate_RF, w1_eFD).add_(gmm(d_up_RF, v1_eFD))
+        grad_w1_eFD = gmm(d_gate_RF, rows_RD, trans_a=True)
+        grad_v1_eFD = gmm(d_up_RF, rows_RD, trans_a=True)
+        grad_w2_eFD = gmm(hidden_RF, grad_RD, trans_a=True)
+        return grad_rows_RD, grad_w1_eFD, grad_v1_eFD, grad_w2_eFD, None

@@ -1,0 +1,111 @@
+"""MegaBlocks' kernels under expert parallelism, by Triton's interpreter, held against `MixtralForCausalLM` in one
+process; and MegaBlocks' own expert parallelism against ours."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import group
+
+from moe import KERNELS, DroplessMoE, MoEShape
+from moe.dispatch import AllToAllDispatcher
+from moe.original import original_dmoe
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, Figures, ours, random_samples, reference
+from tests.distributed.test_parity import assert_same
+from tests.interpreter import interpreted, prepare_megablocks
+from tests.tiny import relative_error, save_model
+
+SHAPE = MoEShape(model_width=128, expert_width=128, num_experts=4, top_k=2, normalize_top_k=True)
+CHANGES: dict[str, Any] = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_local_experts=4)
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", ["megablocks-sparse", "megablocks-grouped"])
+@pytest.mark.parametrize(("world_size", "ep_size"), [(2, 2), (4, 4), (4, 2)])
+def test_equals_one_process(ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int, kernel: str) -> None:
+    """Two samples among up to four ranks: some have no token of their own."""
+    save_model(tmp_path, **CHANGES)
+    case = Case(random_samples([5, 9]), balance=0.05, kernel=kernel, steps=1, changes=CHANGES)
+    found = ranks.run(_ours, world_size, tmp_path, Topology(world_size, ep_size), case)[0]
+    assert_same(found, reference(case), case)
+
+
+def _ours(path: Path, topology: Topology, case: Case) -> Figures | None:
+    prepare_megablocks()
+    return ours(path, topology, case)
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", ["megablocks-sparse", "megablocks-grouped"])
+def test_ranks_without_a_row(ranks: RankPool, kernel: str) -> None:
+    """All tokens of all ranks go to one expert."""
+    found, expected = ranks.run(_skewed, 4, kernel), ranks.run(_skewed, 4, "loop")
+    assert [rows for rows, _ in found] == [0, 3 + 4 + 5 + 6, 0, 0]
+    for (_, mine), (_, theirs) in zip(found, expected, strict=True):
+        errors = {name: relative_error(mine[name], theirs[name]) for name in theirs}
+        assert max(errors.values()) < 1e-5, errors
+
+
+def _skewed(kernel: str) -> tuple[int, dict[str, Any]]:
+    """(rows that this rank's expert computed, figures)."""
+    prepare_megablocks()
+    layer = _layer_on_ranks(kernel, replace(SHAPE, top_k=1))
+    torch.nn.init.zeros_(layer.router.weight)
+    layer.router.weight.data[1] = 1.0
+    x_BSD = 1.0 + torch.rand(1, 3 + torch.distributed.get_rank(), 128)
+    figures = _run(layer, x_BSD, torch.ones_like(x_BSD))
+    assert layer.stats is not None
+    return layer.stats.rows_computed, figures | _expert_grads(layer.experts)
+
+
+@interpreted
+@pytest.mark.parametrize("mlp_impl", ["sparse", "grouped"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_original_layer_equals_ours(ranks: RankPool, world_size: int, mlp_impl: str) -> None:
+    """Also the experts' gradients, which MegaBlocks by itself would divide by the number of ranks."""
+    for errors in ranks.run(_original_against_ours, world_size, mlp_impl):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def _original_against_ours(mlp_impl: Any) -> dict[str, float]:
+    prepare_megablocks()
+    ours = _layer_on_ranks("loop", SHAPE)
+    experts = ours.experts
+    original: Any = original_dmoe(
+        SHAPE, ours.router.weight, experts.w1, experts.v1, experts.w2, group.WORLD, mlp_impl=mlp_impl
+    )
+    x_BSD, grad_BSD = torch.randn(2, 1, 4, 128)
+    found, expected = _run(original, x_BSD, grad_BSD), _run(ours, x_BSD, grad_BSD)
+    found |= _expert_grads(original.experts.mlp) | {"router": original.router.layer.weight.grad}
+    expected |= _expert_grads(experts) | {"router": ours.router.weight.grad}
+    return {name: relative_error(found[name], expected[name]) for name in expected}
+
+
+def _layer_on_ranks(kernel: str, shape: MoEShape) -> DroplessMoE:
+    """The same layer on all ranks, but for the experts, which they share out."""
+    world: Any = group.WORLD
+    layer = DroplessMoE(shape, KERNELS[kernel])
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    for name, weight in list(layer.experts.named_parameters()):
+        mine = weight.detach().chunk(world.size())[world.rank()].clone()
+        setattr(layer.experts, name, torch.nn.Parameter(mine))
+    layer.dispatcher = AllToAllDispatcher(shape.num_experts, world)
+    return layer
+
+
+def _run(layer: Any, x_BSD: Tensor, grad_BSD: Tensor) -> dict[str, Any]:
+    x_BSD = x_BSD.clone().requires_grad_()
+    out_BSD = layer(x_BSD)
+    out_BSD.backward(grad_BSD)
+    return {"out": out_BSD.detach(), "x": x_BSD.grad}
+
+
+def _expert_grads(experts: Any) -> dict[str, Any]:
+    return {name: getattr(experts, name).grad for name in ("w1", "v1", "w2")}

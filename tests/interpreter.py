@@ -1,0 +1,35 @@
+"""Runs MegaBlocks' and stk's Triton kernels on a CPU, by Triton's interpreter, which conftest.py switches on."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe.megablocks import load_megablocks
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available() or sys.platform != "linux", reason="Triton's interpreter is for machines without a GPU"
+)
+"""Marks tests that call `prepare_megablocks`. Triton comes for Linux alone; there, to lack it is no reason to skip."""
+
+
+def prepare_megablocks() -> None:
+    """Import MegaBlocks in this process, such that its kernels run on CPU tensors, in fp32 (the interpreter has no
+    bf16), and `grouped_gemm` is there."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    if str(STAND_INS) not in sys.path:
+        sys.path.insert(0, str(STAND_INS))
+    load_megablocks()
+    from megablocks.backend import kernels
+    from stk.backend import triton_kernels
+    from triton.runtime import Autotuner
+
+    for module in (kernels, triton_kernels):
+        for kernel in vars(module).values():
+            if isinstance(kernel, Autotuner):
+                # with one configuration nothing is timed, for which Triton would look for a GPU
+                kernel.configs = kernel.configs[:1]

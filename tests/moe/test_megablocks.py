@@ -1,0 +1,222 @@
+"""MegaBlocks' kernels, helper operators and layer, by Triton's interpreter on a CPU; and the fused SwiGLU."""
+
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe import KERNELS, DroplessMoE, ExpertMeshError, MoEShape, megablocks_ops
+from moe.original import original_dmoe
+from moe.swiglu import plain_backward, plain_forward
+from tests.interpreter import interpreted, prepare_megablocks
+from tests.moe.test_layer import same_weights
+from tests.tiny import relative_error, tiny_config, tiny_mixtral
+
+D = WIDTH = 128
+MEGABLOCKS = ["megablocks-sparse", "megablocks-grouped"]
+
+
+def results(kernel: str, counts: list[int], width: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """The output and the gradients of rows and weights."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(counts), D)] + [(len(counts) * width, D)] * 3
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    inputs = [(0.2 * t).to(device, dtype).requires_grad_() for t in tensors]
+    out = KERNELS[kernel](inputs[0], torch.tensor(counts, device=device), *inputs[1:])
+    assert out.dtype == dtype
+    grad = torch.randn(out.shape, generator=generator)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(device, dtype))]
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", MEGABLOCKS)
+@pytest.mark.parametrize(
+    ("counts", "width"),
+    [([3, 0, 130, 1], WIDTH), ([0, 130, 0], 2 * WIDTH), ([0, 0], WIDTH), ([5], WIDTH)],
+    ids=["over a block", "two blocks by two", "no row", "one expert"],
+)
+def test_equals_loop(kernel: str, counts: list[int], width: int) -> None:
+    prepare_megablocks()
+    found, expected = (results(k, counts, width, torch.float32, "cpu") for k in (kernel, "loop"))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.shape == theirs.shape
+        assert relative_error(mine, theirs) < 1e-5
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", MEGABLOCKS)
+def test_expanded_gradient(kernel: str) -> None:
+    prepare_megablocks()
+    rows, *weights = ((0.2 * torch.randn(n, D)).requires_grad_() for n in (3, WIDTH, WIDTH, WIDTH))
+    KERNELS[kernel](rows, torch.tensor([3]), *weights).sum().backward()
+    found = rows.grad
+    rows.grad = None
+    KERNELS["loop"](rows, torch.tensor([3]), *weights).sum().backward()
+    assert found is not None
+    assert rows.grad is not None
+    assert relative_error(found, rows.grad) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", MEGABLOCKS)
+@pytest.mark.parametrize("counts", [[3, 0, 130, 1], [0, 0], [5], [700, 0, 0, 324]], ids=str)
+def test_equals_loop_on_gpu(kernel: str, counts: list[int]) -> None:
+    pytest.importorskip("grouped_gemm" if kernel == "megablocks-grouped" else "megablocks")
+    found = results(kernel, counts, 2 * WIDTH, torch.bfloat16, "cuda")
+    for mine, exact in zip(found, results("loop", counts, 2 * WIDTH, torch.float32, "cuda"), strict=True):
+        assert relative_error(mine.float(), exact) < 2e-2
+
+
+@interpreted
+@pytest.mark.parametrize("mlp_impl", ["sparse", "grouped"])
+def test_original_layer_equals_ours_and_hf(mlp_impl: Any) -> None:
+    prepare_megablocks()
+    changes = dict(hidden_size=D, intermediate_size=WIDTH, num_local_experts=4)
+    hf = tiny_mixtral(**changes).model.layers[0].mlp
+    shape = MoEShape(D, WIDTH, 4, tiny_config().num_experts_per_tok, normalize_top_k=True)
+    ours = DroplessMoE(shape)
+    same_weights(ours, hf)
+    experts = ours.experts
+    original = original_dmoe(shape, ours.router.weight, experts.w1, experts.v1, experts.w2, mlp_impl=mlp_impl)
+    x_BSD, grad_BSD = torch.randn(2, 1, 6, D)
+    outs, x_grads = [], []
+    for layer in (original, ours, hf):
+        x = x_BSD.clone().requires_grad_()
+        out = layer(x)
+        out.backward(grad_BSD)
+        assert x.grad is not None
+        outs.append(out.detach())
+        x_grads.append(x.grad)
+    for other in (1, 2):
+        assert relative_error(outs[0], outs[other]) < 1e-5
+        assert relative_error(x_grads[0], x_grads[other]) < 1e-5
+    found: Any = original
+    for name in ("w1", "v1", "w2"):
+        assert relative_error(getattr(found.experts.mlp, name).grad, getattr(experts, name).grad) < 1e-5
+    assert ours.router.weight.grad is not None
+    assert relative_error(found.router.layer.weight.grad, ours.router.weight.grad) < 1e-5
+
+
+@pytest.mark.gpu
+def test_original_layer_on_gpu() -> None:
+    pytest.importorskip("megablocks")
+    torch.manual_seed(0)
+    ours = DroplessMoE(MoEShape(D, WIDTH, 4, 2, normalize_top_k=True)).to("cuda", torch.bfloat16)
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    experts = ours.experts
+    original = original_dmoe(ours.shape, ours.router.weight, experts.w1, experts.v1, experts.w2)
+    x_BSD = torch.randn(2, 50, D, device="cuda", dtype=torch.bfloat16)
+    assert relative_error(original(x_BSD), ours(x_BSD)) < 2e-2
+
+
+def fused() -> ModuleType:
+    return importlib.import_module("moe.swiglu_triton")
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [0, 1, 21])
+def test_fused_swiglu_equals_plain(rows: int) -> None:
+    check_swiglu(rows, torch.float32, "cpu", 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [0, 1, 2100])
+def test_fused_swiglu_on_gpu(rows: int) -> None:
+    check_swiglu(rows, torch.bfloat16, "cuda", 1e-2)
+
+
+def check_swiglu(rows: int, dtype: torch.dtype, device: str, tolerance: float) -> None:
+    """Over more than one block of the kernel, the last one not full, where there are many rows."""
+    torch.manual_seed(0)
+    grad, gate, up = (3 * torch.randn(3, rows, 104, device=device)).to(dtype)
+    assert relative_error(fused().fused_forward(gate, up), plain_forward(gate, up)) < tolerance
+    for mine, plain in zip(fused().fused_backward(grad, gate, up), plain_backward(grad, gate, up), strict=True):
+        assert mine.dtype == dtype
+        assert relative_error(mine, plain) < tolerance
+
+
+def test_plain_swiglu_is_what_autograd_says() -> None:
+    torch.manual_seed(0)
+    grad, gate, up = 3 * torch.randn(3, 5, 8)
+    gate.requires_grad_()
+    up.requires_grad_()
+    hidden = F.silu(gate) * up
+    d_gate, d_up = torch.autograd.grad(hidden, (gate, up), grad)
+    expected = (d_gate, d_up, hidden)
+    torch.testing.assert_close(plain_forward(gate, up), hidden)
+    for found, want in zip(plain_backward(grad, gate, up), expected, strict=True):
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+def test_helper_operators(dtype: torch.dtype) -> None:
+    """By hand: MegaBlocks' compiled ones run on GPUs only."""
+    x = torch.tensor([2, 0, 2, 5], dtype=dtype)
+    out, order = torch.empty_like(x), torch.empty_like(x)
+    megablocks_ops.inclusive_cumsum(x.view(1, -1), 1, out.view(1, -1))
+    assert out.tolist() == [2, 2, 4, 9]
+    megablocks_ops.exclusive_cumsum(x.view(1, -1), 1, out.view(1, -1))
+    assert out.tolist() == [0, 2, 2, 4]
+    megablocks_ops.sort(x, 3, out, order)
+    assert (out.tolist(), order.tolist()) == ([0, 2, 2, 5], [1, 0, 2, 3])
+    counts = megablocks_ops.histogram(x, 6)
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == [1, 0, 2, 0, 0, 1]
+    assert megablocks_ops.histogram(torch.stack([x, x]), 6).tolist() == [[1, 0, 2, 0, 0, 1]] * 2
+
+
+def test_helper_operators_on_bins() -> None:
+    """Three bins, the second one empty."""
+    columns = torch.empty(6, dtype=torch.int16)
+    megablocks_ops.indices(torch.tensor([256, 256, 384], dtype=torch.int32), 128, 3, 2, columns)
+    assert columns.tolist() == [0, 1, 0, 1, 4, 5]
+    ends, out = torch.tensor([2, 2, 5], dtype=torch.int32), torch.empty(1, 5)
+    megablocks_ops.replicate_forward(torch.tensor([[7.0, 8.0, 9.0]]), ends, out)
+    assert out.tolist() == [[7, 7, 9, 9, 9]]
+    summed = torch.empty(1, 3)
+    megablocks_ops.replicate_backward(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]), ends, summed)
+    assert summed.tolist() == [[3, 0, 12]]
+
+
+@pytest.mark.gpu
+def test_helper_operators_equal_compiled_ones() -> None:
+    compiled = pytest.importorskip("megablocks_ops")
+    if compiled is megablocks_ops:
+        pytest.skip("MegaBlocks' operators were not compiled")
+    x = torch.randint(0, 50, (1000,), dtype=torch.int32, device="cuda")
+    ends = megablocks_ops.histogram(x, 50).cumsum(0, dtype=torch.int32)
+    calls: list[tuple[str, tuple[Any, ...], list[Tensor]]] = [
+        ("inclusive_cumsum", (x.view(1, -1), 1), [torch.empty_like(x).view(1, -1)]),
+        ("exclusive_cumsum", (x.view(1, -1), 1), [torch.empty_like(x).view(1, -1)]),
+        ("sort", (x, 6), [torch.empty_like(x), torch.empty_like(x)]),
+        ("indices", (ends * 128, 128, 1000, 3), [torch.empty(3000, dtype=torch.int16, device="cuda")]),
+        ("replicate_forward", (x[:50].view(1, -1), ends), [torch.empty_like(x).view(1, -1)]),
+    ]
+    for name, arguments, outs in calls:
+        getattr(compiled, name)(*arguments, *outs)
+        expected = [out.clone() for out in outs]
+        getattr(megablocks_ops, name)(*arguments, *outs)
+        assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True)), name
+    assert torch.equal(compiled.histogram(x, 50), megablocks_ops.histogram(x, 50))
+
+
+def test_sparse_refuses_broken_blocks() -> None:
+    weight = torch.zeros(2 * 100, D)
+    with pytest.raises(ExpertMeshError, match="multiples of 128; this model has 128 and 100"):
+        KERNELS["megablocks-sparse"](torch.zeros(2, D), torch.tensor([1, 1]), weight, weight, weight)
+    with pytest.raises(ExpertMeshError, match="multiples of 128"):
+        original_dmoe(MoEShape(D, 100, 2, 1, True), torch.zeros(2, D), weight, weight, weight)
+
+
+def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe.megablocks.find_spec", lambda name: None)
+    weight = torch.zeros(D, D)
+    with pytest.raises(ExpertMeshError, match="needs grouped_gemm, not installed here; run pip install"):
+        KERNELS["megablocks-grouped"](torch.zeros(2, D), torch.tensor([2]), weight, weight, weight)
+    with pytest.raises(ExpertMeshError, match="dMoE needs grouped_gemm"):
+        original_dmoe(MoEShape(D, D, 1, 1, True), torch.zeros(1, D), weight, weight, weight, mlp_impl="grouped")

@@ -1,0 +1,5 @@
+"""What MegaBlocks and `moe.megablocks` use of the `grouped_gemm` package, which computes on GPUs only."""
+
+from grouped_gemm import backend, ops
+
+__all__ = ["backend", "ops"]
