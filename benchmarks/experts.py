@@ -51,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, Python would 
 from benchmarks.load_memory import MB, resident
 from moe import DroplessMoE, ExpertMeshError, MoEShape, choose_kernel
 from moe.kernels import Kernel
+from moe.original import original_dmoe
 
 REFERENCE = "loop"
 KERNEL_ARMS = (REFERENCE, "torch-grouped", "megablocks-sparse", "megablocks-grouped")
@@ -402,12 +403,8 @@ def original_arm(model: Model, ours: DroplessMoE) -> Arm:
     weight = ours.router.weight
     if weight.device.type != "cuda":
         raise ExpertMeshError("its kernels need a GPU")
-    try:
-        adapter = importlib.import_module("moe.original")
-    except ModuleNotFoundError as error:
-        raise ExpertMeshError(f"there is no {error.name}") from error
     experts = ours.experts
-    layer = adapter.original_dmoe(model.shape, weight, experts.w1, experts.v1, experts.w2)
+    layer: Any = original_dmoe(model.shape, weight, experts.w1, experts.v1, experts.w2)
     mlp = layer.experts.mlp
 
     def run(inputs: Inputs) -> Tensor:
