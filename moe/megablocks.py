@@ -69,8 +69,8 @@ def _topology(padded_ends_e: Tensor, num_rows: int, width: int) -> Any:
     """stk.Matrix (P, e·F) on the meta device with a row of F / 128 blocks for each 128 rows, under their expert's
     columns; and the same by columns (`ParallelDroplessMLP.topology` and `.sparse_transpose` in MegaBlocks).
 
-    Indices are int32. MegaBlocks has int16, and Triton, from 3.2 on, then multiplies a block's index by 128 in 16 bits
-    within stk's kernels: from block 256 on that is another block, without a word.
+    Indices are int32. MegaBlocks has int16, which a Triton of today (3.9, say) multiplies by 128 in 16 bits within
+    stk's kernels: from block 256 on that is another block, without a word.
     """
     import megablocks.ops as ops
     import stk

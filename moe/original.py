@@ -79,7 +79,7 @@ def original_dmoe(
         mlp_type="glu",
         mlp_impl="chosen below",
     )
-    # The constructor refuses "sparse" for triton >= 3.2, where 16-bit indices overflow: ours are wider.
+    # the constructor refuses "sparse" for triton >= 3.2; what goes wrong there, `_safe_topology` prevents
     arguments.mlp_impl = mlp_impl
     layer = dMoE(arguments)
     mlp = layer.experts.mlp
