@@ -43,10 +43,11 @@ def megablocks_sparse(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor,
     belong to the same expert. The host waits once, for P. In fp32, a GPU multiplies in TF32.
 
     Raises:
-        ExpertMeshError: D or F is no multiple of 128, or MegaBlocks is not installed.
+        ExpertMeshError: D or F is no multiple of 128, a tensor is too large, or MegaBlocks is not installed.
     """
     width = w1.shape[0] // counts_e.numel()
     check_megablocks_sparse(rows_RD.shape[1], width)
+    check_offsets(rows_RD.shape[0] + (BLOCK - 1) * counts_e.numel(), width, w1)
     load_megablocks()
     import megablocks.ops as ops
     import stk
@@ -66,7 +67,11 @@ def megablocks_sparse(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor,
 
 def _topology(padded_ends_e: Tensor, num_rows: int, width: int) -> Any:
     """stk.Matrix (P, e·F) on the meta device with a row of F / 128 blocks for each 128 rows, under their expert's
-    columns; and the same by columns (`ParallelDroplessMLP.topology` and `.sparse_transpose` in MegaBlocks)."""
+    columns; and the same by columns (`ParallelDroplessMLP.topology` and `.sparse_transpose` in MegaBlocks).
+
+    Indices are int32. MegaBlocks has int16, which a Triton of today (3.9, say) multiplies by 128 in 16 bits within
+    stk's kernels: from block 256 on that is another block, without a word.
+    """
     import megablocks.ops as ops
     import stk
 
@@ -74,12 +79,12 @@ def _topology(padded_ends_e: Tensor, num_rows: int, width: int) -> Any:
     block_columns = padded_ends_e.numel() * blocks_per_row
     device = padded_ends_e.device
     offsets = torch.arange(block_rows + 1, dtype=torch.int32, device=device) * blocks_per_row
-    column_indices = ops.topology(padded_ends_e, BLOCK, block_rows, blocks_per_row)
-    row_indices = torch.arange(block_rows, dtype=torch.int16, device=device).repeat_interleave(
+    column_indices = ops.topology(padded_ends_e, BLOCK, block_rows, blocks_per_row).int()
+    row_indices = torch.arange(block_rows, dtype=torch.int32, device=device).repeat_interleave(
         blocks_per_row, output_size=column_indices.numel()
     )
 
-    _, by_column = ops.sort(column_indices.int(), max((block_columns - 1).bit_length(), 1))
+    _, by_column = ops.sort(column_indices, max((block_columns - 1).bit_length(), 1))
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     offsets_t = torch.cat([zero, ops.histogram(column_indices, block_columns).cumsum(0, dtype=torch.int32)])
     return stk.Matrix(
@@ -94,12 +99,19 @@ def _topology(padded_ends_e: Tensor, num_rows: int, width: int) -> Any:
     )
 
 
-def _with_data(topology: Any, data: Tensor) -> Any:
+def _with_data(t: Any, data: Tensor) -> Any:
     import stk
 
-    t = topology
     indices = (t.row_indices, t.column_indices, t.offsets, t.column_indices_t, t.offsets_t, t.block_offsets_t)
     return stk.Matrix(t.size(), data, *indices)
+
+
+def with_int32_indices(t: Any) -> Any:
+    """MegaBlocks' own topology with indices that stk can multiply; see `_topology`."""
+    import stk
+
+    indices = (t.row_indices, t.column_indices, t.offsets, t.column_indices_t, t.offsets_t, t.block_offsets_t)
+    return stk.Matrix(t.size(), t.data, *(index.int() for index in indices))
 
 
 class _Unpad(torch.autograd.Function):
@@ -135,6 +147,19 @@ def check_megablocks_sparse(model_width: int, width: int) -> None:
         raise ExpertMeshError(
             f"--expert-kernel megablocks-sparse needs hidden and expert width to be multiples of {BLOCK}; "
             f"this model has {model_width} and {width}; use --expert-kernel torch-grouped or loop"
+        )
+
+
+def check_offsets(padded_rows: int, width: int, weight: Tensor) -> None:
+    """
+    Raises:
+        ExpertMeshError: the kernels' offsets into a tensor, 32 bits wide, would wrap around.
+    """
+    largest = max(padded_rows * max(width, weight.shape[1]), weight.numel())
+    if largest >= 2**31:
+        raise ExpertMeshError(
+            f"--expert-kernel megablocks-sparse reaches 2^31 elements of a tensor; with {padded_rows} rows and weights "
+            f"{tuple(weight.shape)} on this rank one has {largest}; use --expert-kernel torch-grouped, or fewer tokens"
         )
 
 

@@ -1,9 +1,11 @@
 """MegaBlocks' own layer, `megablocks.layers.dmoe.dMoE`, on our weights: for code that is built on MegaBlocks already,
 and as a yardstick for `moe.layer.DroplessMoE`.
 
-Shape suffixes: E experts, e experts on this rank, D model width, F expert width.
+Shape suffixes: E experts, e experts on this rank, D model width, F expert width, P rows with each expert's padded to
+whole blocks.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -12,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.layer import MoEShape
-from moe.megablocks import GROUPED_PACKAGES, check_megablocks_sparse, load_megablocks, require
+from moe.megablocks import (
+    GROUPED_PACKAGES,
+    check_megablocks_sparse,
+    check_offsets,
+    load_megablocks,
+    require,
+    with_int32_indices,
+)
 
 
 def original_dmoe(
@@ -70,15 +79,27 @@ def original_dmoe(
         mlp_type="glu",
         mlp_impl="chosen below",
     )
-    # the constructor refuses "sparse" for triton >= 3.2, whose kernels work, having compared versions as strings
+    # the constructor refuses "sparse" for triton >= 3.2; what goes wrong there, `_safe_topology` prevents
     arguments.mlp_impl = mlp_impl
     layer = dMoE(arguments)
     mlp = layer.experts.mlp
     mlp.gradient_scale = None
+    layer.experts.topology = _safe_topology(layer.experts)
     layer.router.layer.weight = nn.Parameter(router_ED.detach())
     for name, weight in (("w1", w1), ("v1", v1), ("w2", w2)):
         setattr(mlp, name, _like(getattr(mlp, name), weight))
     return layer
+
+
+def _safe_topology(experts: Any) -> Callable[[Tensor, Tensor], Any]:
+    """MegaBlocks' topology without its overflows."""
+    topology = experts.topology
+
+    def safe(x_PD: Tensor, padded_ends_e: Tensor) -> Any:
+        check_offsets(x_PD.shape[0], experts.ffn_hidden_size, experts.mlp.w1)
+        return with_int32_indices(topology(x_PD, padded_ends_e))
+
+    return safe
 
 
 def _like(parameter: Any, weight: Tensor) -> nn.Parameter:

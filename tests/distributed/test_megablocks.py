@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import group
 
-from moe import KERNELS, DroplessMoE, MoEShape
+from moe import KERNELS, DroplessMoE, MoEShape, original_dmoe
 from moe.dispatch import AllToAllDispatcher
-from moe.original import original_dmoe
 from sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference

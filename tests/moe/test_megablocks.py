@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe import KERNELS, DroplessMoE, ExpertMeshError, MoEShape, megablocks_ops
-from moe.original import original_dmoe
+from moe import KERNELS, DroplessMoE, ExpertMeshError, MoEShape, megablocks_ops, original_dmoe
+from moe.megablocks import _topology
 from moe.swiglu import plain_backward, plain_forward
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_layer import same_weights
@@ -48,6 +48,43 @@ def test_equals_loop(kernel: str, counts: list[int], width: int) -> None:
 
 
 @interpreted
+def test_more_blocks_than_sixteen_bits_hold() -> None:
+    """A block's index times 128 must not wrap around. Here columns are as many; as many rows would take minutes."""
+    prepare_megablocks()
+    counts = torch.tensor([0] * 256 + [2, 0, 1])
+    torch.manual_seed(0)
+    weights = 0.2 * torch.randn(3, 259 * WIDTH, D)
+    x, grad = torch.randn(2, 3, D)
+    figures = {}
+    for kernel in ("loop", "megablocks-sparse"):
+        rows = x.clone().requires_grad_()
+        out = KERNELS[kernel](rows, counts, *weights)
+        figures[kernel] = (out.detach(), *torch.autograd.grad(out, rows, grad))
+    for mine, theirs in zip(figures["megablocks-sparse"], figures["loop"], strict=True):
+        assert relative_error(mine, theirs) < 1e-5
+    topology = _topology(torch.tensor([128, 384], dtype=torch.int32), 384, WIDTH)
+    assert topology.row_indices.dtype == topology.column_indices_t.dtype == torch.int32
+    assert topology.row_indices.tolist() == [0, 1, 2]
+
+
+@interpreted
+def test_original_layer_of_many_experts() -> None:
+    """As above: only the experts from 256 on are chosen."""
+    prepare_megablocks()
+    torch.manual_seed(0)
+    ours = DroplessMoE(MoEShape(D, WIDTH, 260, 2, normalize_top_k=True))
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    ours.router.weight.data[:256] = 0.0
+    ours.router.weight.data[256:] = torch.arange(1, 5).unsqueeze(1) / D
+    experts = ours.experts
+    original = original_dmoe(ours.shape, ours.router.weight, experts.w1, experts.v1, experts.w2)
+    x_BSD = 1.0 + torch.rand(1, 3, D)
+    with torch.no_grad():
+        assert relative_error(original(x_BSD), ours(x_BSD)) < 1e-5
+
+
+@interpreted
 @pytest.mark.parametrize("kernel", MEGABLOCKS)
 def test_expanded_gradient(kernel: str) -> None:
     prepare_megablocks()
@@ -63,7 +100,7 @@ def test_expanded_gradient(kernel: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", MEGABLOCKS)
-@pytest.mark.parametrize("counts", [[3, 0, 130, 1], [0, 0], [5], [700, 0, 0, 324]], ids=str)
+@pytest.mark.parametrize("counts", [[3, 0, 130, 1], [0, 0], [5], [700, 0, 0, 324], [40_000, 0, 3]], ids=str)
 def test_equals_loop_on_gpu(kernel: str, counts: list[int]) -> None:
     pytest.importorskip("grouped_gemm" if kernel == "megablocks-grouped" else "megablocks")
     found = results(kernel, counts, 2 * WIDTH, torch.bfloat16, "cuda")
@@ -211,6 +248,14 @@ def test_sparse_refuses_broken_blocks() -> None:
         KERNELS["megablocks-sparse"](torch.zeros(2, D), torch.tensor([1, 1]), weight, weight, weight)
     with pytest.raises(ExpertMeshError, match="multiples of 128"):
         original_dmoe(MoEShape(D, 100, 2, 1, True), torch.zeros(2, D), weight, weight, weight)
+
+
+def test_sparse_refuses_tensors_past_its_offsets() -> None:
+    """On the meta device: 150 000 rows of Mixtral 8x7B have 2^31 hidden activations."""
+    rows = torch.empty(150_000, 4096, device="meta")
+    counts, weight = torch.empty(8, dtype=torch.int64, device="meta"), torch.empty(8 * 14336, 4096, device="meta")
+    with pytest.raises(ExpertMeshError, match=r"151016 rows and weights \(114688, 4096\) on this rank"):
+        KERNELS["megablocks-sparse"](rows, counts, weight, weight, weight)
 
 
 def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
