@@ -49,9 +49,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, Python would look for modules beside this file only
 
 from benchmarks.load_memory import MB, resident
-from moe import DroplessMoE, ExpertMeshError, MoEShape, choose_kernel
+from moe import DroplessMoE, ExpertMeshError, MoEShape, choose_kernel, original_dmoe
 from moe.kernels import Kernel
-from moe.original import original_dmoe
 
 REFERENCE = "loop"
 KERNEL_ARMS = (REFERENCE, "torch-grouped", "megablocks-sparse", "megablocks-grouped")
