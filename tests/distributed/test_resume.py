@@ -271,7 +271,7 @@ def test_preemption(
     out = tmp_path / "run"
     steps = 200
     argv = [*flags(tiny_model, tiny_data, out, *shares(4)), "--ep-size", "2", "--max-steps", str(steps)]
-    argv += ["--lr-scheduler-type", "constant", "--save-steps", "1000"]
+    argv += ["--lr-scheduler-type", "constant_with_warmup", "--save-steps", "1000"]
     results = ranks.run(run_main_and_signal, 4, argv, out / "metrics.jsonl", int(number), join_group=False)
     assert [code for code, _ in results] == [train_ep.STOPPED] * 4
     (saved,) = whole_checkpoints(out / "checkpoints")
