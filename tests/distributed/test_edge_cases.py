@@ -92,8 +92,9 @@ def test_fewer_rows_than_ranks(ranks: RankPool, models: Any, world_size: int, ep
     """Ranks without a row, and so without a token, take part with a position of padding."""
     case = Case(random_samples(lengths), balance=0.05, z=0.01, steps=1)
     found = ranks.run(ours, world_size, models(), Topology(world_size, ep_size), case)[0]
-    # Of two tokens, query and key gradients all but cancel: HF's own fp32 is 3e-5 off its fp64 there.
-    assert_same(found, reference(case), case, cancelled=1e-3)
+    # Of two tokens, query and key gradients all but cancel, to 1e-4 to 6e-4 of the global norm: of what is left, HF's
+    # fp32 and ours are each 0.3e-5 to 2e-5 off HF's fp64. So they are held to 1e-5 of 2e-3 of the global norm.
+    assert_same(found, reference(case), case, cancelled=2e-3)
 
 
 @pytest.mark.parametrize("dense_shard", ["full", "hybrid"])
