@@ -61,7 +61,7 @@ def megablocks_sparse(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor,
     rows_PD = ops.padded_gather(rows_RD.contiguous(), rows, expert_R, ends_e, padded_ends_e, 1)
     topology = _topology(padded_ends_e, rows_PD.shape[0], width)
     gate, up = stk.ops.sdd(rows_PD, w1.t(), topology), stk.ops.sdd(rows_PD, v1.t(), topology)
-    out_PD = stk.ops.dsd(_with_data(topology, SwiGLU.apply(gate.data, up.data)), w2)
+    out_PD = stk.ops.dsd(with_int32_indices(topology, SwiGLU.apply(gate.data, up.data)), w2)
     return _Unpad.apply(out_PD, rows, expert_R, ends_e, padded_ends_e)
 
 
@@ -99,19 +99,13 @@ def _topology(padded_ends_e: Tensor, num_rows: int, width: int) -> Any:
     )
 
 
-def _with_data(t: Any, data: Tensor) -> Any:
+def with_int32_indices(t: Any, data: Tensor | None = None) -> Any:
+    """A matrix of stk's, MegaBlocks' own topology say, with indices that stk can multiply (see `_topology`), and with
+    other data if they are given. Indices that are int32 already are shared, not copied."""
     import stk
 
     indices = (t.row_indices, t.column_indices, t.offsets, t.column_indices_t, t.offsets_t, t.block_offsets_t)
-    return stk.Matrix(t.size(), data, *indices)
-
-
-def with_int32_indices(t: Any) -> Any:
-    """MegaBlocks' own topology with indices that stk can multiply; see `_topology`."""
-    import stk
-
-    indices = (t.row_indices, t.column_indices, t.offsets, t.column_indices_t, t.offsets_t, t.block_offsets_t)
-    return stk.Matrix(t.size(), t.data, *(index.int() for index in indices))
+    return stk.Matrix(t.size(), t.data if data is None else data, *(index.int() for index in indices))
 
 
 class _Unpad(torch.autograd.Function):

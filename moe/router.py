@@ -61,8 +61,10 @@ class Router(nn.Module):
         weights_TK, experts_TK = probs_TE.topk(self.top_k, dim=-1)
         if self.normalize_top_k:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        z_T = logits_TE.logsumexp(dim=-1).square()
-        entropy_T = _entropy(logits_TE.detach(), probs_TE.detach())
+        lse_T = logits_TE.logsumexp(dim=-1)
+        z_T = lse_T.square()
+        # -sum p log p, with log p = logits - lse: no logarithm of a probability that has become 0
+        entropy_T = lse_T.detach() - (probs_TE.detach() * logits_TE.detach()).sum(dim=-1)
         if is_token_T is not None:
             padding_T1 = ~is_token_T.unsqueeze(-1)
             weights_TK = weights_TK.masked_fill(padding_T1, 0.0)
@@ -74,11 +76,6 @@ class Router(nn.Module):
             count_experts(experts_TK, self.num_experts), probs_TE.sum(dim=0), z_T.sum(), entropy_T.sum()
         )
         return Routing(weights_TK, experts_TK, stats)
-
-
-def _entropy(logits_TE: Tensor, probs_TE: Tensor) -> Tensor:
-    """-sum p log p, with log p = logits - logsumexp(logits): no logarithm of a probability that has become 0."""
-    return logits_TE.logsumexp(dim=-1) - (probs_TE * logits_TE).sum(dim=-1)
 
 
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:

@@ -41,12 +41,15 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
     return PACKED if packing and attn_implementation == "sdpa" and not has_window else attn_implementation
 
 
-def segment_arguments(segments: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """What to tell a model whose attention is PACKED.
+def segment_arguments(model: Any, segments: Sequence[int] | None, device: torch.device) -> dict[str, Any]:
+    """What to tell a model in its forward; nothing, unless its attention is PACKED and the rows are.
 
     Args:
-        segments: lengths of the samples, and of the padding behind them, row after row; they add up to N.
+        segments: lengths of the samples, and of the padding behind them, row after row; they add up to N. None: rows
+            are one sample each.
     """
+    if segments is None or model.config._attn_implementation != PACKED:
+        return {}
     # transformers takes a mask of four dimensions as it is, and builds none of its own; nobody reads this one
     return {"segments": tuple(segments), "attention_mask": torch.empty(1, 1, 1, 1, device=device)}
 

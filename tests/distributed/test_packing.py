@@ -73,11 +73,8 @@ def _both_ways(path: Path, topology: Topology, attention: str) -> Any:
 @torch.no_grad()
 def _losses_and_stats(model: Any, batch: Batch) -> tuple[Tensor, list[RouterStats]]:
     """The loss of every target token, in the order of the batch."""
-    told: dict[str, Any] = {}
-    if model.config._attn_implementation == PACKED and batch.segments is not None:
-        told = segment_arguments(batch.segments, batch.tokens_BS.device)
     out = model(
-        **told,
+        **segment_arguments(model, batch.segments, batch.tokens_BS.device),
         input_ids=batch.tokens_BS,
         position_ids=batch.positions_BS,
         is_token_BS=batch.is_token_BS,
