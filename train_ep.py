@@ -31,9 +31,11 @@ from sharding import (
     Topology,
     build_mesh,
     check_ep_size,
+    device_type,
     end_process_group,
     raise_together,
     read_environment,
+    settle_malloc,
     start_process_group,
 )
 from training import (
@@ -65,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _, _, local_rank = read_environment()
     try:
         config = parse_config(argv)
+        if device_type(config.use_cpu) == "cpu":
+            settle_malloc()
         ranks = start_process_group(config.use_cpu, config.ddp_timeout)
         try:
             finished = run_training(config, ranks)

@@ -9,6 +9,7 @@ from sharding.process import (
     end_process_group,
     raise_together,
     read_environment,
+    settle_malloc,
     start_process_group,
 )
 from sharding.topology import DenseShard, Topology, check_ep_size
@@ -29,6 +30,7 @@ __all__ = [
     "parallelize",
     "raise_together",
     "read_environment",
+    "settle_malloc",
     "start_process_group",
     "zeros_by_rows",
 ]

@@ -54,10 +54,14 @@ def place_experts(model: nn.Module, mesh: Mesh) -> None:
 def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:
     """Experts get an FSDP unit of their own over dp; every layer around them, and the root, one over all ranks.
 
-    The outer units are told to ignore the experts' parameters: they are placed already.
+    The outer units are told to ignore the experts' parameters: they are placed already. With one rank in dp there is
+    nobody to share experts with, and a unit would only copy them, and their gradients, from buffer to buffer: they have
+    one only where it is to cast them, or to bring them from host memory.
     """
-    for block in moe_blocks(model):
-        fully_shard(block.experts, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
+    expert_dtypes = {p.dtype for block in moe_blocks(model) for p in block.experts.parameters()}
+    if mesh.dp.size() > 1 or expert_dtypes != {precision.param_dtype} or isinstance(placement, CPUOffloadPolicy):
+        for block in moe_blocks(model):
+            fully_shard(block.experts, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
     expert_parameters = {p for block in moe_blocks(model) for p in block.experts.parameters()}
     for unit in (*decoder_layers(model), model):
         fully_shard(
