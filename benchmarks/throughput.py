@@ -371,8 +371,7 @@ def report(settings: list[Setting], results: list[Result], arguments: argparse.N
         if result not in whole:
             print(f"{result.arm} gave no figures:\n{result.last.problem}", flush=True)
     difference = max((largest_difference(case, whole) for case in cases_of(whole)), default=math.inf)
-    # written so that a NaN voids the run
-    if not difference <= arguments.loss_tolerance:
+    if difference > arguments.loss_tolerance:
         print(f"VOID: the arms' losses differ by {difference:.1e}, allowed are {arguments.loss_tolerance:.0e}")
         return False
     setting = describe(settings[0], arguments, whole)
@@ -394,8 +393,11 @@ def report(settings: list[Setting], results: list[Result], arguments: argparse.N
 
 
 def largest_difference(case: Case, results: list[Result]) -> float:
-    """Between the losses of any step of any arm in any round and those of the first arm's first round, relative."""
+    """Between the losses of any step of any arm in any round and those of the first arm's first round, relative;
+    infinite when one is not finite."""
     runs = [figures.losses for result in results if result.case == case for figures in result.rounds]
+    if not all(math.isfinite(loss) for losses in runs for loss in losses):
+        return math.inf
     return max(abs(a - b) / abs(b) for losses in runs for a, b in zip(losses, runs[0], strict=True))
 
 

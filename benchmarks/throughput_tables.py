@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 from benchmarks.traffic import KINDS
@@ -11,6 +12,7 @@ from moe import MoEShape
 from training.meter import peak_tflops
 
 MB = 1e6
+DASHES = ("none", "6 3", "2 3", "9 3 2 3")
 COLORS = {"hf-fsdp": "#8a8a8a", "hf-ep": "#c98a2b", "ours-ep": "#1f5a96"}
 KIND_COLORS = dict(zip(KINDS, ("#1f5a96", "#7fb2e5", "#c98a2b", "#8a8a8a", "#d0d0d0"), strict=True))
 
@@ -220,8 +222,7 @@ def draw(results: Sequence[Result], title: str, sweep: str | None) -> str:
         _lines(series, over, "of it all-to-all, MB", x_of, lambda r: r.last.sent["all-to-all"] / MB),
     ]
     width, height, columns = 440, 250, 3
-    body = [f'<text x="12" y="20" font-size="11">{escape(line)}</text>' for line in (title[:190],)]
-    body += [f'<text x="12" y="36" font-size="11">{escape(title[190:380])}</text>']
+    body = [f'<text x="12" y="{18 + 15 * n}">{escape(line)}</text>' for n, line in enumerate(wrap(title, 220))]
     for number, panel in enumerate(panels):
         x, y = width * (number % columns), 50 + height * (number // columns)
         body.append(f'<g transform="translate({x},{y})">{panel}</g>')
@@ -281,7 +282,8 @@ def _lines(
             for r in sorted(results, key=x_of)
         ]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        dash = ' stroke-dasharray="5 3"' if number % 2 else ""
+        alike = [other for other in series if _color(other) == _color(name)]
+        dash = f' stroke-dasharray="{DASHES[alike.index(name) % len(DASHES)]}"'
         body.append(f'<path d="M{path}" fill="none" stroke="{_color(name)}" stroke-width="2"{dash}/>')
         body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_color(name)}"/>' for x, y in points]
         x, y = left + 8 + 90 * (number % 4), top + height + 30 + 13 * (number // 4)
