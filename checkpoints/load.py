@@ -11,7 +11,7 @@ from checkpoints.reader import SafetensorsReader
 from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint, ModelSource
 from moe import ExpertMeshError
-from sharding import Mesh, Topology, materialize, parallelize, raise_together
+from sharding import Checkpointing, Mesh, Topology, materialize, parallelize, raise_together
 
 
 def shard_and_load(
@@ -20,7 +20,7 @@ def shard_and_load(
     mesh: Mesh,
     device: torch.device,
     compute_dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Checkpointing = "none",
     read_weights: bool = True,
     offload: bool = False,
 ) -> Checkpoint:
@@ -29,6 +29,7 @@ def shard_and_load(
     Args:
         model: from `moe.build_model`; parallelised in place (see `sharding.parallelize`).
         source: the directory it is read from.
+        gradient_checkpointing: none, full or selective (see `sharding.checkpoint_layers`).
         read_weights: False leaves them uninitialised, for one who fills them from elsewhere.
         offload: whether parameters and gradients live in host memory.
 

@@ -15,11 +15,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from moe import decoder_layers, moe_blocks
 from moe.dispatch import AllToAllDispatcher
 from moe.layer import ExpertMLP
+from sharding.checkpointing import Checkpointing, checkpoint_layers
 from sharding.mesh import Mesh
 
 
 def parallelize(
-    model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype, gradient_checkpointing: bool, offload: bool = False
+    model: nn.Module,
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    gradient_checkpointing: Checkpointing,
+    offload: bool = False,
 ) -> None:
     """Place every parameter of `model` on its mesh, in place. Gradients are reduced in fp32.
 
@@ -27,12 +32,11 @@ def parallelize(
         model: from `moe.build_model`, on the meta device.
         mesh: the ranks.
         compute_dtype: dtype of parameters and activations in forward and backward.
-        gradient_checkpointing: recompute each decoder layer in backward (non-reentrant).
+        gradient_checkpointing: which results of a decoder layer to compute again in backward (see `checkpoint_layers`).
         offload: keep parameters and gradients in host memory, but for the layer that is being computed.
     """
     place_experts(model, mesh)
-    if gradient_checkpointing:
-        _checkpoint_layers(model)
+    checkpoint_layers(model, gradient_checkpointing)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # host memory can be pinned only for a GPU
     placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if offload else OffloadPolicy()
@@ -63,11 +67,6 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
         fully_shard(
             unit, mesh=mesh.dense, mp_policy=precision, offload_policy=placement, ignored_params=expert_parameters
         )
-
-
-def _checkpoint_layers(model: Any) -> None:
-    # preserve_rng_state, torch's default, makes jitter and dropout repeat, and with them the routing
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _sum_gradients(model: nn.Module) -> None:

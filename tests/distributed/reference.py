@@ -12,7 +12,7 @@ from transformers import MixtralForCausalLM
 
 from checkpoints import open_source, shard_and_load
 from moe import KERNELS, build_model
-from sharding import Topology, build_mesh
+from sharding import Checkpointing, Topology, build_mesh
 from tests.tiny import tiny_mixtral
 from training import TrainConfig, attach_loss_head
 from training.data import Batch, DataOrder, Sample, collate
@@ -36,7 +36,7 @@ class Case:
     accumulation: int = 1
     kernel: str = "loop"
     cross_entropy: str = "chunked"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = "none"
     compute_dtype: torch.dtype = torch.float32
     steps: int = STEPS
     changes: dict[str, Any] = field(default_factory=dict)

@@ -64,7 +64,7 @@ def test_equals_hf(ranks: RankPool, path: Path, world_size: int, ep_size: int, n
     """With more prompts than ranks, so that lengths differ in a batch, and fewer; dropout, jitter and checkpointing,
     which training would have, play no part."""
     prompts = PROMPTS[:number_of_prompts]
-    case = Case([], gradient_checkpointing=True)
+    case = Case([], gradient_checkpointing="full")
     found = ranks.run(ours, world_size, path, Topology(world_size, ep_size), prompts, [], case)
     # tiny_mixtral's own end of sequence is token 2, which is none here
     expected = hf_continuations(prompts, eos=-1)
@@ -102,7 +102,7 @@ def test_training_goes_on_as_if_nothing_had_happened(
 
 def _train(path: Path, topology: Topology, position: str | None) -> Any:
     """(losses, weights on this rank, text before the first step, text after the last)"""
-    case = Case(SAMPLES[:16], balance=0.05, z=0.01, gradient_checkpointing=True)
+    case = Case(SAMPLES[:16], balance=0.05, z=0.01, gradient_checkpointing="full")
     model, mesh, _ = sharded_model(path, topology, case)
     optimizer = build_optimizer(model.train(), train_config(), mesh)
     optimizer.param_groups[0]["lr"] = 0.02

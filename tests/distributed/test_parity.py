@@ -24,13 +24,19 @@ CASES = {
     "accumulate-1": Case(SAMPLES, z=0.01),
     "accumulate-2": Case(SAMPLES, z=0.01, accumulation=2),
     "accumulate-4": Case(SAMPLES, z=0.01, accumulation=4, kernel="torch-grouped"),
-    "checkpointing": Case(SAMPLES, balance=0.05, gradient_checkpointing=True),
+    "checkpointing": Case(SAMPLES, balance=0.05, gradient_checkpointing="full"),
+}
+
+
+# held against one process on fewer arrangements
+OTHER_CASES = {
+    "selective": Case(SAMPLES, balance=0.05, z=0.01, gradient_checkpointing="selective", kernel="torch-grouped"),
 }
 
 
 @cache
 def expected(name: str) -> Figures:
-    return reference(CASES[name])
+    return reference((CASES | OTHER_CASES)[name])
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +55,15 @@ def test_equals_one_process(
     topology = Topology(world_size, ep_size, dense_shard)  # type: ignore[arg-type]
     found = ranks.run(ours, world_size, model, topology, CASES[name])[0]
     assert_same(found, expected(name), CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "ep_size"),
+    [("selective", 1, 1), ("selective", 4, 2), ("selective", 4, 4)],
+)
+def test_other_cases_equal_one_process(ranks: RankPool, model: Path, world_size: int, ep_size: int, name: str) -> None:
+    found = ranks.run(ours, world_size, model, Topology(world_size, ep_size), OTHER_CASES[name])[0]
+    assert_same(found, expected(name), OTHER_CASES[name])
 
 
 def assert_same(found: Figures, want: Figures, case: Case, cancelled: float = 0.0) -> None:
