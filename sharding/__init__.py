@@ -3,7 +3,7 @@
 from sharding.checkpointing import Checkpointing, checkpoint_layers
 from sharding.clipping import clip_grad_norm
 from sharding.mesh import Mesh, build_mesh
-from sharding.parallelize import is_expert, local_tensor, materialize, parallelize, zeros_by_rows
+from sharding.parallelize import fsdp_units, is_expert, local_tensor, materialize, parallelize, zeros_by_rows
 from sharding.process import (
     Ranks,
     device_type,
@@ -26,6 +26,7 @@ __all__ = [
     "clip_grad_norm",
     "device_type",
     "end_process_group",
+    "fsdp_units",
     "is_expert",
     "local_tensor",
     "materialize",

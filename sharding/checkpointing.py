@@ -36,18 +36,21 @@ def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
 
     `full` keeps a layer's input alone, for a model of width D that is D numbers a token. `selective` keeps also what is
     dear to repeat: the rows that came by the two all-to-alls (2·K·D a token of K experts), attention's output (D; not
-    with dropout), the router's choice and the exchanged counts. Backward then sends no row twice and does not wait for
-    the device to tell counts, and its routing is that of the forward by construction. With Mixtral's K = 2 that is 6·D
-    a token and layer; on one ep rank, without an all-to-all, 2·D. Without checkpointing it is 27·D, or more where
-    experts are wider than Mixtral's 3.5·D.
+    with dropout, nor compiled), the router's choice and the exchanged counts. Backward then sends no row twice and does
+    not wait for the device to tell counts, and its routing is that of the forward by construction. With Mixtral's K = 2
+    that is 6·D a token and layer; on one ep rank, without an all-to-all, 2·D. Without checkpointing it is 27·D, or more
+    where experts are wider than Mixtral's 3.5·D.
     """
     if mode == "none":
         return
     # preserve_rng_state, torch's default, makes jitter and dropout repeat, and with them the routing
     arguments: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        # dropout's random numbers must be drawn again, or whatever draws after it would get them
-        kept = _ROUTING if model.config.attention_dropout > 0 else _ROUTING | _ATTENTION
+        # Dropout's random numbers must be drawn again, or whatever draws after it would get them; and compiled code is
+        # free to write over the memory of what it has computed.
+        is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        keeps_attention = model.config.attention_dropout == 0 and not is_compiled
+        kept = _ROUTING | _ATTENTION if keeps_attention else _ROUTING
         arguments["context_fn"] = partial(_selective_contexts, kept)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
 
@@ -69,6 +72,11 @@ class _Keep(TorchDispatchMode):
         super().__init__()
         self.operators = operators
         self.results = results
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled code stays compiled in this mode, instead of being run operator by operator."""
+        return True
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = operator(*args, **(kwargs or {}))

@@ -75,6 +75,10 @@ class TrainConfig:
         nargs="?",
         const="full",
     )
+    reshard_after_forward: bool = _flag(
+        True, "Free each layer's gathered parameters after its forward; false keeps them until its backward."
+    )
+    compile: bool = _flag(False, "Compile attention and norms by torch.compile.", aliases=["--torch-compile"])
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
     use_cpu: bool = _flag(False, "Stay on the CPU even where there is a GPU.")
     ddp_timeout: int = _flag(1800, "Seconds after which a collective that does not finish ends the run.")

@@ -14,7 +14,7 @@ from checkpoints import open_source, shard_and_load
 from moe import KERNELS, build_model
 from sharding import Checkpointing, Topology, build_mesh
 from tests.tiny import tiny_mixtral
-from training import TrainConfig, attach_loss_head
+from training import TrainConfig, attach_loss_head, compile_layers
 from training.data import Batch, DataOrder, Sample, collate
 from training.optimizer import build_optimizer
 from training.step import LossWeights, compute_gradients, train_step
@@ -190,6 +190,8 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
     source = open_source(path)
     config = train_config(**case.settings)
     model: Any = build_model(source.family, source.config, KERNELS[case.kernel])
+    if config.compile:
+        compile_layers(model, "cpu")
     attach_loss_head(model, case.cross_entropy)
     if config.optim == "adamw_bf16":
         model.to(torch.bfloat16)
@@ -202,6 +204,7 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
         case.compute_dtype,
         case.gradient_checkpointing,
         offload=config.offload,
+        reshard_after_forward=config.reshard_after_forward,
     )
     return model, mesh, checkpoint
 
