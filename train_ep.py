@@ -47,6 +47,7 @@ from training import (
     check_schedule,
     choose_attention,
     choose_cross_entropy,
+    compile_layers,
     data_order,
     facts,
     loss_weights,
@@ -114,6 +115,7 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
         config.gradient_checkpointing,
         read_weights=resume_from is None,
         offload=config.offload,
+        reshard_after_forward=config.reshard_after_forward,
     )
     torch.manual_seed(config.seed + ranks.rank)
     saver = make_saver(config, output_dir, checkpoint, inputs, ranks)
@@ -146,6 +148,8 @@ def build(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, Any, KernelCh
     )
     attention = choose_attention(config.attn_implementation, config.packing, source.config)
     model = build_model(source.family, source.config, kernel.kernel, attention)
+    if config.compile:
+        compile_layers(model, ranks.device.type)
     attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
     if config.optim == "adamw_bf16":
         model.to(torch.bfloat16)
