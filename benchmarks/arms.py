@@ -20,8 +20,8 @@ from checkpoints import open_source, shard_and_load
 from moe import build_model, choose_kernel
 from moe.layer import DroplessMoE
 from moe.router import Router, Routing, count_experts
-from sharding import Ranks, Topology, build_mesh, settle_malloc
-from training import TrainConfig, attach_loss_head, choose_cross_entropy
+from sharding import Checkpointing, Ranks, Topology, build_mesh, settle_malloc
+from training import TrainConfig, attach_loss_head, choose_cross_entropy, compile_layers
 from training.data import Batch
 from training.optimizer import build_optimizer
 from training.step import LossWeights, train_step
@@ -45,7 +45,7 @@ class Work:
     aux_loss: float
     learning_rate: float
     max_grad_norm: float
-    gradient_checkpointing: str
+    gradient_checkpointing: Checkpointing
     reshard_after_forward: bool
     compile: bool
     plain_malloc: bool
@@ -77,11 +77,21 @@ def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
     dtype = torch.bfloat16 if work.bf16 or work.pure_bf16 else torch.float32
     kernel = choose_kernel("auto", device, source.shape.model_width, source.shape.expert_width, dtype)
     model: Any = build_model(source.family, source.config, kernel.kernel)
+    if work.compile:
+        compile_layers(model, device)
     attach_loss_head(model, choose_cross_entropy("auto", device))
     if work.pure_bf16:
         model.to(torch.bfloat16)
     mesh = build_mesh(device, Topology(ranks.world_size, ep_size))
-    shard_and_load(model, source, mesh, ranks.device, dtype, work.gradient_checkpointing == "full")
+    shard_and_load(
+        model,
+        source,
+        mesh,
+        ranks.device,
+        dtype,
+        work.gradient_checkpointing,
+        reshard_after_forward=work.reshard_after_forward,
+    )
     config = TrainConfig(model="-", dataset=["-"], learning_rate=work.learning_rate)
     optimizer = build_optimizer(model.train(), config, mesh)
     if work.balanced:

@@ -38,6 +38,8 @@ class CountTraffic(TorchDispatchMode):
         others = group.size() - 1
         if name == "alltoall_base_":
             self._count_rows(args[1], args[4], group)
+        elif name == "exchange_counts":
+            self._count_rows(args[0], [], group)
         elif name in ("all_to_all_single", "all_to_all"):
             self._count_rows(args[0], args[2], group)
         elif "reduce_scatter" in name:
