@@ -14,10 +14,10 @@ from training.attention import PACKED
 def compile_layers(model: Any, device_type: str) -> None:
     """Have attention and norms of every decoder layer compiled when they first run, in place; names of parameters stay.
 
-    Each layer's parts have the same code, so they share one graph a kind. Sizes of batches are symbols in it: none of
-    batch or length is compiled anew but 1. What holds collectives, or waits for the device, stays as it is: the MoE
-    block and FSDP's hooks. So does attention within the samples of packed rows (`training.attention`), which would be
-    compiled for every way of filling a row.
+    All layers have the same code, and share its graphs. The sizes of a batch are symbols there: only a size of 1, or
+    one that happens to equal a width of the model, is compiled for itself. What holds collectives, or waits for the
+    device, stays as it is: the MoE block and FSDP's hooks. So does attention within the samples of packed rows
+    (`training.attention`), which would be compiled for every way of filling a row.
 
     Raises:
         ExpertMeshError: there is no C++ compiler, which code for a CPU and triton's launchers of GPU kernels need.
