@@ -5,9 +5,12 @@ The results differ in rounding alone.
 Shape suffixes: M, K, N of a product a_MK · b_KN.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 SMALL = 2**21
 """Below so many multiplications a call of oneDNN costs more than it gains."""
@@ -42,3 +45,37 @@ def _suits_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
         and a_MK.numel() * b_KN.shape[1] >= SMALL
         and torch.backends.mkldnn.is_available()
     )
+
+
+class Linear(nn.Linear):
+    """An nn.Linear without bias whose products on a CPU are those of `matmul`, forward and backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().forward(x)
+        out_MN: Tensor = _LinearFunction.apply(x.flatten(0, -2), self.weight)
+        return out_MN.unflatten(0, x.shape[:-1])
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(x_MK, weight_NK)
+        return matmul(pad_rows(x_MK), weight_NK.t())[: len(x_MK)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_MK, weight_NK = ctx.saved_tensors
+        x_needs, weight_needs = ctx.needs_input_grad
+        padded_MN = pad_rows(grad_MN)
+        grad_x_MK = matmul(padded_MN, weight_NK)[: len(x_MK)] if x_needs else None
+        grad_weight_NK = matmul(padded_MN.t(), pad_rows(x_MK)) if weight_needs else None
+        return grad_x_MK, grad_weight_NK
+
+
+def use_linear(module: nn.Module) -> None:
+    """Make every nn.Linear without bias in `module` a `Linear`, in place: parameters and their names stay."""
+    for child in module.modules():
+        if type(child) is nn.Linear and child.bias is None:
+            child.__class__ = Linear

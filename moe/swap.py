@@ -10,6 +10,7 @@ from moe.errors import ExpertMeshError
 from moe.families import Family
 from moe.kernels import Kernel
 from moe.layer import DroplessMoE, MoEShape
+from moe.matmul import use_linear
 from moe.router import RouterStats
 
 
@@ -34,6 +35,8 @@ def build_model(family: Family, config: Any, kernel: Kernel, attn_implementation
                 f"with --attn-implementation {attn_implementation}: {type(error).__name__}: {error}"
             ) from error
         swap_moe_blocks(model, family, family.shape(config), kernel)
+    for layer in decoder_layers(model):
+        use_linear(layer)
     return model
 
 

@@ -64,6 +64,25 @@ def test_onednn(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
     assert product.call_count == 9 * sum(count > 0 for count in counts)
 
 
+@pytest.mark.parametrize("shape", [(2, 35, D), (40, D), (1, 1, D)])
+def test_linear(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    monkeypatch.setattr(matmul, "SMALL", 0)
+    torch.manual_seed(0)
+    layer, with_bias = torch.nn.Linear(D, WIDTH, bias=False), torch.nn.Linear(D, WIDTH)
+    x, grad = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], WIDTH)
+    expected = (layer(x), *torch.autograd.grad(layer(x), (x, layer.weight), grad))
+    matmul.use_linear(torch.nn.Sequential(layer, with_bias))
+    assert (type(layer), type(with_bias)) == (matmul.Linear, torch.nn.Linear)
+    assert list(layer.state_dict()) == ["weight"]
+    with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as product:
+        found = (layer(x), *torch.autograd.grad(layer(x), (x, layer.weight), grad))
+    assert product.call_count == 4
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert layer(x).shape == (*shape[:-1], WIDTH)
+
+
 def test_rows_are_padded_to_few_lengths() -> None:
     lengths = {n: len(matmul.pad_rows(torch.empty(n, 1))) for n in range(1, 20_000)}
     assert all(0 <= padded - n < max(32, n / 16) for n, padded in lengths.items())
