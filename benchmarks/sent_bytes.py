@@ -1,7 +1,7 @@
 """Counts what a rank sends, by kind of collective, with the conventions of `sharding.planner.traffic`."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ class SentBytes(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        counted = _COUNTED.get(func._overloadpacket.__str__())
+        counted = _COUNTED.get(str(func.overloadpacket))
         if counted is not None:
             kind, count = counted
             self.sent[kind] += count(*args)
@@ -49,9 +49,9 @@ def _all_reduce(tensors: Sequence[Tensor], group: Any, *_: Any) -> int:
 
 
 def _all_to_all(
-    output: Tensor, input: Tensor, group: Any, received: Sequence[int], sent: Sequence[int], *_: Any
+    output: Tensor, rows: Tensor, group: Any, received: Sequence[int], sent: Sequence[int], *_: Any
 ) -> int:
-    return _to_others(input, sent, _group(group))
+    return _to_others(rows, sent, _group(group))
 
 
 def _our_all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> int:
@@ -64,7 +64,7 @@ def _to_others(rows: Tensor, sent: Sequence[int], group: dist.ProcessGroup) -> i
     return share * rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
 
 
-_COUNTED = {
+_COUNTED: dict[str, tuple[str, Callable[..., int]]] = {
     "c10d._allgather_base_": ("all-gather", _all_gather),
     "c10d._reduce_scatter_base_": ("reduce-scatter", _reduce_scatter),
     "c10d.allreduce_": ("all-reduce", _all_reduce),

@@ -4,6 +4,7 @@ from training.attention import choose_attention
 from training.config import TrainConfig, parse_config
 from training.data import print_preview
 from training.facts import facts
+from training.forecast import forecast, measured_peak
 from training.head import attach_loss_head, choose_cross_entropy
 from training.inputs import Inputs, make_prompts, read_inputs
 from training.log import RunLog
@@ -21,8 +22,10 @@ __all__ = [
     "choose_cross_entropy",
     "data_order",
     "facts",
+    "forecast",
     "loss_weights",
     "make_prompts",
+    "measured_peak",
     "number_of_steps",
     "parse_config",
     "print_preview",

@@ -6,14 +6,14 @@ rotary embedding, `scaled_dot_product_attention`) and in `moe`, and when FSDP2 a
 (`torch/distributed/fsdp/_fully_shard`: `_fsdp_param_group.py`, `_fsdp_collectives.py`).
 
 Letters in formulas: T tokens on this rank, S positions of a row, N tokens with a loss, D model width, F expert width,
-E experts, e experts on this rank, K experts a token, R rows received (T·K times the imbalance), H heads, G heads of keys
-and values, A head width, V vocabulary, L layers, c bytes of a number in forward and backward (bf16 2, fp32 4),
+E experts, e experts on this rank, K experts a token, R rows received (T·K if balanced), H heads, G heads of
+keys and values, A head width, V vocabulary, L layers, c bytes of a number in forward and backward (bf16 2, fp32 4),
 P parameters on this rank.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from math import ceil, prod
+from math import ceil, prod, sqrt
 
 from sharding.planner.setting import Setting, Unit, Units, units_of
 from sharding.planner.shapes import ModelShape
@@ -35,7 +35,7 @@ class Memory:
     Attributes:
         parameters, gradients, optimizer: of this rank's shards.
         activations: what autograd keeps for backward.
-        gathered: parameters gathered for a layer, all-gather buffers, gradients not yet reduced, reduce-scatter buffers.
+        gathered: parameters gathered for a layer, gradients not yet reduced, all-gather and reduce-scatter buffers.
         rows: what the all-to-alls and the experts' kernel need beside what is kept, while they run.
         logits: and what belongs to the loss.
         slack: what the allocator and the driver take on top.
@@ -97,8 +97,12 @@ def rows_sent(setting: Setting, model: ModelShape) -> float:
 
 
 def rows_received(setting: Setting, model: ModelShape) -> float:
-    """R: as many as are sent, times the imbalance where they come from other ranks."""
-    return rows_sent(setting, model) * (setting.imbalance if setting.ep_size > 1 else 1.0)
+    """R, on the busiest rank. As many as are sent where every expert is as busy as the mean. What one expert has above
+    it evens out among the e experts of a rank, as of independent quantities: by √e; among all E it vanishes."""
+    if setting.ep_size == 1:
+        return rows_sent(setting, model)
+    experts_here = model.moe.num_experts / setting.ep_size
+    return rows_sent(setting, model) * (1 + (setting.imbalance - 1) / sqrt(experts_here))
 
 
 def experts_saved(setting: Setting, model: ModelShape) -> float:
@@ -148,8 +152,8 @@ def outside_layers_saved(setting: Setting, model: ModelShape) -> float:
 def logits_peak(setting: Setting, model: ModelShape) -> float:
     """While `--cross-entropy chunked` takes the loss: the rows with a target and their gradients (N, D); the weight's
     gradient in fp32 (V, D); and of a chunk of C rows the logits: once in fp32, where they become the gradient in place,
-    or as bf16, in fp32, and as the gradient in bf16, which meets a product (V, D) in bf16 later. The chunk before leaves
-    its gradient until this one's is there."""
+    or as bf16, in fp32, and as the gradient in bf16, which meets a product (V, D) in bf16 later. The chunk before
+    leaves its gradient until this one's is there."""
     c, V, D = setting.compute_bytes, model.vocabulary, model.moe.model_width
     N = setting.tokens * setting.trained
     num_chunks = max(1, ceil(N * V * 4 / LOGIT_CHUNK_BYTES))

@@ -53,9 +53,14 @@ class Setting:
         prefetch: whether the next layer's parameters are gathered while a layer computes, at FSDP2's request and not
             only when the host happens to be ahead.
         offload: parameters, gradients and optimizer state in host memory.
-        imbalance: rows that the busiest rank receives, over the mean. Memory and time go by that rank.
+        imbalance: tokens of the busiest expert over the mean (`expert_load_max_over_mean` in metrics.jsonl). Memory and
+            time go by the busiest rank.
         trained: share of the tokens that have a loss.
         device: "cuda" with nccl, or "cpu" with gloo.
+        copies_lone_experts: whether the experts are an FSDP2 unit, which copies them, also where one rank has them to
+            itself and nothing is to be cast.
+        ep_across_nodes: what if neighbouring ranks were replicas, and those of an ep group dp_size apart? No run is
+            arranged so; a sweep asks what it would cost.
     """
 
     world_size: int
@@ -74,6 +79,8 @@ class Setting:
     imbalance: float = 1.0
     trained: float = 1.0
     device: Literal["cuda", "cpu"] = "cuda"
+    copies_lone_experts: bool = True
+    ep_across_nodes: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -103,8 +110,8 @@ class Setting:
 
     @property
     def experts_are_gathered(self) -> bool:
-        """Whether the experts' FSDP unit makes copies: to gather them over dp, or to cast them."""
-        return True
+        """Whether an FSDP2 unit makes copies of the experts: to gather them over dp, to cast them, or for nothing."""
+        return self.dp_size > 1 or self.state_bytes.parameter != self.compute_bytes or self.copies_lone_experts
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ nccl has it, a ring a network card), so of what each sends 1/k leaves the node. 
 rank.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from sharding.planner.memory import rows_sent
@@ -92,15 +94,17 @@ def _all_traffic(model: ModelShape, setting: Setting, balance: bool) -> Iterator
 
 def group_ranks(group: GroupName, setting: Setting) -> range:
     """The ranks of rank 0's group: of a dp group every ep_size-th, of an ep group neighbours (see `Topology`)."""
-    if group == "dp":
-        return range(0, setting.world_size, setting.ep_size)
-    return range(setting.ep_size if group == "ep" else setting.world_size)
+    if group == "all":
+        return range(setting.world_size)
+    size, other = (setting.dp_size, setting.ep_size) if group == "dp" else (setting.ep_size, setting.dp_size)
+    are_neighbours = (group == "ep") != setting.ep_across_nodes
+    return range(size) if are_neighbours else range(0, setting.world_size, other)
 
 
-def ranks_a_node(ranks: Sequence[int], gpus_per_node: int) -> int:
+@cache
+def ranks_a_node(ranks: range, gpus_per_node: int) -> int:
     """How many of a group's ranks share a node, where they are fewest."""
-    nodes = [rank // gpus_per_node for rank in ranks]
-    return min(nodes.count(node) for node in set(nodes))
+    return min(Counter(rank // gpus_per_node for rank in ranks).values())
 
 
 def between_nodes(traffic: Traffic, setting: Setting, gpus_per_node: int) -> float:

@@ -157,9 +157,13 @@ def measure_rows(setting: Setting) -> list[int]:
         saved: list[Tensor] = []
         inner = block.forward
 
+        def keep(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
         def forward(x_BSD: Tensor) -> Tensor:
             saved.clear()
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 out: Tensor = inner(x_BSD)
             wide = [t for t in saved if t.dim() == 2 and t.shape[0] >= 2 * setting.tokens]
             weights = {p.shape for p in (local_tensor(w) for w in block.experts.parameters())}
