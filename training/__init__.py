@@ -4,11 +4,11 @@ from training.attention import choose_attention
 from training.config import TrainConfig, parse_config
 from training.data import print_preview
 from training.facts import facts
-from training.forecast import forecast, measured_peak
 from training.head import attach_loss_head, choose_cross_entropy
 from training.inputs import Inputs, make_prompts, read_inputs
 from training.log import RunLog
 from training.loop import Run, data_order, loss_weights, number_of_steps, train
+from training.memory import forecast, measured_peak
 from training.schedule import check_schedule
 
 __all__ = [

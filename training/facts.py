@@ -8,8 +8,8 @@ from sharding import Topology
 from training.attention import PACKED
 from training.config import TrainConfig
 from training.data import DataOrder, describe
-from training.forecast import Forecast
 from training.inputs import Inputs
+from training.memory import Forecast
 
 
 def facts(

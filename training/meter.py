@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe import ParameterCounts, training_flops
-from training.forecast import measured_peak
+from training.memory import measured_peak
 from training.routing import Routing, over_ranks, routing_metrics
 from training.step import LossWeights, StepResult
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from checkpoints import ModelSource
 from moe import ExpertMeshError, KernelChoice
 from sharding import Ranks, Topology
-from sharding.planner.memory import Memory, peak
+from sharding.planner.memory import Memory, moments, peak
 from sharding.planner.setting import Setting
 from sharding.planner.shapes import shape_of_model
 from sharding.planner.table import memory_terms
@@ -34,12 +34,14 @@ class Forecast:
     Attributes:
         when: the moment of a step at which `memory` is what it holds.
         memory: by terms.
+        least: at the moment at which what any batch needs, however short, is most.
         before: what the process holds before its model is made; 0 on a GPU.
         available: what it may hold, `before` included.
     """
 
     when: str
     memory: Memory
+    least: Memory
     before: float
     available: float
 
@@ -73,7 +75,7 @@ class Forecast:
         Raises:
             ExpertMeshError: what any batch needs, however short, does not fit.
         """
-        m = self.memory
+        m = self.least
         needed = m.lasting + m.gathered + self.before
         if needed <= self.available:
             return
@@ -123,9 +125,11 @@ def forecast(
         trained=trained,
         device=device,
     )
-    when, memory = peak(shape_of_model(model, source.config, source.shape), setting)
+    shape = shape_of_model(model, source.config, source.shape)
+    when, memory = peak(shape, setting)
+    least = max((m for _, m in moments(shape, setting)), key=lambda m: m.lasting + m.gathered)
     before = 0 if device == "cuda" else resident()
-    return Forecast(when, memory, before, available_memory(ranks.device, before))
+    return Forecast(when, memory, least, before, available_memory(ranks.device, before))
 
 
 def available_memory(device: torch.device, before: float) -> float:
