@@ -31,9 +31,11 @@ from sharding import (
     Topology,
     build_mesh,
     check_ep_size,
+    device_type,
     end_process_group,
     raise_together,
     read_environment,
+    settle_malloc,
     start_process_group,
 )
 from training import (
@@ -45,6 +47,7 @@ from training import (
     check_schedule,
     choose_attention,
     choose_cross_entropy,
+    compile_layers,
     data_order,
     facts,
     forecast,
@@ -67,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _, _, local_rank = read_environment()
     try:
         config = parse_config(argv)
+        if device_type(config.use_cpu) == "cpu":
+            settle_malloc()
         ranks = start_process_group(config.use_cpu, config.ddp_timeout)
         try:
             finished = run_training(config, ranks)
@@ -116,6 +121,7 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
         config.gradient_checkpointing,
         read_weights=resume_from is None,
         offload=config.offload,
+        reshard_after_forward=config.reshard_after_forward,
     )
     torch.manual_seed(config.seed + ranks.rank)
     saver = make_saver(config, output_dir, checkpoint, inputs, ranks)
@@ -150,6 +156,8 @@ def build(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, Any, KernelCh
     )
     attention = choose_attention(config.attn_implementation, config.packing, source.config)
     model = build_model(source.family, source.config, kernel.kernel, attention)
+    if config.compile:
+        compile_layers(model, ranks.device.type)
     attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
     if config.optim == "adamw_bf16":
         model.to(torch.bfloat16)

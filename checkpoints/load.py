@@ -11,7 +11,7 @@ from checkpoints.reader import SafetensorsReader
 from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint, ModelSource
 from moe import ExpertMeshError
-from sharding import Mesh, Topology, materialize, parallelize, raise_together
+from sharding import Checkpointing, Mesh, Topology, materialize, parallelize, raise_together
 
 
 def shard_and_load(
@@ -20,17 +20,20 @@ def shard_and_load(
     mesh: Mesh,
     device: torch.device,
     compute_dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Checkpointing = "none",
     read_weights: bool = True,
     offload: bool = False,
+    reshard_after_forward: bool = True,
 ) -> Checkpoint:
     """Take a model from the meta device to its ranks, loaded. All ranks call it together.
 
     Args:
         model: from `moe.build_model`; parallelised in place (see `sharding.parallelize`).
         source: the directory it is read from.
+        gradient_checkpointing: none, full or selective (see `sharding.checkpoint_layers`).
         read_weights: False leaves them uninitialised, for one who fills them from elsewhere.
         offload: whether parameters and gradients live in host memory.
+        reshard_after_forward: whether gathered parameters are freed between a layer's forward and backward.
 
     Returns:
         The checkpoint it came from, which an export needs.
@@ -40,7 +43,7 @@ def shard_and_load(
     """
     with raise_together():
         checkpoint = open_checkpoint(source, {name: tuple(p.shape) for name, p in model.named_parameters()})
-    parallelize(model, mesh, compute_dtype, gradient_checkpointing, offload)
+    parallelize(model, mesh, compute_dtype, gradient_checkpointing, offload, reshard_after_forward)
     materialize(model, device, offload)
     if read_weights:
         load_model(model, checkpoint, mesh.topology)

@@ -4,11 +4,12 @@ A dispatcher is plain data and two functions, no `nn.Module`: `dispatch` gives t
 a frozen plan, and `combine` takes that plan to bring the experts' outputs home.
 
 Shape suffixes: T tokens on this rank, D model width, E experts, e experts on this rank, K experts a token,
-n routed rows this rank sends (T·K less padding), R rows this rank receives.
+N = T·K routed rows, n of them sent (N less padding), S ep ranks, R rows this rank receives.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,8 +45,9 @@ class LocalDispatcher:
         Returns:
             rows_RD, counts_e (int64, rows for each expert, on x_TD's device), and the plan for `combine`.
         """
-        num_kept = int(counts_E.sum()) if has_padding else experts_TK.numel()
-        order = _expert_order(experts_TK, num_kept, self.num_experts if has_padding else None)
+        order = _expert_order(experts_TK, self.num_experts if has_padding else None)
+        if has_padding:
+            order = _without_padding(order, int(counts_E.sum()))
         return TokensToRows.apply(x_TD, order), counts_E, LocalPlan(order)
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Tensor:
@@ -68,7 +70,8 @@ class AllToAllPlan:
 class AllToAllDispatcher:
     """Expert i lives on ep rank i // e. Rows travel by two all-to-alls a layer, one there and one back.
 
-    The counts travel ahead of the rows, and are read on the host once a layer: the only wait for the device.
+    The counts travel ahead of the rows, and are read on the host once a layer: the only wait for the device. They go by
+    a stream of their own, and the rows are sorted meanwhile, so that a GPU is at work while the host waits.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup):
@@ -81,16 +84,16 @@ class AllToAllDispatcher:
         self, x_TD: Tensor, experts_TK: Tensor, counts_E: Tensor, has_padding: bool
     ) -> tuple[Tensor, Tensor, AllToAllPlan]:
         """As `LocalDispatcher.dispatch`, with rows_RD from all ep ranks and counts_e of this rank's experts."""
-        receive_counts_E = torch.empty_like(counts_E)
-        dist.all_to_all_single(receive_counts_E, counts_E, group=self.group)
+        receive_counts_E, splits_2S = exchange_counts(counts_E, self.group.group_name)
+        order = _expert_order(experts_TK, self.num_experts if has_padding else None)
+        rows_nD = TokensToRows.apply(x_TD, order)
+
+        _wait_for_counts(counts_E.device)
+        sent, received = splits_2S.tolist()
         # row s: what ep rank s sends here, by local expert
         receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
-
-        both = torch.stack([counts_E, receive_counts_E]).view(2, self.ep_size, -1).sum(dim=2)
-        sent, received = both.tolist()
-
-        order = _expert_order(experts_TK, sum(sent), self.num_experts if has_padding else None)
-        rows_nD = TokensToRows.apply(x_TD, order)
+        if has_padding:
+            order, rows_nD = _without_padding(order, sum(sent)), rows_nD[: sum(sent)]
         rows_RD = all_to_all(rows_nD, received, sent, self.group.group_name)
         by_expert_R, by_source_R = None, None
         if receive_counts_Se.shape[1] > 1:
@@ -111,16 +114,18 @@ class AllToAllDispatcher:
 Dispatcher = LocalDispatcher | AllToAllDispatcher
 
 
-def _expert_order(experts_TK: Tensor, num_kept: int, padding: int | None) -> ExpertOrder:
-    """The first `num_kept` routed rows sorted by expert; `padding`, the largest value, marks entries to leave out."""
+def _expert_order(experts_TK: Tensor, padding: int | None) -> ExpertOrder:
+    """The routed rows sorted by expert; last come those of `padding`, the largest value, which are not kept."""
     source_N = experts_TK.reshape(-1).argsort(stable=True)
     position_N = torch.empty_like(source_N)
     position_N[source_N] = torch.arange(source_N.numel(), device=source_N.device)
-    position_TK = position_N.view_as(experts_TK)
-    if padding is None:
-        return ExpertOrder(source_N, position_TK, None)
-    position_TK = position_TK.clamp(max=max(num_kept - 1, 0))
-    return ExpertOrder(source_N[:num_kept], position_TK, experts_TK != padding)
+    return ExpertOrder(source_N, position_N.view_as(experts_TK), None if padding is None else experts_TK != padding)
+
+
+def _without_padding(order: ExpertOrder, num_kept: int) -> ExpertOrder:
+    """The first `num_kept` rows of an order."""
+    position_TK = order.position_TK.clamp(max=max(num_kept - 1, 0))
+    return ExpertOrder(order.source_n[:num_kept], position_TK, order.is_kept_TK)
 
 
 def _transpose_blocks(lengths_AB: Tensor, num_rows: int) -> Tensor:
@@ -135,6 +140,53 @@ def _transpose_blocks(lengths_AB: Tensor, num_rows: int) -> Tensor:
     shift = starts_old_AB.t().reshape(-1) - starts_new
     rows = torch.arange(num_rows, device=lengths_AB.device)
     return rows + shift.repeat_interleave(lengths_new, output_size=num_rows)
+
+
+@torch.library.custom_op("expertmesh::exchange_counts", mutates_args=())
+def exchange_counts(counts_E: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """Tells every ep rank how many rows its experts will get from here. Neither result may be read before
+    `_wait_for_counts` has returned.
+
+    A registered operator, so that selective checkpointing can keep what it found out: recomputation then neither
+    exchanges anything nor waits for the device.
+
+    Args:
+        counts_E: int64, rows for each expert.
+        group_name: of the S ep ranks.
+
+    Returns:
+        receive_counts_E, int64: row by row of (S, e), what each rank sends to each expert that lives here.
+        splits_2S, int64, in host memory: rows to each rank, and rows from each rank.
+    """
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    receive_counts_E = torch.empty_like(counts_E)
+    device, stream = torch.get_device_module(counts_E.device), _counts_stream(counts_E.device)
+    stream.wait_stream(device.current_stream())
+    with device.stream(stream):
+        dist.all_to_all_single(receive_counts_E, counts_E, group=group)
+        both_2E = torch.stack([counts_E, receive_counts_E])
+        splits_2S = both_2E.view(2, dist.get_world_size(group), -1).sum(dim=2).to("cpu", non_blocking=True)
+    return receive_counts_E, splits_2S
+
+
+@exchange_counts.register_fake
+def _(counts_E: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    return torch.empty_like(counts_E), counts_E.new_empty(2, dist.get_world_size(group), device="cpu")
+
+
+def _wait_for_counts(device: torch.device) -> None:
+    """Returns when what `exchange_counts` has begun is done, and at once where nothing is under way."""
+    done = torch.get_device_module(device).Event()
+    done.record(_counts_stream(device))
+    done.synchronize()
+
+
+@cache
+def _counts_stream(device: torch.device) -> Any:
+    """Apart from the stream that computes, so that the counts wait for nothing queued after them. On a CPU, where
+    nothing is queued, a stand-in."""
+    return torch.get_device_module(device).Stream()
 
 
 @torch.library.custom_op("expertmesh::all_to_all", mutates_args=())

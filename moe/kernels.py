@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from moe.errors import ExpertMeshError
 from moe.grouped import grouped_gated_mlp
+from moe.matmul import matmul, pad_rows
 from moe.megablocks import (
     GROUPED_PACKAGES,
     SPARSE_PACKAGES,
@@ -43,56 +44,48 @@ class _LoopedGatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
-        num_experts = len(counts)
         dtype = _compute_dtype(rows_RD)
-        width = w1.shape[0] // num_experts
-        gate_RF = rows_RD.new_empty(rows_RD.shape[0], width)
-        up_RF = torch.empty_like(gate_RF)
         out_RD = torch.empty_like(rows_RD)
-        experts = zip(w1.chunk(num_experts), v1.chunk(num_experts), w2.chunk(num_experts), strict=True)
-        for rows, (w1_FD, v1_FD, w2_FD) in zip(_runs(counts), experts, strict=True):
+        kept = []
+        weights = zip(*(w.chunk(len(counts)) for w in (w1, v1, w2)), strict=True)
+        for rows, (w1_FD, v1_FD, w2_FD) in zip(_runs(counts), weights, strict=True):
             if rows.stop == rows.start:
                 continue
-            x = rows_RD[rows].to(dtype)
-            gate = _matmul_into(gate_RF[rows], x, w1_FD.to(dtype).t())
-            up = _matmul_into(up_RF[rows], x, v1_FD.to(dtype).t())
-            _matmul_into(out_RD[rows], F.silu(gate).mul_(up), w2_FD.to(dtype))
-        ctx.save_for_backward(rows_RD, w1, v1, w2, gate_RF, up_RF)
+            x = pad_rows(rows_RD[rows].to(dtype))
+            gate = matmul(x, w1_FD.to(dtype).t())
+            up = matmul(x, v1_FD.to(dtype).t())
+            out = matmul(F.silu(gate).mul_(up), w2_FD.to(dtype))
+            out_RD[rows] = out[: rows.stop - rows.start]
+            kept += [gate.to(rows_RD.dtype), up.to(rows_RD.dtype)]
+        ctx.save_for_backward(rows_RD, w1, v1, w2, *kept)
         ctx.counts = counts
         return out_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, Tensor, Tensor, Tensor]:
-        rows_RD, w1, v1, w2, gate_RF, up_RF = ctx.saved_tensors
-        num_experts = len(ctx.counts)
+        rows_RD, w1, v1, w2, *kept = ctx.saved_tensors
         dtype = _compute_dtype(rows_RD)
         grad_rows_RD = torch.empty_like(rows_RD)
         grad_w1, grad_v1, grad_w2 = torch.empty_like(w1), torch.empty_like(v1), torch.empty_like(w2)
-        weights = zip(*(t.chunk(num_experts) for t in (w1, v1, w2, grad_w1, grad_v1, grad_w2)), strict=True)
+        gates_and_ups = zip(kept[::2], kept[1::2], strict=True)
+        weights = zip(*(t.chunk(len(ctx.counts)) for t in (w1, v1, w2, grad_w1, grad_v1, grad_w2)), strict=True)
         for rows, (w1_FD, v1_FD, w2_FD, dw1_FD, dv1_FD, dw2_FD) in zip(_runs(ctx.counts), weights, strict=True):
             if rows.stop == rows.start:
                 dw1_FD.zero_(), dv1_FD.zero_(), dw2_FD.zero_()
                 continue
-            x, gate, up, grad = (t[rows].to(dtype) for t in (rows_RD, gate_RF, up_RF, grad_RD))
+            x, grad = (pad_rows(t[rows].to(dtype)) for t in (rows_RD, grad_RD))
+            gate, up = (t.to(dtype) for t in next(gates_and_ups))
             silu = F.silu(gate)
-            _matmul_into(dw2_FD, (silu * up).t(), grad)
-            d_hidden = grad @ w2_FD.to(dtype).t()
+            matmul((silu * up).t(), grad, dw2_FD)
+            d_hidden = matmul(grad, w2_FD.to(dtype).t())
             d_up = silu.mul_(d_hidden)
             d_gate = torch.ops.aten.silu_backward(d_hidden.mul_(up), gate)
-            _matmul_into(dw1_FD, d_gate.t(), x)
-            _matmul_into(dv1_FD, d_up.t(), x)
-            grad_rows_RD[rows] = (d_gate @ w1_FD.to(dtype)).addmm_(d_up, v1_FD.to(dtype))
+            matmul(d_gate.t(), x, dw1_FD)
+            matmul(d_up.t(), x, dv1_FD)
+            d_rows = matmul(d_gate, w1_FD.to(dtype)).add_(matmul(d_up, v1_FD.to(dtype)))
+            grad_rows_RD[rows] = d_rows[: rows.stop - rows.start]
         return grad_rows_RD, None, grad_w1, grad_v1, grad_w2
-
-
-def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Writes a @ b into `out`, without a copy where the dtypes agree; returns it as it was computed, in a's dtype."""
-    if out.dtype == a.dtype:
-        return torch.mm(a, b, out=out)
-    product = a @ b
-    out.copy_(product)
-    return product
 
 
 def _runs(counts: list[int]) -> list[slice]:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """The routed rows of this rank, sorted by expert (stable), padding left out.
+    """The routed rows of this rank, sorted by expert (stable), padding left out, or last.
 
     source_n: for each kept row the flat index t·K + k it came from.
     position_TK: for each (token, choice) its place in the sorted order; where `is_kept_TK` is False, any valid index.

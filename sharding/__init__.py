@@ -1,34 +1,40 @@
 """Where tensors live: topology, mesh, expert placement, FSDP2, activation checkpointing, clipping."""
 
+from sharding.checkpointing import Checkpointing, checkpoint_layers
 from sharding.clipping import clip_grad_norm
 from sharding.mesh import Mesh, build_mesh
-from sharding.parallelize import is_expert, local_tensor, materialize, parallelize, zeros_by_rows
+from sharding.parallelize import fsdp_units, is_expert, local_tensor, materialize, parallelize, zeros_by_rows
 from sharding.process import (
     Ranks,
     device_type,
     end_process_group,
     raise_together,
     read_environment,
+    settle_malloc,
     start_process_group,
 )
 from sharding.topology import DenseShard, Topology, check_ep_size
 
 __all__ = [
+    "Checkpointing",
     "DenseShard",
     "Mesh",
     "Ranks",
     "Topology",
     "build_mesh",
     "check_ep_size",
+    "checkpoint_layers",
     "clip_grad_norm",
     "device_type",
     "end_process_group",
+    "fsdp_units",
     "is_expert",
     "local_tensor",
     "materialize",
     "parallelize",
     "raise_together",
     "read_environment",
+    "settle_malloc",
     "start_process_group",
     "zeros_by_rows",
 ]

@@ -5,6 +5,7 @@ averaging is switched off, and no factor of dp or ep exists anywhere.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,11 +16,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from moe import decoder_layers, moe_blocks
 from moe.dispatch import AllToAllDispatcher
 from moe.layer import ExpertMLP
+from sharding.checkpointing import Checkpointing, checkpoint_layers
 from sharding.mesh import Mesh
 
 
 def parallelize(
-    model: nn.Module, mesh: Mesh, compute_dtype: torch.dtype, gradient_checkpointing: bool, offload: bool = False
+    model: nn.Module,
+    mesh: Mesh,
+    compute_dtype: torch.dtype,
+    gradient_checkpointing: Checkpointing,
+    offload: bool = False,
+    reshard_after_forward: bool = True,
 ) -> None:
     """Place every parameter of `model` on its mesh, in place. Gradients are reduced in fp32.
 
@@ -27,17 +34,24 @@ def parallelize(
         model: from `moe.build_model`, on the meta device.
         mesh: the ranks.
         compute_dtype: dtype of parameters and activations in forward and backward.
-        gradient_checkpointing: recompute each decoder layer in backward (non-reentrant).
+        gradient_checkpointing: which results of a decoder layer to compute again in backward (see `checkpoint_layers`).
         offload: keep parameters and gradients in host memory, but for the layer that is being computed.
+        reshard_after_forward: free a layer's gathered parameters after its forward and gather them again in backward;
+            False keeps them, all layers' at once.
     """
     place_experts(model, mesh)
-    if gradient_checkpointing:
-        _checkpoint_layers(model)
+    checkpoint_layers(model, gradient_checkpointing)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # host memory can be pinned only for a GPU
     placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if offload else OffloadPolicy()
     shard_dense(model, mesh, precision, placement)
-    _sum_gradients(model)
+    for unit in fsdp_units(model):
+        _sum_gradients(unit)
+        if not reshard_after_forward:
+            unit.set_reshard_after_forward(False, recurse=False)
+    # over gloo nothing overlaps: it would only cost the memory of another layer
+    if mesh.grid.device_type == "cuda":
+        prefetch_layers(model)
 
 
 def place_experts(model: nn.Module, mesh: Mesh) -> None:
@@ -54,10 +68,14 @@ def place_experts(model: nn.Module, mesh: Mesh) -> None:
 def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:
     """Experts get an FSDP unit of their own over dp; every layer around them, and the root, one over all ranks.
 
-    The outer units are told to ignore the experts' parameters: they are placed already.
+    The outer units are told to ignore the experts' parameters: they are placed already. With one rank in dp there is
+    nobody to share experts with, and a unit would only copy them, and their gradients, from buffer to buffer: they have
+    one only where it is to cast them, or to bring them from host memory.
     """
-    for block in moe_blocks(model):
-        fully_shard(block.experts, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
+    expert_dtypes = {p.dtype for block in moe_blocks(model) for p in block.experts.parameters()}
+    if mesh.dp.size() > 1 or expert_dtypes != {precision.param_dtype} or isinstance(placement, CPUOffloadPolicy):
+        for block in moe_blocks(model):
+            fully_shard(block.experts, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
     expert_parameters = {p for block in moe_blocks(model) for p in block.experts.parameters()}
     for unit in (*decoder_layers(model), model):
         fully_shard(
@@ -65,17 +83,32 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
         )
 
 
-def _checkpoint_layers(model: Any) -> None:
-    # preserve_rng_state, torch's default, makes jitter and dropout repeat, and with them the routing
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def prefetch_layers(model: nn.Module) -> None:
+    """While a layer computes, have FSDP gather the parameters of the next, in backward of the one before; in place.
+
+    By itself FSDP gathers a unit ahead only once the host gets there, and the host stands still while it waits for the
+    counts of a layer's rows. After torchtitan (`models/llama4/infra/parallelize.py`).
+    """
+    # the layer's own unit, and its experts' where they have one
+    layers: list[list[Any]] = [fsdp_units(layer) for layer in decoder_layers(model)]
+    root: Any = model
+    root.set_modules_to_forward_prefetch(layers[0])
+    root.set_modules_to_backward_prefetch(layers[-1])
+    for (layer, *_), following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch(following)
+    for (layer, *_), preceding in pairwise(reversed(layers)):
+        layer.set_modules_to_backward_prefetch(preceding)
 
 
-def _sum_gradients(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # without it a factor of 1 still goes through ReduceOp.PREMUL_SUM, which gloo lacks
-            module.set_force_sum_reduction_for_comms(True)
+def _sum_gradients(unit: FSDPModule) -> None:
+    unit.set_gradient_divide_factor(1.0)
+    # without it a factor of 1 still goes through ReduceOp.PREMUL_SUM, which gloo lacks
+    unit.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_units(module: nn.Module) -> list[FSDPModule]:
+    """The FSDP units in `module`, each before those within it."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
 def materialize(model: Any, device: torch.device, offload: bool = False) -> None:

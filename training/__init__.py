@@ -1,6 +1,7 @@
 """Configuration, data, optimizer, loop and log of a training run."""
 
 from training.attention import choose_attention
+from training.compiling import compile_layers
 from training.config import TrainConfig, parse_config
 from training.data import print_preview
 from training.facts import facts
@@ -20,6 +21,7 @@ __all__ = [
     "check_schedule",
     "choose_attention",
     "choose_cross_entropy",
+    "compile_layers",
     "data_order",
     "facts",
     "forecast",

@@ -15,7 +15,7 @@ from transformers.trainer_utils import SchedulerType
 
 from moe import KERNELS, ExpertMeshError, check_kernel_name
 from moe.sizes import parse_size
-from sharding import DenseShard
+from sharding import Checkpointing, DenseShard
 from training.data import TEMPLATES, TrainOn
 from training.head import CrossEntropy
 
@@ -68,7 +68,17 @@ class TrainConfig:
         "Logits of a part of the sequence at a time (chunked, or liger: liger-kernel's, for GPUs) or of all of it "
         "(full). auto: liger on a GPU where it is installed, else chunked.",
     )
-    gradient_checkpointing: bool = _flag(False, "Recompute each layer in backward to save memory.")
+    gradient_checkpointing: Checkpointing = _flag(
+        "none",
+        "To save memory, compute each layer again in backward: all of it (full, also where no value is given), or all "
+        "but routing, all-to-alls and attention (selective).",
+        nargs="?",
+        const="full",
+    )
+    reshard_after_forward: bool = _flag(
+        True, "Free each layer's gathered parameters after its forward; false keeps them until its backward."
+    )
+    compile: bool = _flag(False, "Compile attention and norms by torch.compile.", aliases=["--torch-compile"])
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
     use_cpu: bool = _flag(False, "Stay on the CPU even where there is a GPU.")
     force: bool = _flag(False, "Start even where the memory forecast says that it cannot fit.")
@@ -240,6 +250,7 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(TrainConfig, allow_abbrev=False, prog="train_ep.py")  # type: ignore[arg-type]
+    next(a for a in parser._actions if a.dest == "gradient_checkpointing").type = _checkpointing
     parser.add_argument("--config", default=None, help="YAML file with defaults for the flags.")
     config_file = parser.parse_known_args(arguments)[0].config
     defaults = [] if config_file is None else _yaml_arguments(parser, Path(config_file))
@@ -250,6 +261,11 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     settings = vars(parsed)
     del settings["config"]
     return TrainConfig(**settings)
+
+
+def _checkpointing(text: str) -> str:
+    """In transformers it is a switch: its values mean something here too."""
+    return {"true": "full", "false": "none"}.get(text.lower(), text)
 
 
 def _yaml_arguments(parser: _Parser, file: Path) -> list[str]:

@@ -31,7 +31,8 @@ def facts(
         *memory.lines(),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
         f"attention {_attention(model, config)}, cross-entropy {model.lm_head.kind}"
-        + (", activation checkpointing" if config.gradient_checkpointing else ""),
+        + (", compiled attention and norms" if config.compile else "")
+        + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing"),
     ]
     if inputs.training is not None:
         lines += _data(inputs, order, config)

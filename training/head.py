@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe import ExpertMeshError
+from moe.matmul import matmul, pad_rows
 from training.data import IGNORED
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
@@ -153,10 +154,12 @@ class _ChunkedLossSum(torch.autograd.Function):
         grad_rows: list[Tensor] | None = [] if rows_need else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needs else None
         for rows_CD, targets_C in zip(rows_ND.chunk(num_chunks), targets_N.chunk(num_chunks), strict=True):
-            chunk_loss, grad_logits_CV = _loss_and_logit_gradient(rows_CD @ weight_VD.t(), targets_C)
+            num_rows = len(rows_CD)
+            rows_CD = pad_rows(rows_CD)
+            chunk_loss, grad_logits_CV = _loss_and_logit_gradient(matmul(rows_CD, weight_VD.t()), targets_C)
             loss += chunk_loss
             if grad_rows is not None:
-                grad_rows.append(grad_logits_CV @ weight_VD)
+                grad_rows.append(matmul(grad_logits_CV, weight_VD)[:num_rows])
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
         ctx.gradients = (
@@ -173,25 +176,24 @@ class _ChunkedLossSum(torch.autograd.Function):
         return *(None if g is None else g.mul_(grad) for g in gradients), None, None
 
 
-def _loss_and_logit_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of cross-entropies in fp32, and its gradient (softmax less one-hot) in the dtype of the logits.
+def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of cross-entropies in fp32, and its gradient (softmax less one-hot) in the dtype of the logits; zero for
+    logits beyond the targets, which are padding.
 
     Computed in place on the logits, or on an fp32 copy of them: they are the largest tensor there is.
     """
-    targets_C1 = targets_C.unsqueeze(1)
-    x_CV = logits_CV.float()
-    x_CV -= x_CV.amax(dim=1, keepdim=True)
-    at_target_C1 = x_CV.gather(1, targets_C1)
-    exp_sum_C1 = x_CV.exp_().sum(dim=1, keepdim=True)
-    loss = (exp_sum_C1.log() - at_target_C1).sum()
-    x_CV /= exp_sum_C1
-    x_CV.scatter_(1, targets_C1, x_CV.gather(1, targets_C1) - 1)
-    return loss, x_CV.to(logits_CV.dtype)
+    all_CV = logits_CV.float()
+    all_CV[len(targets) :] = 0
+    x_NV, targets_N1 = all_CV[: len(targets)], targets.unsqueeze(1)
+    x_NV -= x_NV.amax(dim=1, keepdim=True)
+    at_target_N1 = x_NV.gather(1, targets_N1)
+    exp_sum_N1 = x_NV.exp_().sum(dim=1, keepdim=True)
+    loss = (exp_sum_N1.log() - at_target_N1).sum()
+    x_NV /= exp_sum_N1
+    x_NV.scatter_(1, targets_N1, x_NV.gather(1, targets_N1) - 1)
+    return loss, all_CV.to(logits_CV.dtype)
 
 
 def _add_product(sum_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
     """sum_VD += a_VC @ b_CD; sum_VD is fp32, and a product in another dtype is rounded to it once."""
-    if a_VC.dtype == sum_VD.dtype:
-        sum_VD.addmm_(a_VC, b_CD)
-    else:
-        sum_VD += a_VC @ b_CD
+    sum_VD += matmul(a_VC, b_CD)

@@ -7,21 +7,25 @@ from typing import Any
 import torch
 
 from moe import take_stats
+from sharding import fsdp_units
 
 
 @contextmanager
 def inference(model: Any) -> Iterator[None]:
-    """No gradients, no dropout, no jitter, no activation checkpointing; afterwards the model is as it was.
+    """No gradients, dropout, jitter, activation checkpointing or compiled code; afterwards the model is as it was.
 
     Call it where no forward waits for its backward, and run at least one forward in it.
     """
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        # compiled code would be compiled anew for this mode and, as answers grow, for key-value caches
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
         take_stats(model)
     finally:
         model.train(was_training)
-        # without a backward the root keeps its gathered parameters, which would outlive the next update of their shards
-        model.reshard()
+        # without a backward the root, and with --no-reshard-after-forward every unit, keeps its gathered parameters,
+        # which would outlive the next update of their shards
+        for unit in fsdp_units(model):
+            unit.reshard()

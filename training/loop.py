@@ -10,6 +10,7 @@ from typing import Any
 from checkpoints import ModelSource, Progress, Saver, load_best_model, load_training_state
 from moe import ExpertMeshError, ParameterCounts
 from sharding import Mesh, Ranks
+from training.compiling import Compilation, compilation
 from training.config import TrainConfig
 from training.data import Batch, DataOrder, Rows, collate
 from training.evaluate import Best, evaluate
@@ -92,6 +93,7 @@ def train(run: Run, resume_from: Path | None) -> bool:
     run.model.train()
     log.keep_until(first_step)
     stopping, enough = False, _had_enough(config, best)
+    compiled: Compilation | None = None
     meter = Meter(run.counts, run.model.config, run.top_k, run.ranks.device, config.bf16)
     with StopRequest() as stop:
         for step in log.steps(log.num_steps if enough else first_step):
@@ -101,6 +103,9 @@ def train(run: Run, resume_from: Path | None) -> bool:
             tokens += result.tokens
             meter.add(result)
             paused = time.perf_counter()
+            if config.compile and compiled is None:
+                compiled = compilation()
+                log.line(f"compiled {compiled}")
 
             # what is saved or evaluated must also be logged: a run that goes on from there begins with an empty meter
             evaluates, saves = _evaluates_at(done, run), run.saver is not None and done % config.save_steps == 0
@@ -125,6 +130,8 @@ def train(run: Run, resume_from: Path | None) -> bool:
             if stopping or enough:
                 break
             meter.pause(time.perf_counter() - paused)
+        if compiled is not None and compilation().is_more_than(compiled):
+            log.line(f"compiled {compilation()} in the whole run")
         if enough:
             log.line(
                 f"stopped early: {best.since} evaluations in a row not better by {config.early_stopping_threshold:g}; "

@@ -12,9 +12,9 @@ from transformers import MixtralForCausalLM
 
 from checkpoints import open_source, shard_and_load
 from moe import KERNELS, build_model
-from sharding import Topology, build_mesh
+from sharding import Checkpointing, Topology, build_mesh
 from tests.tiny import tiny_mixtral
-from training import TrainConfig, attach_loss_head
+from training import TrainConfig, attach_loss_head, compile_layers
 from training.data import Batch, DataOrder, Sample, collate
 from training.optimizer import build_optimizer
 from training.step import LossWeights, compute_gradients, train_step
@@ -36,7 +36,7 @@ class Case:
     accumulation: int = 1
     kernel: str = "loop"
     cross_entropy: str = "chunked"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Checkpointing = "none"
     compute_dtype: torch.dtype = torch.float32
     steps: int = STEPS
     changes: dict[str, Any] = field(default_factory=dict)
@@ -190,6 +190,8 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
     source = open_source(path)
     config = train_config(**case.settings)
     model: Any = build_model(source.family, source.config, KERNELS[case.kernel])
+    if config.compile:
+        compile_layers(model, "cpu")
     attach_loss_head(model, case.cross_entropy)
     if config.optim == "adamw_bf16":
         model.to(torch.bfloat16)
@@ -202,6 +204,7 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
         case.compute_dtype,
         case.gradient_checkpointing,
         offload=config.offload,
+        reshard_after_forward=config.reshard_after_forward,
     )
     return model, mesh, checkpoint
 

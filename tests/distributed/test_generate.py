@@ -64,7 +64,7 @@ def test_equals_hf(ranks: RankPool, path: Path, world_size: int, ep_size: int, n
     """With more prompts than ranks, so that lengths differ in a batch, and fewer; dropout, jitter and checkpointing,
     which training would have, play no part."""
     prompts = PROMPTS[:number_of_prompts]
-    case = Case([], gradient_checkpointing=True)
+    case = Case([], gradient_checkpointing="full")
     found = ranks.run(ours, world_size, path, Topology(world_size, ep_size), prompts, [], case)
     # tiny_mixtral's own end of sequence is token 2, which is none here
     expected = hf_continuations(prompts, eos=-1)
@@ -85,14 +85,19 @@ def test_one_ends_early(ranks: RankPool, path: Path, world_size: int, ep_size: i
 
 
 @pytest.mark.parametrize("position", ["between steps", "before the update"])
-@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("world_size", "ep_size", "reshard"),
+    [(1, 1, True), (4, 2, True), (4, 4, True), (4, 2, False)],
+    ids=["1-1", "4-2", "4-4", "4-2-no-reshard"],
+)
 def test_training_goes_on_as_if_nothing_had_happened(
-    ranks: RankPool, path: Path, world_size: int, ep_size: int, position: str
+    ranks: RankPool, path: Path, world_size: int, ep_size: int, reshard: bool, position: str
 ) -> None:
-    """To the bit, with random noise in the router's input and in attention; also where gradients are waiting."""
+    """To the bit, with random noise in the router's input and in attention; also where gradients are waiting, or
+    gathered parameters are kept between a layer's forward and backward."""
     topology = Topology(world_size, ep_size)
-    plain = ranks.run(_train, world_size, path, topology, None)
-    disturbed = ranks.run(_train, world_size, path, topology, position)
+    plain = ranks.run(_train, world_size, path, topology, reshard, None)
+    disturbed = ranks.run(_train, world_size, path, topology, reshard, position)
     for (losses, weights, before, after), (other_losses, other_weights, _, _) in zip(disturbed, plain, strict=True):
         assert losses == other_losses
         assert [name for name in weights if not torch.equal(weights[name], other_weights[name])] == []
@@ -100,9 +105,10 @@ def test_training_goes_on_as_if_nothing_had_happened(
         assert before != after
 
 
-def _train(path: Path, topology: Topology, position: str | None) -> Any:
+def _train(path: Path, topology: Topology, reshard: bool, position: str | None) -> Any:
     """(losses, weights on this rank, text before the first step, text after the last)"""
-    case = Case(SAMPLES[:16], balance=0.05, z=0.01, gradient_checkpointing=True)
+    settings = {"reshard_after_forward": reshard}
+    case = Case(SAMPLES[:16], balance=0.05, z=0.01, gradient_checkpointing="full", settings=settings)
     model, mesh, _ = sharded_model(path, topology, case)
     optimizer = build_optimizer(model.train(), train_config(), mesh)
     optimizer.param_groups[0]["lr"] = 0.02

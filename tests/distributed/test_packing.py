@@ -113,7 +113,9 @@ def test_same_weights(ranks: RankPool, tmp_path: Path, world_size: int, ep_size:
 def _train(
     path: Path, topology: Topology, rows: list[list[Sample]], attention: str
 ) -> tuple[list[float], dict[str, Tensor]]:
-    model, mesh, _ = sharded_model(path, topology, Case([], gradient_checkpointing=attention == PACKED))
+    model, mesh, _ = sharded_model(
+        path, topology, Case([], gradient_checkpointing="selective" if attention == PACKED else "none")
+    )
     model.set_attn_implementation(attention)
     optimizer = build_optimizer(model.train(), train_config(), mesh)
     batches = [collate(rows[torch.distributed.get_rank() :: topology.world_size])]

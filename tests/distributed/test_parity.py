@@ -7,11 +7,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.tiny import relative_error, save_model
+from training.compiling import compilation
 
 TOPOLOGIES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (8, 8)]
 TOLERANCE = 1e-5
@@ -24,13 +26,21 @@ CASES = {
     "accumulate-1": Case(SAMPLES, z=0.01),
     "accumulate-2": Case(SAMPLES, z=0.01, accumulation=2),
     "accumulate-4": Case(SAMPLES, z=0.01, accumulation=4, kernel="torch-grouped"),
-    "checkpointing": Case(SAMPLES, balance=0.05, gradient_checkpointing=True),
+    "checkpointing": Case(SAMPLES, balance=0.05, gradient_checkpointing="full"),
+}
+
+
+# held against one process on fewer arrangements
+OTHER_CASES = {
+    "selective": Case(SAMPLES, balance=0.05, z=0.01, gradient_checkpointing="selective", kernel="torch-grouped"),
+    "compiled": Case(SAMPLES, z=0.01, gradient_checkpointing="selective", settings={"compile": True}),
+    "no reshard": Case(SAMPLES, z=0.01, accumulation=2, settings={"reshard_after_forward": False}),
 }
 
 
 @cache
 def expected(name: str) -> Figures:
-    return reference(CASES[name])
+    return reference((CASES | OTHER_CASES)[name])
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +59,34 @@ def test_equals_one_process(
     topology = Topology(world_size, ep_size, dense_shard)  # type: ignore[arg-type]
     found = ranks.run(ours, world_size, model, topology, CASES[name])[0]
     assert_same(found, expected(name), CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "ep_size"),
+    [
+        ("selective", 1, 1),
+        ("selective", 4, 2),
+        ("selective", 4, 4),
+        ("no reshard", 4, 2),
+    ],
+)
+def test_other_cases_equal_one_process(ranks: RankPool, model: Path, world_size: int, ep_size: int, name: str) -> None:
+    found = ranks.run(ours, world_size, model, Topology(world_size, ep_size), OTHER_CASES[name])[0]
+    assert_same(found, expected(name), OTHER_CASES[name])
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(1, None), (2, "aot_eager")], ids=["inductor", "aot_eager"])
+def test_compiled_equals_one_process(ranks: RankPool, model: Path, world_size: int, backend: str | None) -> None:
+    topology = Topology(world_size, world_size)
+    found = ranks.run(_compiled, world_size, model, topology, OTHER_CASES["compiled"], backend)[0]
+    assert_same(found, expected("compiled"), OTHER_CASES["compiled"])
+
+
+def _compiled(path: Path, topology: Topology, case: Case, backend: str | None) -> Figures | None:
+    with torch.compiler.set_stance(force_backend=backend):
+        figures = ours(path, topology, case)
+    assert compilation().graphs >= 2, "attention and norms were to be compiled"
+    return figures
 
 
 def assert_same(found: Figures, want: Figures, case: Case, cancelled: float = 0.0) -> None:

@@ -1,11 +1,13 @@
 """Expert kernels against a plain matmul an expert, with autograd's own backward."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe import KERNELS, ExpertMeshError, choose_kernel
+from moe import KERNELS, ExpertMeshError, choose_kernel, matmul
 
 D, WIDTH = 16, 24
 CPU_KERNELS = ["loop", "torch-grouped"]
@@ -52,6 +54,21 @@ def check(kernel: str, counts: list[int], dtype: torch.dtype, device: str, toler
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_fp32(kernel: str, counts: list[int]) -> None:
     check(kernel, counts, torch.float32, "cpu", 1e-5)
+
+
+@pytest.mark.parametrize("counts", [*COUNTS.values(), [70, 0, 33]])
+def test_onednn(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+    monkeypatch.setattr(matmul, "SMALL", 0)
+    with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as product:
+        check("loop", counts, torch.float32, "cpu", 1e-5)
+    assert product.call_count == 9 * sum(count > 0 for count in counts)
+
+
+def test_rows_are_padded_to_few_lengths() -> None:
+    lengths = {n: len(matmul.pad_rows(torch.empty(n, 1))) for n in range(1, 20_000)}
+    assert all(0 <= padded - n < max(32, n / 16) for n, padded in lengths.items())
+    assert len({padded for padded in lengths.values() if padded >= 512}) < 200
+    assert matmul.pad_rows(torch.ones(40, 2)).sum() == 80
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)

@@ -28,6 +28,30 @@ def test_yaml_gives_defaults_and_flags_win(tmp_path: Path) -> None:
     assert config.report_to == ["tensorboard"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        ([], "none"),
+        (["--gradient-checkpointing"], "full"),
+        (["--gradient_checkpointing", "true"], "full"),
+        (["--gradient-checkpointing", "False"], "none"),
+        (["--gradient-checkpointing", "selective"], "selective"),
+    ],
+)
+def test_gradient_checkpointing_is_also_a_switch(flags: list[str], mode: str) -> None:
+    assert parse_config([*NEEDED, *flags, "--bf16"]).gradient_checkpointing == mode
+
+
+def test_gradient_checkpointing_as_a_switch_in_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("gradient_checkpointing: true\n")
+    assert parse_config([*NEEDED, "--config", str(file)]).gradient_checkpointing == "full"
+    assert (
+        parse_config([*NEEDED, "--config", str(file), "--gradient-checkpointing=false"]).gradient_checkpointing
+        == "none"
+    )
+
+
 def test_saved_config_reads_back(tmp_path: Path) -> None:
     config = parse_config([*NEEDED, "--prompt-template", "Q: {prompt}\\nA:", "--bf16", "--no-export"])
     config.save(tmp_path / "config.yaml")
@@ -49,6 +73,7 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         (["--warmup-ratio", "0.1", "--warmup-steps", "5"], "--warmup-ratio 0.1 and --warmup-steps 5 are both given"),
         (["--warmup-ratio", "5"], "--warmup-ratio 5.0: is a share of all steps"),
         (["--optim", "adam"], "invalid choice: 'adam'"),
+        (["--gradient-checkpointing", "some"], "invalid choice: 'some'.*selective"),
     ],
 )
 def test_bad_flags(flags: list[str], said: str) -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import training.head as head
 from moe import ExpertMeshError
-from sharding import Topology
+from sharding import Checkpointing, Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_parity import SAMPLES, assert_same
@@ -146,8 +146,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["chunked", "full"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_on_ranks(ranks: RankPool, model: Path, kind: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_on_ranks(ranks: RankPool, model: Path, kind: str, checkpointing: Checkpointing) -> None:
     case = Case(SAMPLES[:16], cross_entropy=kind, gradient_checkpointing=checkpointing, changes=TIED)
     found = ranks.run(_two_rows_in_a_chunk, 4, model, Topology(4, 2), case)[0]
     assert_same(found, reference(case), case)

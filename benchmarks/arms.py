@@ -1,0 +1,206 @@
+"""The arms that `benchmarks.throughput` compares: ways to make the same training steps of the same model.
+
+    hf-fsdp      transformers' Mixtral under its own FSDP2: what a user has without expert parallelism
+    hf-ep=N      transformers' own expert parallelism, DistributedConfig(fsdp_size=ranks, ep_size=N)
+    ours-ep=N    this project's layer; with ep=1 its gain over hf-fsdp is the layer's own, with N more, the traffic's
+
+Shape suffixes: B rows, S positions, T = B·S tokens on this rank, D model width, E experts, K experts a token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from checkpoints import open_source, shard_and_load
+from moe import build_model, choose_kernel
+from moe.layer import DroplessMoE
+from moe.router import Router, Routing, count_experts
+from sharding import Checkpointing, Ranks, Topology, build_mesh, settle_malloc
+from training import TrainConfig, attach_loss_head, choose_cross_entropy, compile_layers
+from training.data import Batch
+from training.optimizer import build_optimizer
+from training.step import LossWeights, train_step
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every arm does alike.
+
+    rows, seq_length: B and S of a rank's batch. bf16: compute in bf16 over fp32 parameters; pure_bf16: everything in
+    bf16, the optimizer's state too. balanced: routing forced to give each expert as many tokens, instead of natural.
+    plain_malloc: ours without `settle_malloc`, as the others always are. cpu: even where there is a GPU.
+    """
+
+    model: Path
+    rows: int
+    seq_length: int
+    bf16: bool
+    pure_bf16: bool
+    balanced: bool
+    aux_loss: float
+    learning_rate: float
+    max_grad_norm: float
+    gradient_checkpointing: Checkpointing
+    reshard_after_forward: bool
+    compile: bool
+    plain_malloc: bool
+    cpu: bool
+
+
+@dataclass(frozen=True)
+class Arm:
+    """make_step: one whole step on this rank's batch; what it returns is the global mean loss before the update."""
+
+    name: str
+    model: Any
+    make_step: Callable[[Batch], float]
+
+
+def build_arm(name: str, work: Work, ranks: Ranks) -> Arm:
+    """The arm called `name`, loaded and sharded. All ranks call it together."""
+    kind, _, size = name.partition("=")
+    if kind == "ours-ep":
+        return build_ours(name, int(size), work, ranks)
+    return build_hf(name, int(size or 1), work, ranks)
+
+
+def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
+    if ranks.device.type == "cpu" and not work.plain_malloc:
+        settle_malloc()
+    source = open_source(work.model)
+    device = ranks.device.type
+    dtype = torch.bfloat16 if work.bf16 or work.pure_bf16 else torch.float32
+    kernel = choose_kernel("auto", device, source.shape.model_width, source.shape.expert_width, dtype)
+    model: Any = build_model(source.family, source.config, kernel.kernel)
+    if work.compile:
+        compile_layers(model, device)
+    attach_loss_head(model, choose_cross_entropy("auto", device))
+    if work.pure_bf16:
+        model.to(torch.bfloat16)
+    mesh = build_mesh(device, Topology(ranks.world_size, ep_size))
+    shard_and_load(
+        model,
+        source,
+        mesh,
+        ranks.device,
+        dtype,
+        work.gradient_checkpointing,
+        reshard_after_forward=work.reshard_after_forward,
+    )
+    config = TrainConfig(model="-", dataset=["-"], learning_rate=work.learning_rate)
+    optimizer = build_optimizer(model.train(), config, mesh)
+    if work.balanced:
+        balance_ours(model)
+
+    def make_step(batch: Batch) -> float:
+        return train_step(model, optimizer, [batch], mesh, LossWeights(work.aux_loss, 0.0), work.max_grad_norm).loss
+
+    return Arm(name, model, make_step)
+
+
+def build_hf(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
+    """As its documentation has it: `from_pretrained` with a DistributedConfig, then a plain loop."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    distributed = DistributedConfig(
+        fsdp_size=ranks.world_size, ep_size=ep_size, fsdp_mixed_precision=work.bf16 and not work.pure_bf16
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        work.model,
+        dtype=torch.bfloat16 if work.pure_bf16 else torch.float32,
+        distributed_config=distributed,
+    )
+    model.to(ranks.device)
+    model.train()
+    model.config.output_router_logits = work.aux_loss > 0
+    model.router_aux_loss_coef = work.aux_loss
+    if work.gradient_checkpointing != "none":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if work.compile:
+        model.compile()
+    if work.balanced:
+        balance_hf(model)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": rest}], lr=work.learning_rate, weight_decay=0.0, fused=True
+    )
+    # without FSDP nobody casts
+    autocast = work.bf16 and not work.pure_bf16 and ranks.world_size == 1
+
+    def make_step(batch: Batch) -> float:
+        optimizer.zero_grad()
+        with torch.autocast(ranks.device.type, torch.bfloat16, enabled=autocast):
+            output = model(input_ids=batch.tokens_BS, labels=batch.tokens_BS, use_cache=False)
+        output.loss.backward()
+        clip_as_trainer(model, work.max_grad_norm)
+        optimizer.step()
+        # the loss that is optimised holds the balancing loss; what is compared is the cross-entropy
+        aux = work.aux_loss * output.aux_loss.detach() if work.aux_loss > 0 else 0.0
+        loss = (output.loss.detach() - aux).float() / ranks.world_size
+        dist.all_reduce(loss)
+        return float(loss)
+
+    return Arm(name, model, make_step)
+
+
+def clip_as_trainer(model: nn.Module, max_norm: float) -> None:
+    """`Trainer._mixed_mesh_grad_norm` of transformers: `clip_grad_norm_` refuses parameters of two meshes."""
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for p in model.parameters():
+        if p.grad is not None:
+            by_mesh.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p)
+    norms = []
+    for parameters in by_mesh.values():
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for parameters in by_mesh.values():
+        clip_grads_with_norm_(parameters, max_norm, total)
+
+
+def forced_experts(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Tensor:
+    """experts_TK that give each expert equally many tokens, or one more or less."""
+    return (torch.arange(num_tokens * top_k, device=device) % num_experts).view(num_tokens, top_k)
+
+
+def balance_ours(model: nn.Module) -> None:
+    """Have the routers send every K-th token on, whatever they think of it; weights are still theirs."""
+
+    def force(router: Router, args: tuple[Any, ...], routing: Routing) -> Routing:
+        x_TD = args[0]
+        experts_TK = forced_experts(len(x_TD), router.num_experts, router.top_k, x_TD.device)
+        probs_TE = torch.nn.functional.linear(x_TD, router.weight).float().softmax(dim=-1)
+        weights_TK = probs_TE.gather(1, experts_TK)
+        stats = replace(routing.stats, counts_E=count_experts(experts_TK, router.num_experts))
+        return Routing(weights_TK / weights_TK.sum(dim=-1, keepdim=True), experts_TK, stats)
+
+    for module in model.modules():
+        if isinstance(module, DroplessMoE):
+            module.router.register_forward_hook(force)
+
+
+def balance_hf(model: nn.Module) -> None:
+    """As `balance_ours`."""
+
+    def force(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        logits_TE, weights_TK, _ = output
+        top_k = weights_TK.shape[-1]
+        experts_TK = forced_experts(len(logits_TE), logits_TE.shape[-1], top_k, logits_TE.device)
+        forced_TK = logits_TE.float().softmax(dim=-1).gather(1, experts_TK)
+        return logits_TE, (forced_TK / forced_TK.sum(dim=-1, keepdim=True)).to(weights_TK.dtype), experts_TK
+
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(force)

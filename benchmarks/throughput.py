@@ -1,0 +1,425 @@
+"""Training throughput, memory and traffic of expert parallelism against FSDP alone and against transformers' own:
+
+    torchrun --nproc-per-node 4 -m benchmarks.throughput                            # the README's setting, on CPU
+    torchrun --nproc-per-node 8 -m benchmarks.throughput --model DIR --dtype bf16   # any model, on GPUs
+
+Whole training steps (forward, backward, clipping, AdamW) of the arms of `benchmarks.arms`, on the same weights and
+data. In every round each arm runs in processes of its own, made for it and ended after it: its peak memory is nobody
+else's, and none finds what another has warmed. Arms take turns, so that what else the machine does falls on all alike;
+a ratio is the median over rounds of the ratio within a round. The cross-entropies of all arms must agree at every step
+to --loss-tolerance, or the run is void.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import logging
+import math
+import multiprocessing
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.arms import Work, build_arm
+from benchmarks.load_memory import MB, resident
+from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, judge, print_tables, short
+from benchmarks.traffic import KINDS, CountTraffic
+from checkpoints import open_source
+from moe import ExpertMeshError, build_model, choose_kernel, count_parameters, training_flops
+from sharding import Ranks, end_process_group, read_environment, start_process_group
+from training.data import Batch, Sample, collate
+
+PRELOADED = ["transformers.models.mixtral.modeling_mixtral", "torch.distributed.fsdp", "accelerate", "benchmarks.arms"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and a batch that all arms are run on."""
+
+    work: Work
+    case: Case
+    parameters: int
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    try:
+        ranks = start_process_group(use_cpu=True, timeout_seconds=arguments.timeout)
+        with scratch_directory() as scratch:
+            settings = [make_setting(value, arguments, scratch, ranks) for value in arguments.values or [None]]
+            arms = arguments.arms or all_arms(ranks.world_size, settings[0].case.shape.num_experts)
+            results = run_rounds(settings, arms, arguments, ranks)
+            failed = ranks.rank == 0 and not report(settings, results, arguments)
+        end_process_group()
+        return int(failed)
+    except ExpertMeshError as error:
+        if read_environment()[2] == 0:
+            print(f"benchmarks.throughput: error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="a model directory, or a config.json: random weights; else sizes:")
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--intermediate-size", type=int, default=1792)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--rows", type=int, default=1, help="rows of a rank's batch")
+    parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--arms", nargs="+", help="hf-fsdp, ours-ep=N, hf-ep=N; default: all that the ranks allow")
+    parser.add_argument("--routing", choices=("natural", "balanced"), default="natural", help="balanced: forced")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "pure-bf16"), default="fp32", help="bf16: fp32 parameters")
+    parser.add_argument("--router-aux-loss-coef", type=float, default=0.001)
+    parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--gradient-checkpointing", choices=("none", "full", "selective"), default="none")
+    parser.add_argument("--keep-gathered", action="store_true", help="ours: no resharding after forward")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--plain-malloc", action="store_true", help="ours: leave malloc on a CPU as it is")
+    parser.add_argument("--use-cpu", action="store_true", help="even where there is a GPU")
+    parser.add_argument("--sweep", choices=("tokens", "experts"), help="over --values, instead of one setting")
+    parser.add_argument("--values", type=int, nargs="+", help="of the sweep: tokens a rank, or experts")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=1, help="steps of each arm in each round that are not timed")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each arm in each round")
+    parser.add_argument("--loss-tolerance", type=float, default=1e-4, help="relative")
+    parser.add_argument("--timeout", type=int, default=900, help="seconds that an arm may take in a round")
+    parser.add_argument("--json", type=Path, help="also write all figures here")
+    parser.add_argument("--picture", type=Path, help="also draw them here, as SVG")
+    arguments = parser.parse_args()
+    if bool(arguments.sweep) != bool(arguments.values):
+        parser.error("--sweep and --values: give both, or none")
+    # where the project's targets on a CPU are set
+    sizes = (
+        "model",
+        "hidden_size",
+        "intermediate_size",
+        "layers",
+        "experts",
+        "top_k",
+        "vocabulary",
+        "rows",
+        "seq_length",
+    )
+    is_default = all(getattr(arguments, name) == parser.get_default(name) for name in (*sizes, "dtype", "values"))
+    arguments.at_target = is_default and os.environ.get("WORLD_SIZE") == "4"
+    return arguments
+
+
+def all_arms(world_size: int, num_experts: int) -> list[str]:
+    sizes = [n for n in range(2, world_size + 1) if world_size % n == 0 and num_experts % n == 0]
+    expert_parallel = [arm for n in sizes for arm in (f"hf-ep={n}", f"ours-ep={n}")]
+    return ["hf-fsdp", "ours-ep=1", *expert_parallel]
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """One a node, for models with random weights."""
+    name = [f"expertmesh-throughput-{os.getpid()}"]
+    dist.broadcast_object_list(name)
+    path = Path(tempfile.gettempdir()) / name[0]
+    try:
+        yield path
+    finally:
+        if read_environment()[2] == 0:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def make_setting(value: int | None, arguments: argparse.Namespace, scratch: Path, ranks: Ranks) -> Setting:
+    """The model (made and saved, where there is none) and the work of one value of the sweep."""
+    arguments = argparse.Namespace(**vars(arguments))
+    if arguments.sweep == "tokens":
+        arguments.rows, arguments.seq_length = divide_rows(value or 0, arguments.seq_length)
+    if arguments.sweep == "experts":
+        arguments.experts = value
+    model = Path(arguments.model)
+    if not (arguments.model and model.is_dir()):
+        model = scratch / f"model-{value}"
+        if read_environment()[2] == 0:
+            in_own_process(save_random_model, model, arguments)
+        dist.barrier()
+    source = open_source(model)
+    meta: Any = build_model(source.family, source.config, choose_kernel("loop", "cpu", 1, 1, torch.float32).kernel)
+    counts = count_parameters(meta, source.shape)
+    rows, length = arguments.rows * ranks.world_size, arguments.seq_length
+    flops = training_flops(counts, source.config, rows * length, rows * (length - 1), rows * length * (length + 1) // 2)
+    work = Work(
+        model,
+        arguments.rows,
+        length,
+        arguments.dtype == "bf16",
+        arguments.dtype == "pure-bf16",
+        arguments.routing == "balanced",
+        arguments.router_aux_loss_coef,
+        arguments.learning_rate,
+        arguments.max_grad_norm,
+        arguments.gradient_checkpointing,
+        not arguments.keep_gathered,
+        arguments.compile,
+        arguments.plain_malloc,
+        arguments.use_cpu,
+    )
+    bytes_a_number = 4 if arguments.dtype == "fp32" else 2
+    layers = source.config.num_hidden_layers
+    case = Case(value, source.shape, layers, rows * length, ranks.world_size, flops, bytes_a_number)
+    return Setting(work, case, counts.total)
+
+
+def divide_rows(tokens: int, seq_length: int) -> tuple[int, int]:
+    """Rows of seq_length tokens that make up so many tokens, or one shorter row."""
+    if tokens > seq_length and tokens % seq_length:
+        raise ExpertMeshError(f"--values {tokens}: is more than --seq-length {seq_length} and no multiple of it")
+    return (tokens // seq_length, seq_length) if tokens > seq_length else (1, tokens)
+
+
+def save_random_model(path: Path, arguments: argparse.Namespace) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.hidden_size,
+        intermediate_size=arguments.intermediate_size,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden_size // 64,
+        num_key_value_heads=max(1, arguments.hidden_size // 256),
+        num_local_experts=arguments.experts,
+        num_experts_per_tok=arguments.top_k,
+        max_position_embeddings=max(arguments.seq_length, 32),
+    )
+    if arguments.model:
+        config = AutoConfig.from_pretrained(arguments.model)
+    on_gpu = torch.cuda.is_available() and not arguments.use_cpu
+    torch.manual_seed(0)
+    with torch.device("cuda" if on_gpu else "cpu"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if arguments.dtype == "pure-bf16" else torch.float32
+        )
+    model.save_pretrained(path)
+
+
+def in_own_process(function: Any, *args: Any) -> None:
+    process = context().Process(target=function, args=args)
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise ExpertMeshError(f"{function.__name__} ended with code {process.exitcode}; its message is above")
+
+
+def context() -> Any:
+    """Processes come from a server that has imported everything and holds no model."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(PRELOADED)
+    return found
+
+
+def run_rounds(settings: list[Setting], arms: list[str], arguments: argparse.Namespace, ranks: Ranks) -> list[Result]:
+    """Arms that gave no figures once are left out from then on."""
+    results = [(setting, Result(setting.case, arm, [])) for setting in settings for arm in arms]
+    for number in range(arguments.rounds):
+        for setting, result in results:
+            if any(figures.problem for figures in result.rounds):
+                continue
+            figures = run_arm(result.arm, setting.work, arguments)
+            result.rounds.append(figures)
+            if ranks.rank == 0:
+                where = f"{arguments.sweep} {setting.case.value}, " if arguments.sweep else ""
+                said = figures.problem or short(figures)
+                print(f"round {number + 1}, {where}{result.arm}: {said}", file=sys.stderr, flush=True)
+    return [result for _, result in results]
+
+
+def run_arm(arm: str, work: Work, arguments: argparse.Namespace) -> Figures:
+    """In a process a rank, which is ended when that of another rank has failed."""
+    ours, theirs = context().Pipe()
+    process = context().Process(
+        target=measure, args=(theirs, arm, work, arguments.warm_up, arguments.steps, arguments.timeout)
+    )
+    process.start()
+    theirs.close()
+    found: Figures | None = None
+    deadline = time.monotonic() + arguments.timeout
+    while True:
+        if found is None and ours.poll(0.5):
+            found = receive(ours, process)
+        if found is None and time.monotonic() > deadline:
+            found = Figures(problem=f"took more than --timeout {arguments.timeout} s")
+        failed = int(found is not None and found.problem is not None)
+        state = torch.tensor([failed, int(found is None)])
+        dist.all_reduce(state)
+        if state[0] > 0:
+            process.kill()
+        if state[0] > 0 or state[1] == 0:
+            break
+    process.join()
+    everybody: list[Figures | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, found)
+    problems = [f for f in everybody if f is not None and f.problem]
+    return problems[0] if problems else next(f for f in everybody if f is not None)
+
+
+def receive(connection: Connection, process: Any) -> Figures:
+    try:
+        found: Figures = connection.recv()
+        return found
+    except EOFError:
+        process.join()
+        hint = "; was it out of memory?" if process.exitcode == -9 else ""
+        return Figures(problem=f"the process ended with code {process.exitcode}{hint}")
+
+
+def measure(connection: Connection, name: str, work: Work, warm_up: int, num_steps: int, timeout: int) -> None:
+    """What a process of one arm does; it sends `Figures`, the same on every rank."""
+    try:
+        logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        ranks = start_process_group(work.cpu, timeout)
+        connection.send(take_figures(name, work, warm_up, num_steps, ranks))
+        end_process_group()
+    except torch.OutOfMemoryError:
+        connection.send(Figures(problem="out of GPU memory"))
+    except Exception:
+        connection.send(Figures(problem=traceback.format_exc()))
+
+
+def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ranks) -> Figures:
+    base = resident("VmRSS")
+    arm = build_arm(name, work, ranks)
+    vocabulary = arm.model.config.vocab_size
+    restart_peak(ranks.device)
+    traffic = CountTraffic()
+    losses, seconds, cpu_seconds = [], [], []
+    for step in range(warm_up + num_steps):
+        batch = make_batch(step, work, vocabulary, ranks)
+        settle(ranks.device)
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        if step == 0 and warm_up > 0:
+            with traffic:
+                losses.append(arm.make_step(batch))
+        else:
+            losses.append(arm.make_step(batch))
+        settle(ranks.device)
+        seconds.append(time.perf_counter() - begin)
+        cpu_seconds.append(time.process_time() - cpu_begin)
+    peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else resident("VmHWM")
+
+    highest = torch.tensor([peak, base], dtype=torch.float64)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    counted = torch.tensor([[traffic.sent[k], traffic.calls[k]] for k in KINDS], dtype=torch.float64)
+    cpu = torch.tensor(cpu_seconds, dtype=torch.float64)
+    dist.all_reduce(counted)
+    dist.all_reduce(cpu)
+    counted /= ranks.world_size
+    device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
+    return Figures(
+        seconds[warm_up:],
+        cpu.tolist()[warm_up:],
+        losses,
+        float(highest[0]) / MB,
+        float(highest[1]) / MB,
+        dict(zip(KINDS, counted[:, 0].tolist(), strict=True)),
+        dict(zip(KINDS, counted[:, 1].tolist(), strict=True)),
+        device,
+    )
+
+
+def make_batch(step: int, work: Work, vocabulary: int, ranks: Ranks) -> Batch:
+    """Random tokens, the same for every arm, other ones on each rank and in each step."""
+    generator = torch.Generator().manual_seed(step * ranks.world_size + ranks.rank)
+    tokens_BS = torch.randint(0, vocabulary, (work.rows, work.seq_length), generator=generator)
+    rows = [[Sample(row, [True] * len(row))] for row in tokens_BS.tolist()]
+    return collate(rows).to(ranks.device)
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def restart_peak(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    # free memory that the C library keeps from loading is no arm's need
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is held now
+
+
+def report(settings: list[Setting], results: list[Result], arguments: argparse.Namespace) -> bool:
+    """Print and write everything; whether the run counts."""
+    whole = [r for r in results if not any(f.problem for f in r.rounds)]
+    for result in results:
+        if result not in whole:
+            print(f"{result.arm} gave no figures:\n{result.last.problem}", flush=True)
+    difference = max((largest_difference(case, whole) for case in cases_of(whole)), default=math.inf)
+    if difference > arguments.loss_tolerance:
+        print(f"VOID: the arms' losses differ by {difference:.1e}, allowed are {arguments.loss_tolerance:.0e}")
+        return False
+    setting = describe(settings[0], arguments, whole)
+    print(f"{setting}\nlosses of all arms agree: the largest relative difference is {difference:.0e}")
+    print_tables(whole, arguments.sweep)
+    if arguments.at_target:
+        print("", *judge(whole), sep="\n", flush=True)
+    if arguments.json:
+        content = {
+            "setting": setting,
+            "arguments": {name: str(value) for name, value in vars(arguments).items()},
+            "loss_difference": difference,
+            "results": [asdict(result) for result in whole],
+        }
+        arguments.json.write_text(json.dumps(content, indent=1))
+    if arguments.picture:
+        arguments.picture.write_text(draw(whole, setting, arguments.sweep))
+    return True
+
+
+def largest_difference(case: Case, results: list[Result]) -> float:
+    """Between the losses of any step of any arm in any round and those of the first arm's first round, relative;
+    infinite when one is not finite."""
+    runs = [figures.losses for result in results if result.case == case for figures in result.rounds]
+    if not all(math.isfinite(loss) for losses in runs for loss in losses):
+        return math.inf
+    return max(abs(a - b) / abs(b) for losses in runs for a, b in zip(losses, runs[0], strict=True))
+
+
+def describe(setting: Setting, arguments: argparse.Namespace, results: list[Result]) -> str:
+    devices = sorted({figures.device for result in results for figures in result.rounds})
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    work, case = setting.work, setting.case
+    return (
+        f"{case.world_size} ranks on {', '.join(devices)} ({cpu_name()}, {os.cpu_count()} cores), {arguments.dtype}, "
+        f"{setting.parameters / 1e6:,.1f} M parameters: {case.layers} layers, hidden {case.shape.model_width}, expert "
+        f"width {case.shape.expert_width}, {case.shape.num_experts} experts, top-{case.shape.top_k}; {work.rows} x "
+        f"{work.seq_length} tokens a rank, {arguments.routing} routing, aux loss {work.aux_loss:g}, clip "
+        f"{work.max_grad_norm:g}, checkpointing {work.gradient_checkpointing}; {versions}, Python "
+        f"{platform.python_version()}; {arguments.rounds} rounds of {arguments.steps} steps after {arguments.warm_up} "
+        "of warm-up, arms interleaved"
+    )
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

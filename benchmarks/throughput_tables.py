@@ -1,0 +1,296 @@
+"""Tables and pictures of `benchmarks.throughput`."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from textwrap import wrap
+from typing import Any
+
+from benchmarks.traffic import KINDS
+from moe import MoEShape
+from training.meter import peak_tflops
+
+MB = 1e6
+DASHES = ("none", "6 3", "2 3", "9 3 2 3")
+COLORS = {"hf-fsdp": "#8a8a8a", "hf-ep": "#c98a2b", "ours-ep": "#1f5a96"}
+KIND_COLORS = dict(zip(KINDS, ("#1f5a96", "#7fb2e5", "#c98a2b", "#8a8a8a", "#d0d0d0"), strict=True))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One arm in one round.
+
+    seconds, cpu_seconds, losses: a step each; CPU time of all ranks together. peak_mb: of the largest rank during the
+    steps, 10^6 bytes: on a GPU what torch held there, else resident memory, of which base_mb before there was a model.
+    sent, calls: by kind of collective, in one step, of the mean rank. problem: why there are no figures.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_mb: float = 0.0
+    base_mb: float = 0.0
+    sent: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, float] = field(default_factory=dict)
+    device: str = ""
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all arms did alike. value: of the sweep, if there is one. tokens: a step of all ranks. flops: that it needs.
+    bytes_a_number: of an activation on its way."""
+
+    value: int | None
+    shape: MoEShape
+    layers: int
+    tokens: int
+    world_size: int
+    flops: float
+    bytes_a_number: int
+
+    def all_to_all_theory(self, ep_size: int) -> float:
+        """Bytes that a rank sends in one step by expert-parallel layers under even routing: each token to K experts and
+        back, and so its gradients."""
+        rows = self.shape.top_k * self.tokens / self.world_size
+        return self.layers * 4 * rows * self.shape.model_width * self.bytes_a_number * (ep_size - 1) / ep_size
+
+
+@dataclass(frozen=True)
+class Result:
+    """An arm in a case, a figure for each round."""
+
+    case: Case
+    arm: str
+    rounds: list[Figures]
+
+    @property
+    def ep_size(self) -> int:
+        return int(self.arm.partition("=")[2] or 1)
+
+    @property
+    def last(self) -> Figures:
+        return self.rounds[-1]
+
+    def rate(self, figures: Figures, clock: str) -> float:
+        """Tokens a second of the round's median step, by the "seconds" or the "cpu_seconds"."""
+        return self.case.tokens / statistics.median(getattr(figures, clock))
+
+    def rates(self, clock: str) -> list[float]:
+        return [self.rate(figures, clock) for figures in self.rounds]
+
+    def median_rate(self, clock: str) -> float:
+        return statistics.median(self.rates(clock))
+
+    @property
+    def peak_mb(self) -> float:
+        return statistics.median(figures.peak_mb for figures in self.rounds)
+
+    @property
+    def mfu(self) -> float | None:
+        peak = peak_tflops(self.last.device)
+        if peak is None:
+            return None
+        return self.case.flops / self.case.tokens * self.median_rate("seconds") / self.case.world_size / (peak * 1e12)
+
+
+def gain(a: Result, b: Result, clock: str) -> float:
+    """How many times as fast a is as b: the median over the rounds, in which the two ran close by."""
+    pairs = zip(a.rates(clock), b.rates(clock), strict=False)
+    return statistics.median(x / y for x, y in pairs)
+
+
+def find(results: Sequence[Result], case: Case, arm: str) -> Result | None:
+    return next((r for r in results if r.case == case and r.arm == arm), None)
+
+
+def cases_of(results: Sequence[Result]) -> list[Case]:
+    return list(dict.fromkeys(result.case for result in results))
+
+
+def short(figures: Figures) -> str:
+    """What one arm did in one round, in a line."""
+    return (
+        f"{statistics.median(figures.seconds):.2f} s and {statistics.median(figures.cpu_seconds):.2f} CPU-s a step, "
+        f"peak {figures.peak_mb:,.0f} MB, loss {figures.losses[-1]:.5f}"
+    )
+
+
+def print_tables(results: Sequence[Result], sweep: str | None) -> None:
+    for case in cases_of(results):
+        print(f"\n{sweep} {case.value}" if sweep else "")
+        _print_speed([r for r in results if r.case == case])
+        print()
+        _print_traffic([r for r in results if r.case == case])
+
+
+def _print_speed(results: Sequence[Result]) -> None:
+    columns = ("hf-fsdp", "ours-ep=1", "hf-ep")
+    print(
+        f"{'':12}{'tokens/s':>9}{'range':>16}{'tokens/CPU-s':>14}{'range':>16}{'peak MB':>9}   "
+        + "times tokens/CPU-s (times memory) of"
+    )
+    print(f"{'':12}{'':66}" + "".join(f"{name:>17}" for name in ("hf-fsdp", "ours-ep=1", "hf at this ep")))
+    for result in results:
+        wall, cpu = result.rates("seconds"), result.rates("cpu_seconds")
+        line = (
+            f"{result.arm:12}{statistics.median(wall):9,.1f}{f'{min(wall):,.1f}-{max(wall):,.1f}':>16}"
+            f"{statistics.median(cpu):14,.1f}{f'{min(cpu):,.1f}-{max(cpu):,.1f}':>16}{result.peak_mb:9,.0f} "
+        )
+        for column in columns:
+            other = find(results, result.case, f"hf-ep={result.ep_size}" if column == "hf-ep" else column)
+            if other is None or other.arm == result.arm:
+                line += f"{'':17}"
+            else:
+                ratio = gain(result, other, "cpu_seconds")
+                line += f"{f'{ratio:.2f} x ({result.peak_mb / other.peak_mb:.2f} x)':>17}"
+        if result.mfu is not None:
+            line += f"  MFU {result.mfu:.1%}"
+        print(line.rstrip())
+
+
+def _print_traffic(results: Sequence[Result]) -> None:
+    kinds = [kind for kind in KINDS if any(r.last.calls.get(kind) for r in results)]
+    print(f"{'':12}sent by a rank in a step, MB (calls)")
+    print(f"{'':12}" + "".join(f"{kind:>17}" for kind in kinds) + f"{'all':>10}{'all-to-all / theory':>21}")
+    for result in results:
+        sent, calls = result.last.sent, result.last.calls
+        line = "".join(f"{f'{sent[kind] / MB:,.1f} ({calls[kind]:.0f})':>17}" for kind in kinds)
+        theory = result.case.all_to_all_theory(result.ep_size)
+        share = f"{sent['all-to-all'] / theory:.4f}" if theory else ""
+        print(f"{result.arm:12}{line}{sum(sent.values()) / MB:10,.1f}{share:>21}".rstrip())
+
+
+@dataclass(frozen=True)
+class Target:
+    """ours at the most ranks in ep, against another arm. least: of tokens a CPU-second. most: of memory."""
+
+    against: str
+    least: float
+    most: float
+
+
+TARGETS = (Target("hf-fsdp", 3.55, 0.86), Target("hf-ep", 1.5, 0.95))
+
+
+def judge(results: Sequence[Result]) -> list[str]:
+    """A line for each target that the run can tell about."""
+    lines = []
+    for case in cases_of(results):
+        ours = max((r for r in results if r.case == case and r.arm.startswith("ours")), key=lambda r: r.ep_size)
+        for target in TARGETS:
+            name = f"hf-ep={ours.ep_size}" if target.against == "hf-ep" else target.against
+            other = find(results, case, name)
+            if ours.ep_size == 1 or other is None:
+                continue
+            speed, memory = gain(ours, other, "cpu_seconds"), ours.peak_mb / other.peak_mb
+            lines += [
+                f"{ours.arm} against {name}: {speed:.2f} x the tokens a CPU-second "
+                f"(target {target.least} or more: {_verdict(speed >= target.least)}), "
+                f"{memory:.2f} x the peak memory (target {target.most} or less: {_verdict(memory <= target.most)})"
+            ]
+    return lines
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def draw(results: Sequence[Result], title: str, sweep: str | None) -> str:
+    """An SVG: bars an arm for one case; for a sweep, or over ep, lines of time and bytes."""
+    cases = cases_of(results)
+    on_gpu = bool(results[0].last.device != "cpu")
+    clock, unit = ("seconds", "s") if on_gpu else ("cpu_seconds", "CPU-s")
+    panels: list[str] = []
+    if len(cases) == 1:
+        panels += [
+            _bars(results, f"tokens / {unit}", lambda r: [r.median_rate(clock)]),
+            _bars(results, "peak memory of a rank, MB", lambda r: [r.peak_mb]),
+            _bars(results, "sent by a rank in a step, MB", lambda r: [r.last.sent[k] / MB for k in KINDS], KINDS),
+        ]
+        series = {"hf-ep": [r for r in results if r.arm.startswith("hf")]}
+        series["ours-ep"] = [r for r in results if r.arm.startswith("ours")]
+        over, x_of = "ep", lambda r: r.ep_size
+    else:
+        names = list(dict.fromkeys(r.arm for r in results))
+        series = {name: [r for r in results if r.arm == name] for name in names}
+        over, x_of = str(sweep), lambda r: r.case.value
+    panels += [
+        _lines(series, over, f"{unit} a step", x_of, lambda r: r.case.tokens / r.median_rate(clock)),
+        _lines(series, over, "sent by a rank in a step, MB", x_of, lambda r: sum(r.last.sent.values()) / MB),
+        _lines(series, over, "of it all-to-all, MB", x_of, lambda r: r.last.sent["all-to-all"] / MB),
+    ]
+    width, height, columns = 440, 250, 3
+    body = [f'<text x="12" y="{18 + 15 * n}">{escape(line)}</text>' for n, line in enumerate(wrap(title, 220))]
+    for number, panel in enumerate(panels):
+        x, y = width * (number % columns), 50 + height * (number // columns)
+        body.append(f'<g transform="translate({x},{y})">{panel}</g>')
+    rows = -(-len(panels) // columns)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * columns}" height="{60 + height * rows}" '
+        'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
+    )
+
+
+def _bars(
+    results: Sequence[Result], title: str, values: Callable[[Result], list[float]], parts: Sequence[str] = ()
+) -> str:
+    """A bar an arm, of one part or several, one behind the other."""
+    left, length = 90, 260
+    longest = max(sum(values(r)) for r in results) or 1.0
+    body = [f'<text x="12" y="16" font-size="13">{escape(title)}</text>']
+    for number, result in enumerate(results):
+        y, x = 28 + 22 * number, float(left)
+        body.append(f'<text x="{left - 6}" y="{y + 12}" text-anchor="end">{escape(result.arm)}</text>')
+        for place, value in enumerate(values(result)):
+            fill = KIND_COLORS[parts[place]] if parts else _color(result.arm)
+            body.append(f'<rect x="{x:.1f}" y="{y}" width="{length * value / longest:.1f}" height="16" fill="{fill}"/>')
+            x += length * value / longest
+        body.append(f'<text x="{x + 5:.1f}" y="{y + 12}">{sum(values(result)):,.4g}</text>')
+    for place, part in enumerate(parts):
+        x, y = 12 + 84 * place, 28 + 22 * len(results) + 10
+        body.append(f'<rect x="{x}" y="{y}" width="9" height="9" fill="{KIND_COLORS[part]}"/>')
+        body.append(f'<text x="{x + 12}" y="{y + 9}">{escape(part)}</text>')
+    return "".join(body)
+
+
+def _lines(
+    series: dict[str, list[Result]],
+    over: str,
+    title: str,
+    x_of: Callable[[Result], Any],
+    y_of: Callable[[Result], float],
+) -> str:
+    """A line a series, its points evenly spaced in the order of x, from zero up."""
+    left, width, top, height = 50, 340, 28, 170
+    places = sorted({x_of(r) for results in series.values() for r in results})
+    highest = max(y_of(r) for results in series.values() for r in results) or 1.0
+    step = width / max(len(places) - 1, 1)
+    body = [
+        f'<text x="12" y="16" font-size="13">{escape(title)}, over {escape(over)}</text>',
+        f'<path d="M{left} {top}V{top + height}H{left + width}" fill="none" stroke="#999"/>',
+        f'<text x="{left - 4}" y="{top + 8}" text-anchor="end">{highest:,.3g}</text>',
+    ]
+    for number, place in enumerate(places):
+        body.append(f'<text x="{left + step * number}" y="{top + height + 14}" text-anchor="middle">{place}</text>')
+    for number, (name, results) in enumerate(series.items()):
+        points = [
+            (left + step * places.index(x_of(r)), top + height * (1 - y_of(r) / highest))
+            for r in sorted(results, key=x_of)
+        ]
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        alike = [other for other in series if _color(other) == _color(name)]
+        dash = f' stroke-dasharray="{DASHES[alike.index(name) % len(DASHES)]}"'
+        body.append(f'<path d="M{path}" fill="none" stroke="{_color(name)}" stroke-width="2"{dash}/>')
+        body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_color(name)}"/>' for x, y in points]
+        x, y = left + 8 + 90 * (number % 4), top + height + 30 + 13 * (number // 4)
+        body.append(f'<path d="M{x} {y - 4}h14" stroke="{_color(name)}" stroke-width="2"{dash}/>')
+        body.append(f'<text x="{x + 17}" y="{y}">{escape(name)}</text>')
+    return "".join(body)
+
+
+def _color(arm: str) -> str:
+    return COLORS[arm.partition("=")[0]]

@@ -1,0 +1,95 @@
+"""Activation checkpointing: what a decoder layer keeps from forward for its backward, and what it computes again."""
+
+from collections import deque
+from collections.abc import Set
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+Checkpointing = Literal["none", "full", "selective"]
+
+_ROUTING = frozenset(
+    {
+        "expertmesh::all_to_all",
+        "expertmesh::exchange_counts",
+        "aten::topk",
+        # a number read by the host: rows without padding, where no all-to-all tells it
+        "aten::_local_scalar_dense",
+    }
+)
+_ATTENTION = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "torch_attn::_varlen_attn",
+    }
+)
+
+
+def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
+    """Have every decoder layer of a Hugging Face model computed again in backward (non-reentrant), in place.
+
+    `full` keeps a layer's input alone, for a model of width D that is D numbers a token. `selective` keeps also what is
+    dear to repeat: the rows that came by the two all-to-alls (2·K·D a token of K experts), attention's output (D; not
+    with dropout, nor compiled), the router's choice and the exchanged counts. Backward then sends no row twice and does
+    not wait for the device to tell counts, and its routing is that of the forward by construction. With Mixtral's K = 2
+    that is 6·D a token and layer; on one ep rank, without an all-to-all, 2·D. Without checkpointing it is 27·D, or more
+    where experts are wider than Mixtral's 3.5·D.
+    """
+    if mode == "none":
+        return
+    # preserve_rng_state, torch's default, makes jitter and dropout repeat, and with them the routing
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        # Dropout's random numbers must be drawn again, or whatever draws after it would get them; and compiled code is
+        # free to write over the memory of what it has computed.
+        is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        keeps_attention = model.config.attention_dropout == 0 and not is_compiled
+        kept = _ROUTING | _ATTENTION if keeps_attention else _ROUTING
+        arguments["context_fn"] = partial(_selective_contexts, kept)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+
+def _selective_contexts(operators: Set[str]) -> tuple["_Keep", "_Reuse"]:
+    """For a forward of one layer, and for its recomputation.
+
+    Not torch's `create_selective_checkpoint_contexts`, which demands (since 2.13) that recomputation calls no operator
+    more often than the forward has: those of FSDP's hooks on the experts, it may.
+    """
+    results: deque[Any] = deque()
+    return _Keep(operators, results), _Reuse(operators, results)
+
+
+class _Keep(TorchDispatchMode):
+    """Appends the results of some operators to `results`."""
+
+    def __init__(self, operators: Set[str], results: deque[Any]):
+        super().__init__()
+        self.operators = operators
+        self.results = results
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled code stays compiled in this mode, instead of being run operator by operator."""
+        return True
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operator(*args, **(kwargs or {}))
+        if operator.name() in self.operators:
+            # the tensor that goes on will hold the graph that made it
+            self.results.append(tree_map_only(Tensor, Tensor.detach, found))
+        return found
+
+
+class _Reuse(_Keep):
+    """Takes the results of some operators from `results`, instead of calling them."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.name() in self.operators:
+            return self.results.popleft()
+        return operator(*args, **(kwargs or {}))

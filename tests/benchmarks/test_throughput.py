@@ -1,0 +1,136 @@
+"""The arms of the throughput benchmark make the same steps, and what they send is counted to the byte."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.arms import Work
+from benchmarks.throughput import divide_rows, largest_difference, take_figures
+from benchmarks.throughput_tables import Case, Figures, Result, draw, gain, judge
+from benchmarks.traffic import KINDS, CountTraffic
+from moe import ExpertMeshError, MoEShape
+from moe.dispatch import all_to_all
+from sharding import Ranks
+from tests.distributed.pool import RankPool
+from tests.tiny import save_model
+
+ARMS = ["hf-fsdp", "hf-ep=2", "ours-ep=1", "ours-ep=2"]
+SHAPE = MoEShape(32, 48, 8, 2, True)
+
+
+def every_collective() -> tuple[dict[str, float], dict[str, int]]:
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    x = torch.ones(8, 3)
+    world: Any = dist.group.WORLD
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(x, mesh, [torch.distributed.tensor.Shard(0)])
+    with CountTraffic() as traffic:
+        dist.all_gather_into_tensor(torch.empty(16, 3), x)
+        dist.reduce_scatter_tensor(torch.empty(4, 3), x)
+        dist.all_reduce(x)
+        dist.all_to_all_single(torch.empty(8, 3), x)
+        sent = [5, 3] if dist.get_rank() == 0 else [1, 7]
+        received = [5, 1] if dist.get_rank() == 0 else [3, 7]
+        all_to_all(x, received, sent, world.group_name)
+        functional.wait_tensor(functional.all_to_all_single_autograd(x, received, sent, world))
+        sharded.full_tensor()
+        dist.barrier()
+    return dict(traffic.sent), dict(traffic.calls)
+
+
+def test_counts_what_collectives_send(ranks: RankPool) -> None:
+    row = 3 * 4
+    for rank, (sent, calls) in enumerate(ranks.run(every_collective, 2)):
+        assert sent["all-gather"] == 8 * row + 4 * row
+        assert sent["reduce-scatter"] == 4 * row
+        assert sent["all-reduce"] == 8 * row
+        assert sent["all-to-all"] == 4 * row + 2 * [3, 1][rank] * row
+        assert calls == {"all-gather": 2, "reduce-scatter": 1, "all-reduce": 1, "all-to-all": 3}
+
+
+def run_arm(name: str, work: Work) -> Figures:
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return take_figures(name, work, warm_up=1, num_steps=1, ranks=ranks)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_arms_agree(ranks: RankPool, tmp_path: Path, balanced: bool) -> None:
+    save_model(tmp_path)
+    work = Work(
+        tmp_path, 2, 16, False, False, balanced, 0.01, 1e-4, 1.0, "none", reshard_after_forward=True, compile=False,
+        plain_malloc=True, cpu=True,
+    )  # fmt: skip
+    figures = {arm: ranks.run(run_arm, 2, arm, work)[0] for arm in ARMS}
+    case = Case(None, SHAPE, 2, 64, 2, 1.0, 4)
+    results = [Result(case, arm, [found]) for arm, found in figures.items()]
+    assert 0 < largest_difference(case, results) < 1e-5
+    assert figures["ours-ep=1"].sent["all-to-all"] == figures["hf-fsdp"].sent["all-to-all"] == 0
+    # rows, and in each of two layers the counts of the other rank's four experts
+    theory = case.all_to_all_theory(2) + 2 * 4 * 8
+    found = [figures[arm].sent["all-to-all"] for arm in ("hf-ep=2", "ours-ep=2")]
+    if balanced:
+        assert found == [theory, theory]
+    else:
+        assert found[0] == found[1] == pytest.approx(theory, rel=0.25)
+
+
+def test_a_run_whose_losses_differ_is_void() -> None:
+    case = Case(None, SHAPE, 2, 64, 2, 1.0, 4)
+    agreed = [Result(case, arm, [Figures(losses=[2.0, 1.0])]) for arm in ("hf-fsdp", "ours-ep=1")]
+    assert largest_difference(case, agreed) == 0
+    differs = [*agreed, Result(case, "ours-ep=2", [Figures(losses=[2.0, 1.0]), Figures(losses=[2.0, 1.1])])]
+    assert largest_difference(case, differs) == pytest.approx(0.1)
+    not_finite = Result(case, "ours-ep=2", [Figures(losses=[2.0, math.nan])])
+    assert largest_difference(case, [*agreed, not_finite]) == math.inf
+
+
+def test_gains_are_taken_round_by_round() -> None:
+    case = Case(None, SHAPE, 2, 64, 4, 1.0, 4)
+
+    def result(arm: str, cpu: list[float], peak: float) -> Result:
+        sent = dict.fromkeys(KINDS, 1.0)
+        return Result(case, arm, [Figures([1.0], [c], [1.0], peak, sent=sent) for c in cpu])
+
+    # the second round ran on a machine three times as slow
+    slow = result("hf-fsdp", [4.0, 12.0, 4.0], 100)
+    fast = result("ours-ep=4", [1.0, 3.0, 1.0], 80)
+    assert gain(fast, slow, "cpu_seconds") == 4.0
+    rival = result("hf-ep=4", [1.2, 3.6, 1.2], 90)
+    lines = judge([slow, rival, fast])
+    assert "4.00 x" in lines[0]
+    assert lines[0].count("met") == 2
+    assert lines[1].count("MISSED") == 1
+    assert "<svg" in draw([slow, rival, fast], "title", None)
+
+
+def test_rows_of_a_sweep() -> None:
+    assert divide_rows(128, 256) == (1, 128)
+    assert divide_rows(1024, 256) == (4, 256)
+    with pytest.raises(ExpertMeshError, match="--values 300"):
+        divide_rows(300, 256)
+
+
+def test_command(tmp_path: Path) -> None:
+    sizes = ["--hidden-size=64", "--intermediate-size=64", "--layers=1", "--vocabulary=64", "--seq-length=16"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "benchmarks.throughput", "--use-cpu", "--rounds", "1", "--steps", "1", *sizes]
+    command += ["--arms", "hf-fsdp", "ours-ep=2", "ours-ep=3"]
+    command += ["--json", str(tmp_path / "f.json"), "--picture", str(tmp_path / "p.svg")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # the ranks allow no ep of 3: said, and the others are measured all the same
+    assert "ours-ep=3 gave no figures" in done.stdout
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert [result["arm"] for result in found["results"]] == ["hf-fsdp", "ours-ep=2"]
+    assert found["loss_difference"] < 1e-4
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")

@@ -1,0 +1,81 @@
+"""Compiled attention and norms: the same gradients, from few graphs, none of them broken."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from moe import KERNELS, ExpertMeshError, build_model, family_of
+from tests.tiny import relative_error, tiny_config
+from training import attach_loss_head, compile_layers
+from training.attention import PACKED
+from training.data import Batch, Sample, collate
+from training.inference import inference
+from training.step import token_loss_sum
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    """Counters from zero, and nothing compiled left behind for other tests."""
+    torch.compiler.reset()
+    counters.clear()
+    with torch.compiler.set_stance(force_backend="aot_eager"):
+        yield
+    torch.compiler.reset()
+
+
+def built(attention: str, compiled: bool) -> Any:
+    model: Any = build_model(family_of("mixtral", "here"), tiny_config(), KERNELS["loop"], attention)
+    attach_loss_head(model, "chunked")
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    if compiled:
+        compile_layers(model, "cpu")
+    return model.train()
+
+
+def batch_of(*lengths: int) -> Batch:
+    """Rows of samples of these lengths, two alike in each row."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    draws = [torch.randint(0, 320, (length,), generator=generator).tolist() for length in lengths]
+    return collate([[Sample.of_prompt(tokens, 1)] * 2 for tokens in draws])
+
+
+def gradients(model: Any, batch: Batch) -> dict[str, Tensor]:
+    model.zero_grad()
+    token_loss_sum(model, batch).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("attention", "graphs"), [("sdpa", 2), (PACKED, 1)])
+def test_graphs_of_many_lengths(attention: str, graphs: int) -> None:
+    """Twenty lengths of rows, one graph for all norms and one for all attentions; the same gradients as without."""
+    model, plain = (built(attention, compiled) for compiled in (True, False))
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    for length in range(20):
+        batch = batch_of(7 + length, 9, 5)
+        found = gradients(model, batch)
+    expected = gradients(plain, batch)
+    assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+
+
+def test_evaluation_compiles_nothing() -> None:
+    model = built("sdpa", compiled=True)
+    gradients(model, batch_of(7, 9))
+    with inference(model):
+        token_loss_sum(model, batch_of(8, 11))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    with pytest.raises(ExpertMeshError, match=r"--compile needs a C\+\+ compiler, and .*no-such-compiler"):
+        built("sdpa", compiled=True)

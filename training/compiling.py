@@ -1,0 +1,59 @@
+"""Regional compilation: what lies between the collectives, by `torch.compile`, and what became of it."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+from torch._dynamo.utils import calculate_time_spent, counters
+
+from moe import ExpertMeshError, decoder_layers
+from training.attention import PACKED
+
+
+def compile_layers(model: Any, device_type: str) -> None:
+    """Have attention and norms of every decoder layer compiled when they first run, in place; names of parameters stay.
+
+    Each layer's parts have the same code, so they share one graph a kind. Sizes of batches are symbols in it: none of
+    batch or length is compiled anew but 1. What holds collectives, or waits for the device, stays as it is: the MoE
+    block and FSDP's hooks. So does attention within the samples of packed rows (`training.attention`), which would be
+    compiled for every way of filling a row.
+
+    Raises:
+        ExpertMeshError: there is no C++ compiler, which code for a CPU and triton's launchers of GPU kernels need.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ExpertMeshError(
+            f"--compile needs a C++ compiler, and {compiler} is not to be found; install it, name another in the "
+            "environment variable CXX, or leave --compile out"
+        )
+    layer: Any
+    for layer in decoder_layers(model):
+        layer.input_layernorm.compile(dynamic=True)
+        layer.post_attention_layernorm.compile(dynamic=True)
+        if model.config._attn_implementation != PACKED:
+            layer.self_attn.compile(dynamic=True)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What torch.compile has done so far in this process: graphs, places where it had to break one off, seconds."""
+
+    graphs: int
+    breaks: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.graphs} graphs in {self.seconds:.0f} s, {self.breaks} graph breaks"
+
+    def is_more_than(self, earlier: "Compilation") -> bool:
+        return (self.graphs, self.breaks) != (earlier.graphs, earlier.breaks)
+
+
+def compilation() -> Compilation:
+    return Compilation(
+        counters["stats"]["unique_graphs"],
+        sum(counters["graph_break"].values()),
+        calculate_time_spent().get("total_wall_time", 0.0),
+    )
