@@ -1,16 +1,18 @@
 """How right the planner is: `python -m benchmarks.plan_accuracy`.
 
 Measured: settings of small random models on this machine's CPU, each on ranks that are started afresh. The peak is
-VmHWM, the most that a rank's process ever held, less what it held before its model was built and after a step of a
-model of one small layer, in which libraries make their buffers. What is freed goes straight back to the system
-(MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ of glibc are 64 KiB); with --default-malloc it does not, and the
-difference is malloc's slack. Bytes are counted at the collectives of one step. Every expert gets equally many tokens,
-as the forecast assumes. Seconds are the median of 3 steps; the forecast goes by rates that the same ranks measure.
+VmHWM, the most that a rank's process ever held, less what it held before its model was built and after a step of the
+same model with one layer, in which libraries compile code and make buffers for these shapes. What is freed goes back to
+the system at once (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ of glibc are 64 KiB); with --default-malloc it
+does not, and the difference is malloc's slack. Bytes are counted at the collectives of one step. Every expert gets
+equally many tokens, as the forecast assumes. Seconds are the median of 3 steps; the forecast goes by rates that the same
+ranks measure.
 
 Published: figures of others' runs of Mixtral 8x7B, with every assumption said; none is fitted to them.
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -18,17 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from transformers import MixtralConfig
 
 from benchmarks.load_memory import resident
-from benchmarks.sent_bytes import SentBytes
+from benchmarks.traffic import CountTraffic
 from moe import KERNELS, build_model, family_of, moe_blocks
 from moe.router import Router, Routing, count_experts
 from sharding import (
@@ -40,6 +42,7 @@ from sharding import (
     parallelize,
     start_process_group,
 )
+from sharding.checkpointing import Checkpointing
 from sharding.planner.check import check_groups, measured_hardware
 from sharding.planner.cost import model_flops, step_time
 from sharding.planner.hardware import LINKS, preset
@@ -83,8 +86,9 @@ def cases() -> list[Case]:
     found = []
     for ep_size in (1, 2, 4):
         for size, seq_length in (("narrow", 512), ("wide", 128)):
-            found.append(Case(size, replace(base, ep_size=ep_size, seq_length=seq_length)))
-            found.append(Case(size, replace(base, ep_size=ep_size, seq_length=seq_length, checkpointing="full")))
+            for checkpointing in get_args(Checkpointing):
+                changes: dict[str, Any] = {"ep_size": ep_size, "checkpointing": checkpointing}
+                found.append(Case(size, replace(base, seq_length=seq_length, **changes)))
     return found
 
 
@@ -117,7 +121,7 @@ def build_run(config: Any, setting: Setting, device: torch.device) -> tuple[Any,
     if setting.optimizer == "adamw_bf16":
         model.to(torch.bfloat16)
     mesh = build_mesh(device.type, setting.topology)
-    parallelize(model, mesh, dtype, setting.checkpointing == "full")
+    parallelize(model, mesh, dtype, setting.checkpointing)
     materialize(model, device)
     for parameter in model.parameters():
         torch.nn.init.normal_(local_tensor(parameter.detach()), std=0.02)
@@ -191,13 +195,14 @@ def run(number: int, default_malloc: bool) -> dict[str, Any]:
 def measure(case: Case, directory: Path) -> int:
     """On each rank: forecast and figures of one case."""
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
-    warm_up(case.setting, ranks.device)
+    warm_up(case, ranks.device)
+    gc.collect()
     before = resident("VmRSS")
     config = make_config(**SIZES[case.size])
     model, optimizer, mesh = build_run(config, case.setting, ranks.device)
     batch = full_batch(case.setting, config.vocab_size, seed=ranks.rank)
     train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
-    with SentBytes() as counted:
+    with CountTraffic() as counted:
         train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
     seconds = []
     for _ in range(3):
@@ -218,7 +223,7 @@ def measure(case: Case, directory: Path) -> int:
         "terms": memory.terms(),
         "memory_measured": held,
         "bytes_forecast": forecast_bytes(shape, case.setting),
-        "bytes_measured": {kind: counted.sent[kind] for kind in KINDS if counted.sent[kind]},
+        "bytes_measured": {kind: round(counted.sent[kind]) for kind in KINDS if counted.sent[kind]},
         "seconds": statistics.median(seconds),
         "seconds_forecast": step_time(shape, case.setting, hardware, WORLD_SIZE).total,
         "hardware": asdict(hardware),
@@ -228,14 +233,11 @@ def measure(case: Case, directory: Path) -> int:
     return 0
 
 
-def warm_up(setting: Setting, device: torch.device) -> None:
-    """A step of a small model, all of whose memory is given back, and products large enough for MKL's buffers."""
-    large = torch.randn(2048, 2048)
-    large @ large, large.t() @ large, large @ large.t()
-    config = make_config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=256)
-    small = replace(setting, micro_batch=1, seq_length=16)
-    model, optimizer, mesh = build_run(config, small, device)
-    train_step(model, optimizer, [full_batch(small, config.vocab_size, seed=0)], mesh, NO_LOSSES, 1.0)
+def warm_up(case: Case, device: torch.device) -> None:
+    """A step of the same model with one layer, all of whose tensors are given back."""
+    config = make_config(**{**SIZES[case.size], "num_hidden_layers": 1})
+    model, optimizer, mesh = build_run(config, case.setting, device)
+    train_step(model, optimizer, [full_batch(case.setting, config.vocab_size, seed=0)], mesh, NO_LOSSES, 1.0)
 
 
 def make_config(**sizes: Any) -> MixtralConfig:
@@ -246,10 +248,10 @@ def make_config(**sizes: Any) -> MixtralConfig:
 
 def forecast_bytes(shape: ModelShape, setting: Setting) -> dict[str, int]:
     """What a rank sends in a step, by kind."""
-    sent: Counter[str] = Counter()
+    sent: dict[str, float] = defaultdict(float)
     for traffic in step_traffic(shape, setting):
-        sent[traffic.kind] += traffic.times * int(traffic.sent)
-    return {kind: sent[kind] for kind in KINDS if sent[kind]}
+        sent[traffic.kind] += traffic.total
+    return {kind: round(sent[kind]) for kind in KINDS if sent[kind]}
 
 
 FSDP_MEMORY, EP_MEMORY = 54_163, 46_692
@@ -283,7 +285,6 @@ def _published_arms(tokens: int, accumulation: int) -> tuple[Setting, Setting]:
         accumulation=accumulation,
         checkpointing="full",
         optimizer="adamw_bf16",
-        copies_lone_experts=False,
     )
     return fsdp, replace(fsdp, ep_size=8)
 

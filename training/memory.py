@@ -116,10 +116,11 @@ def forecast(
         micro_batch=config.per_device_train_batch_size,
         seq_length=longest,
         accumulation=config.gradient_accumulation_steps,
-        checkpointing="full" if config.gradient_checkpointing else "none",
+        checkpointing=config.gradient_checkpointing,
         bf16=config.bf16,
         optimizer=config.optim,
         expert_kernel=kernel.name,
+        reshard_after_forward=config.reshard_after_forward,
         # host memory is the device's own on a CPU
         offload=config.offload and device == "cuda",
         trained=trained,

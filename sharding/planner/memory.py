@@ -15,6 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import ceil, prod, sqrt
 
+import torch
+
+from moe.matmul import pad_rows
 from sharding.planner.setting import Setting, Unit, Units, units_of
 from sharding.planner.shapes import ModelShape
 
@@ -110,8 +113,17 @@ def experts_saved(setting: Setting, model: ModelShape) -> float:
     `RowsToTokens` the results that came back, (T·K, D)."""
     inner = 3 if setting.expert_kernel == "megablocks-sparse" else 2
     D, F = model.moe.model_width, model.moe.expert_width
-    R = rows_received(setting, model)
-    return setting.compute_bytes * (R * (D + inner * F) + rows_sent(setting, model) * D)
+    rows = rows_received(setting, model) * D + _rows_computed(setting, model) * inner * F
+    return setting.compute_bytes * (rows + rows_sent(setting, model) * D)
+
+
+def _rows_computed(setting: Setting, model: ModelShape) -> float:
+    """R, and on a CPU what the loop pads each expert's rows with (`moe.matmul.pad_rows`)."""
+    rows = rows_received(setting, model)
+    if setting.device != "cpu" or setting.expert_kernel != "loop":
+        return rows
+    experts_here = model.moe.num_experts // setting.ep_size
+    return float(experts_here * len(pad_rows(torch.empty(round(rows / experts_here), 1))))
 
 
 def layer_saved(setting: Setting, model: ModelShape) -> float:
@@ -131,14 +143,18 @@ def layer_input(setting: Setting, model: ModelShape) -> float:
 
 def layer_kept(setting: Setting, model: ModelShape) -> float:
     """Kept from a layer's forward to its backward: all of it; under full checkpointing its input; under selective its
-    input, what the two all-to-alls brought, (R, D) and (T·K, D), and the routing."""
+    input, attention's output (T, H·A) and logarithms (T, H), the chosen experts and their probabilities (T, K), and
+    what the two all-to-alls brought, (R, D) and (T·K, D)."""
     if setting.checkpointing == "none":
         return layer_saved(setting, model)
     if setting.checkpointing == "full":
         return layer_input(setting, model)
-    rows = rows_received(setting, model) + rows_sent(setting, model)
-    brought = rows * model.moe.model_width * setting.compute_bytes if setting.ep_size > 1 else 0
-    return layer_input(setting, model) + brought + routing_saved(setting, model)
+    c, H = setting.compute_bytes, model.num_heads
+    kept: float = setting.tokens * (H * model.head_width * c + 4 * H + (4 + 8) * model.moe.top_k)
+    if setting.ep_size > 1:
+        rows = rows_received(setting, model) + rows_sent(setting, model)
+        kept += rows * model.moe.model_width * c
+    return layer_input(setting, model) + kept
 
 
 def outside_layers_saved(setting: Setting, model: ModelShape) -> float:
@@ -152,28 +168,34 @@ def outside_layers_saved(setting: Setting, model: ModelShape) -> float:
 def logits_peak(setting: Setting, model: ModelShape) -> float:
     """While `--cross-entropy chunked` takes the loss: the rows with a target and their gradients (N, D); the weight's
     gradient in fp32 (V, D); and of a chunk of C rows the logits: once in fp32, where they become the gradient in place,
-    or as bf16, in fp32, and as the gradient in bf16, which meets a product (V, D) in bf16 later. The chunk before
+    or as bf16, in fp32, and as the gradient in bf16; or then its product with the rows (V, D). The chunk before
     leaves its gradient until this one's is there."""
     c, V, D = setting.compute_bytes, model.vocabulary, model.moe.model_width
     N = setting.tokens * setting.trained
     num_chunks = max(1, ceil(N * V * 4 / LOGIT_CHUNK_BYTES))
     CV = N / num_chunks * V
     chunk = CV * (4 if c == 4 else 4 + 2 * c) + (CV * c if num_chunks > 1 else 0)
-    product = CV * c + V * D * c if c < 4 else 0
+    # for oneDNN, on a CPU in fp32, the gradient is transposed by a copy
+    product = CV * c * (2 if setting.device == "cpu" and c == 4 else 1) + V * D * c
     return 2 * N * D * c + V * D * 4 + max(chunk, product)
 
 
 def kernel_backward(setting: Setting, model: ModelShape) -> float:
-    """The experts' backward holds the gradients of its result and of its input (R, D), and tensors of width F: with
-    the loop three of one expert (and a part of the input's gradient), or five while the next expert begins; else, of
-    all experts, silu(gate)·up and the gradients of it, of gate and of up. The gradient of the residual stream (T, D)
-    waits beside."""
+    """The experts' backward holds the gradients of its result and of its input (R, D), and of all experts
+    silu(gate)·up and the gradients of it, of gate and of up (R, F). With the loop it is those of one expert, of r rows:
+    three (r, F), or five while the next expert begins; its rows, their gradients and its result's (r, D), on a CPU
+    padded and so copied; and there, for oneDNN, a transposed copy (r, F) and a product (F, D) before it is written to
+    its place. The gradient of the residual stream (T, D) waits beside."""
     R, D, F = rows_received(setting, model), model.moe.model_width, model.moe.expert_width
-    inner: float = 4 * F
-    if setting.expert_kernel == "loop":
-        experts_here = model.moe.num_experts // setting.ep_size
-        inner = 5 * F / experts_here if experts_here > 1 else 3 * F + D
-    return setting.compute_bytes * (R * (2 * D + inner) + setting.tokens * D)
+    outside = 2 * R * D + float(setting.tokens * D)
+    if setting.expert_kernel != "loop":
+        return setting.compute_bytes * (outside + 4 * R * F)
+    experts_here = model.moe.num_experts // setting.ep_size
+    r = _rows_computed(setting, model) / experts_here
+    copies, product = (2 * r * D, r * F + F * D) if setting.device == "cpu" else (0, 0)
+    if experts_here > 1:
+        return setting.compute_bytes * (outside + 5 * r * F + r * D + copies + product)
+    return setting.compute_bytes * (outside + 3 * r * F + copies + max(2 * r * D, product))
 
 
 def optimizer_temporaries(setting: Setting, model: ModelShape) -> float:
@@ -271,7 +293,8 @@ def _in_backward(model: ModelShape, setting: Setting, units: Units, layer: int) 
     own = c * units.layer.gathered if setting.reshard_after_forward else 0
     is_prefetched = layer > 0 and units.layer.ranks > 1 and setting.reshard_after_forward
     before = c * units.layer.gathered if is_prefetched else 0
-    if setting.prefetch and is_prefetched and setting.experts_are_gathered and units.experts.ranks > 1:
+    # on a GPU `sharding.parallelize` asks for the whole layer before, experts included
+    if setting.device == "cuda" and is_prefetched and setting.experts_are_gathered and units.experts.ranks > 1:
         before += c * units.experts.gathered
     return _always_gathered(model, setting, units) + own + before
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from moe import ExpertMeshError
+from sharding.checkpointing import Checkpointing
 from sharding.planner.cost import StepTime, step_time, tokens_per_second
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, peak
-from sharding.planner.setting import Checkpointing, Setting
+from sharding.planner.setting import Setting
 from sharding.planner.shapes import ModelShape
 from sharding.planner.traffic import Traffic, by_link, step_traffic
 from sharding.topology import DenseShard, divisors
@@ -90,8 +91,6 @@ def settings(model: ModelShape, base: Setting, micro_batches: Sequence[int]) -> 
         is_choice = 1 < ep_size < base.world_size
         for dense_shard in get_args(DenseShard) if is_choice else ("full",):
             for checkpointing in get_args(Checkpointing):
-                if checkpointing == "selective" and ep_size == 1:
-                    continue  # there is no all-to-all to keep
                 for micro_batch in micro_batches:
                     yield replace(
                         base,

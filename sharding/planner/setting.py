@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from sharding.checkpointing import Checkpointing
 from sharding.planner.shapes import ModelShape, Shapes
 from sharding.topology import DenseShard, Topology
-
-Checkpointing = Literal["none", "full", "selective"]
 
 
 @dataclass(frozen=True)
@@ -44,21 +43,16 @@ class Setting:
         world_size, ep_size, dense_shard: see `Topology`.
         micro_batch: rows a rank takes in one forward, each of `seq_length` tokens.
         accumulation: forwards and backwards a step.
-        checkpointing: what backward computes again. "full": each decoder layer; "selective": all of it but the
-            all-to-alls and the routing.
+        checkpointing: what backward computes again (see `sharding.checkpointing`).
         bf16: whether forward and backward compute in bf16; else in fp32.
         optimizer: a key of OPTIMIZERS.
         expert_kernel: see `moe.KERNELS`.
         reshard_after_forward: whether gathered parameters are given up between forward and backward.
-        prefetch: whether the next layer's parameters are gathered while a layer computes, at FSDP2's request and not
-            only when the host happens to be ahead.
         offload: parameters, gradients and optimizer state in host memory.
         imbalance: tokens of the busiest expert over the mean (`expert_load_max_over_mean` in metrics.jsonl). Memory and
             time go by the busiest rank.
         trained: share of the tokens that have a loss.
         device: "cuda" with nccl, or "cpu" with gloo.
-        copies_lone_experts: whether the experts are an FSDP2 unit, which copies them, also where one rank has them to
-            itself and nothing is to be cast.
         ep_across_nodes: what if neighbouring ranks were replicas, and those of an ep group dp_size apart? No run is
             arranged so; a sweep asks what it would cost.
     """
@@ -74,12 +68,10 @@ class Setting:
     optimizer: str = "adamw_torch_fused"
     expert_kernel: str = "torch-grouped"
     reshard_after_forward: bool = True
-    prefetch: bool = False
     offload: bool = False
     imbalance: float = 1.0
     trained: float = 1.0
     device: Literal["cuda", "cpu"] = "cuda"
-    copies_lone_experts: bool = True
     ep_across_nodes: bool = False
 
     @property
@@ -110,8 +102,9 @@ class Setting:
 
     @property
     def experts_are_gathered(self) -> bool:
-        """Whether an FSDP2 unit makes copies of the experts: to gather them over dp, to cast them, or for nothing."""
-        return self.dp_size > 1 or self.state_bytes.parameter != self.compute_bytes or self.copies_lone_experts
+        """Whether the experts are an FSDP2 unit, which makes copies: to gather them over dp, to cast them, or to bring
+        them from host memory."""
+        return self.dp_size > 1 or self.state_bytes.parameter != self.compute_bytes or self.offload
 
 
 @dataclass(frozen=True)

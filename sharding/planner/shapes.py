@@ -118,8 +118,6 @@ def read_config(model: str) -> tuple[Any, str]:
     try:
         return AutoConfig.from_pretrained(str(path) if path.exists() else model, trust_remote_code=False), model
     except Exception as error:
-        where = (
-            "cannot be read" if path.exists() else "is no directory, and the hub gives no config.json"
-        )
+        where = "cannot be read" if path.exists() else "is no directory, and the hub gives no config.json"
         reason = str(error).strip().splitlines()
         raise ExpertMeshError(f"--model {model} {where}: {reason[0] if reason else type(error).__name__}") from error

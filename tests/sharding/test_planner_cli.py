@@ -41,7 +41,7 @@ def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixt
     assert "46.70 B parameters" in out
     line = out.strip().splitlines()[-1]
     assert line.startswith("torchrun --nnodes 2")
-    flags = line.split("train_ep.py ")[1].replace("--gradient-checkpointing none", "").split()
+    flags = line.split("train_ep.py ")[1].split()
     config = parse_config(flags)
     assert config.packing
     assert config.bf16

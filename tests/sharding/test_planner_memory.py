@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks.plan_accuracy import NO_LOSSES, build_run, full_batch
+from benchmarks.plan_accuracy import NO_LOSSES, balance_routing, build_run, full_batch
 from moe import KERNELS, build_model, decoder_layers, family_of, moe_blocks, take_stats
 from sharding import local_tensor
+from sharding.checkpointing import checkpoint_layers
 from sharding.planner.memory import (
     LOGIT_CHUNK_BYTES,
     Memory,
@@ -114,13 +115,13 @@ def plain_model(setting: Setting, **changes: Any) -> Any:
     config = tiny_config(**changes)
     model: Any = build_model(family_of("mixtral", "tiny"), config, KERNELS[setting.expert_kernel])
     attach_loss_head(model, "chunked")
-    if setting.checkpointing == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model, setting.checkpointing)
     model.to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     model.to(torch.bfloat16 if setting.bf16 else torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
+    balance_routing(model)
     return model.train()
 
 
@@ -130,8 +131,9 @@ def plain_model(setting: Setting, **changes: Any) -> Any:
         cpu_setting(1, 1, seq_length=128),
         cpu_setting(1, 1, seq_length=128, bf16=True, expert_kernel="torch-grouped"),
         cpu_setting(1, 1, seq_length=128, checkpointing="full"),
+        cpu_setting(1, 1, seq_length=128, checkpointing="selective"),
     ],
-    ids=["fp32", "bf16-grouped", "full-checkpointing"],
+    ids=["fp32", "bf16-grouped", "full-checkpointing", "selective-checkpointing"],
 )
 def test_activations(setting: Setting) -> None:
     """What is allocated once forward is done: activations and, from the loss, the gradients of the head."""
@@ -165,9 +167,10 @@ def measure_rows(setting: Setting) -> list[int]:
             saved.clear()
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 out: Tensor = inner(x_BSD)
-            wide = [t for t in saved if t.dim() == 2 and t.shape[0] >= 2 * setting.tokens]
-            weights = {p.shape for p in (local_tensor(w) for w in block.experts.parameters())}
-            kept.append(storage_bytes(t for t in wide if t.shape not in weights))
+            of_others = {local_tensor(w).shape for w in block.parameters()} | {x_BSD.shape, x_BSD.flatten(0, 1).shape}
+            widths = (block.shape.model_width, block.shape.expert_width)
+            wide = [t for t in saved if t.shape[-1:] and t.shape[-1] in widths and t.shape not in of_others]
+            kept.append(storage_bytes(wide))
             return out
 
         block.forward = forward
@@ -198,7 +201,7 @@ def test_experts_backward(kernel: str, ep_experts: int) -> None:
     _, _, most = allocated(lambda: torch.autograd.grad(out_RD, [rows_RD, *weights], grad_RD, retain_graph=True))
     outside = 4 * (R * D + setting.tokens * D)
     expected = kernel_backward(setting, shape) - outside + sum(weight.nbytes for weight in weights)
-    assert most == pytest.approx(expected, rel=0.05)
+    assert most == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

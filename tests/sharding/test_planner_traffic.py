@@ -6,7 +6,7 @@ import pytest
 from torch import distributed as dist
 
 from benchmarks.plan_accuracy import build_run, full_batch
-from benchmarks.sent_bytes import SentBytes
+from benchmarks.traffic import CountTraffic
 from sharding.planner.setting import Setting
 from sharding.planner.traffic import (
     step_traffic,
@@ -17,7 +17,7 @@ from tests.tiny import tiny_config
 from training.step import LossWeights, train_step
 
 
-def count(setting: Setting, changes: dict[str, Any], balance: float) -> dict[str, int]:
+def count(setting: Setting, changes: dict[str, Any], balance: float) -> dict[str, float]:
     """What this rank sends in a step, the first one's set-up left out."""
     config = tiny_config(**changes)
     import torch
@@ -26,7 +26,7 @@ def count(setting: Setting, changes: dict[str, Any], balance: float) -> dict[str
     batches = [full_batch(setting, config.vocab_size, seed=dist.get_rank())] * setting.accumulation
     weights = LossWeights(balance, 0.0)
     train_step(model, optimizer, batches, mesh, weights, 1.0)
-    with SentBytes() as counted:
+    with CountTraffic() as counted:
         train_step(model, optimizer, batches, mesh, weights, 1.0)
     return dict(counted.sent)
 
