@@ -5,8 +5,8 @@ VmHWM, the most that a rank's process ever held, less what it held before its mo
 same model with one layer, in which libraries compile code and make buffers for these shapes. What is freed goes back to
 the system at once (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ of glibc are 64 KiB); with --default-malloc it
 does not, and the difference is malloc's slack. Bytes are counted at the collectives of one step. Every expert gets
-equally many tokens, as the forecast assumes. Seconds are the median of 3 steps; the forecast goes by rates that the same
-ranks measure.
+equally many tokens, as the forecast assumes. Seconds are the median of 3 steps; the forecast goes by rates that the
+same ranks measure.
 
 Published: figures of others' runs of Mixtral 8x7B, with every assumption said; none is fitted to them.
 """
