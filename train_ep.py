@@ -50,8 +50,10 @@ from training import (
     compile_layers,
     data_order,
     facts,
+    forecast,
     loss_weights,
     make_prompts,
+    measured_peak,
     number_of_steps,
     parse_config,
     print_preview,
@@ -95,13 +97,17 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
     inputs = read_inputs(config, source, ranks)
     order = data_order(config, inputs.training, ranks.world_size)
     check_schedule(config, number_of_steps(config, order), config.evaluates)
+    memory = forecast(model, source, topology, kernel, config, inputs, ranks)
     if ranks.rank == 0:
-        print(facts(model, source, counts, topology, kernel, config, inputs, order), flush=True)
+        print(facts(model, source, counts, topology, kernel, config, inputs, order, memory), flush=True)
     if config.preview:
         if ranks.rank == 0 and inputs.training is not None:
             print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
         return True
 
+    if not config.force:
+        with raise_together():
+            memory.check(ranks.world_size)
     prompts = make_prompts(config, inputs)
     log = RunLog(config, output_dir, number_of_steps(config, order), ranks)
     mesh = build_mesh(ranks.device.type, topology, config.ddp_timeout)
@@ -124,7 +130,9 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
             weights = loss_weights(config, source)
             top_k = source.shape.top_k
             run = Run(config, model, counts, top_k, inputs, order, prompts, weights, mesh, ranks, log, saver)
-            if not train(run, resume_from):
+            finished = train(run, resume_from)
+            log.line(memory.beside(measured_peak(ranks.device)))
+            if not finished:
                 kept = "--resume auto goes on from here" if saver else "nothing was saved, as --save-steps is 0"
                 log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
                 return False

@@ -12,8 +12,8 @@ from transformers import MixtralConfig
 
 from moe import FAMILIES, build_model, count_parameters
 from moe.kernels import loop
+from sharding.planner.setting import OPTIMIZERS
 from training import parse_config
-from training.optimizer import BYTES_A_PARAMETER
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -45,7 +45,7 @@ def test_memory_that_the_comments_state(name: str, gpus: int, said: str) -> None
     text = (ROOT / "configs" / f"{name}.yaml").read_text()
     assert f"({counts.total / 1e9:.1f} B parameters)" in text
     config = parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--dataset", "d"])
-    assert f"{counts.total / gpus * BYTES_A_PARAMETER[config.optim] / 1e9:.1f} GB" in said
+    assert f"{counts.total / gpus * OPTIMIZERS[config.optim].total / 1e9:.1f} GB" in said
     assert said in text
 
 

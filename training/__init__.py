@@ -9,6 +9,7 @@ from training.head import attach_loss_head, choose_cross_entropy
 from training.inputs import Inputs, make_prompts, read_inputs
 from training.log import RunLog
 from training.loop import Run, data_order, loss_weights, number_of_steps, train
+from training.memory import forecast, measured_peak
 from training.schedule import check_schedule
 
 __all__ = [
@@ -23,8 +24,10 @@ __all__ = [
     "compile_layers",
     "data_order",
     "facts",
+    "forecast",
     "loss_weights",
     "make_prompts",
+    "measured_peak",
     "number_of_steps",
     "parse_config",
     "print_preview",

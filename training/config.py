@@ -81,6 +81,7 @@ class TrainConfig:
     compile: bool = _flag(False, "Compile attention and norms by torch.compile.", aliases=["--torch-compile"])
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
     use_cpu: bool = _flag(False, "Stay on the CPU even where there is a GPU.")
+    force: bool = _flag(False, "Start even where the memory forecast says that it cannot fit.")
     ddp_timeout: int = _flag(1800, "Seconds after which a collective that does not finish ends the run.")
 
     per_device_train_batch_size: int = _flag(8, "Rows a rank takes in one forward.")

@@ -9,7 +9,7 @@ from training.attention import PACKED
 from training.config import TrainConfig
 from training.data import DataOrder, describe
 from training.inputs import Inputs
-from training.optimizer import BYTES_A_PARAMETER
+from training.memory import Forecast
 
 
 def facts(
@@ -21,13 +21,14 @@ def facts(
     config: TrainConfig,
     inputs: Inputs,
     order: DataOrder,
+    memory: Forecast,
 ) -> str:
     """Model, mesh, batch, memory, computation and data."""
     lines = [
         f"{source.path}: {source.family.model_type}, {counts.total / 1e6:,.1f} M parameters, "
         f"{counts.active / 1e6:,.1f} M active a token",
         _mesh(source, topology, config, order),
-        _memory(counts, topology, config),
+        *memory.lines(),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
         f"attention {_attention(model, config)}, cross-entropy {model.lm_head.kind}"
         + (", compiled attention and norms" if config.compile else "")
@@ -51,20 +52,6 @@ def _mesh(source: ModelSource, topology: Topology, config: TrainConfig, order: D
 def _attention(model: Any, config: TrainConfig) -> str:
     is_packed = model.config._attn_implementation == PACKED
     return config.attn_implementation + (" sample by sample" if is_packed else "")
-
-
-def _memory(counts: ParameterCounts, topology: Topology, config: TrainConfig) -> str:
-    """Exact for what lasts from step to step; activations depend on the data and are measured, not forecast."""
-    dense = counts.total - counts.experts
-    held = counts.experts // topology.world_size + dense // (
-        topology.ep_size if topology.dense_shard == "hybrid" else topology.world_size
-    )
-    each = BYTES_A_PARAMETER[config.optim]
-    where = "in host memory, " if config.offload else ""
-    return (
-        f"memory a rank: {held * each / 1e9:,.2f} GB for parameters, gradients and optimizer state ({where}"
-        f"{held / 1e6:,.1f} M parameters x {each:g} bytes, {config.optim}), and activations on top"
-    )
 
 
 def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:

@@ -1,8 +1,6 @@
 """Figures of a logging interval: losses, speed, memory, routing."""
 
 import re
-import resource
-import sys
 import time
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe import ParameterCounts, training_flops
+from training.memory import measured_peak
 from training.routing import Routing, over_ranks, routing_metrics
 from training.step import LossWeights, StepResult
 
@@ -108,18 +107,7 @@ class Meter:
         }
         if self.peak is not None:
             metrics["mfu"] = round(speed / self.peak, 4)
-        metrics["peak_memory_mb"] = self._peak_memory_mb()
+        metrics["peak_memory_mb"] = round(measured_peak(self.device) / 1e6, 1)
         metrics |= routing_metrics(over_ranks(self.routing), self.top_k)
         self._begin()
         return metrics
-
-    def _peak_memory_mb(self) -> float:
-        """The most that a rank has held since it started, of all ranks the largest, in 10^6 bytes: on a GPU what torch
-        has allocated there, else the process's resident memory."""
-        if self.device.type == "cuda":
-            held = torch.cuda.max_memory_allocated(self.device)
-        else:
-            held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        largest = torch.tensor(float(held), dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return round(float(largest) / 1e6, 1)

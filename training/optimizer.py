@@ -10,17 +10,8 @@ from moe import decoder_layers, moe_blocks
 from moe.router import Router
 from sharding import Mesh, is_expert
 from training.config import TrainConfig
-from training.low_bit import BLOCK, AdamW8bit, AdamWBf16
+from training.low_bit import AdamW8bit, AdamWBf16
 from training.muon import Muon, dense_matrix, expert_matrices
-
-BYTES_A_PARAMETER = {
-    "adamw_torch_fused": 16,
-    "adamw_torch_8bit": 10 + 8 / BLOCK,
-    "adamw_bf16": 8,
-    # of attention's and the experts' matrices, which are nearly all; embeddings and norms take 16
-    "muon": 12,
-}
-"""What parameter, gradient and optimizer state take together, by --optim."""
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:

@@ -1,0 +1,234 @@
+"""Plan a run and check a cluster: `python -m sharding ...`.
+
+python -m sharding plan --model DIR --gpus 16 --seq-length 4096       what fits, what it costs, how to start it
+python -m sharding mesh --world-size 16 --ep-size 8                   which ranks form which group
+torchrun --nproc-per-node 8 -m sharding mesh --ep-size 8 --check      whether the groups work, and how fast
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from moe import ExpertMeshError
+from moe.sizes import parse_size
+from sharding.planner.hardware import DEVICES, LINKS, load_measured, preset, save_measured
+from sharding.planner.mesh_picture import picture
+from sharding.planner.plot import draw
+from sharding.planner.search import ARMS, MICRO_BATCHES, Cluster, Point, search, sweep
+from sharding.planner.setting import OPTIMIZERS, Setting
+from sharding.planner.shapes import ModelShape, read_config, shape_of_config
+from sharding.planner.table import print_plans
+from sharding.process import device_type, end_process_group, read_environment, start_process_group
+from sharding.topology import Topology, check_ep_size
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ExpertMeshError(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    plan = commands.add_parser("plan", help="memory, traffic and speed of every way to run a model; needs no weights")
+    plan.add_argument("--model", required=True, help="directory, config.json, or hub id")
+    plan.add_argument("--gpus", type=int, default=8, help="in all")
+    plan.add_argument("--gpus-per-node", type=int, default=8)
+    plan.add_argument("--gpu", default="H100", help=", ".join(DEVICES))
+    plan.add_argument("--gpu-memory", default="", help="of each, as 80GiB; default: the preset's")
+    plan.add_argument("--network", default="infiniband-ndr", help=f"between nodes: {', '.join(LINKS)}")
+    plan.add_argument("--seq-length", type=int, default=4096, help="tokens of a row")
+    plan.add_argument(
+        "--micro-batch", type=int, help="rows a rank's forward takes; default: 1 to 16 are tried, with --sweep 1"
+    )
+    plan.add_argument("--gradient-accumulation-steps", type=int, default=1, help="forwards a step")
+    plan.add_argument("--optimizer", "--optim", default="adamw_torch_fused", choices=list(OPTIMIZERS))
+    plan.add_argument("--fp32", action="store_true", help="compute in fp32, not in bf16")
+    plan.add_argument(
+        "--imbalance", type=float, default=1.2, help="tokens of the busiest expert over the mean (default 1.2)"
+    )
+    plan.add_argument("--calibrate", type=Path, help="rates that `mesh --check --json FILE` measured, for --gpu's")
+    plan.add_argument("--top", type=int, default=12, help="rows of the table")
+    plan.add_argument("--json", action="store_true", help="everything as JSON, in place of the table")
+    plan.add_argument("--sweep", action="store_true", help="instead: 8 to 4,096 GPUs, with and without EP")
+    plan.add_argument("--plot", type=Path, help="with --sweep: also draw it here, as SVG")
+
+    mesh = commands.add_parser("mesh", help="which ranks form which group, and whether they work")
+    mesh.add_argument("--world-size", type=int, help="ranks; default, under torchrun: its own")
+    mesh.add_argument("--ep-size", type=int, required=True)
+    mesh.add_argument("--dense-shard", choices=["full", "hybrid"], default="full")
+    mesh.add_argument("--gpus-per-node", type=int, help="default 8; under torchrun, its ranks a node")
+    mesh.add_argument("--num-experts", type=int, default=8, help="of the model")
+    mesh.add_argument("--check", action="store_true", help="under torchrun: exchange tokens through every group")
+    mesh.add_argument("--hidden-size", type=int, default=4096, help="with --check: numbers of one token's row")
+    mesh.add_argument("--timeout", type=int, default=60, help="with --check: seconds after which a group is given up")
+    mesh.add_argument("--use-cpu", action="store_true", help="with --check: stay on the CPU, with gloo")
+    mesh.add_argument("--json", type=Path, help="with --check: write rates for `plan --calibrate` here")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; 1 where nothing fits; 2 after a mistake in the input, or where a group does not answer."""
+    _, _, local_rank = read_environment()
+    try:
+        arguments = build_parser().parse_args(argv)
+        return {"plan": _plan, "mesh": _mesh}[arguments.command](arguments)
+    except ExpertMeshError as error:
+        if local_rank == 0:
+            print(f"sharding: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    _check_positive(arguments, "gpus", "gpus_per_node", "seq_length", "gradient_accumulation_steps", "top")
+    if arguments.micro_batch is not None:
+        _check_positive(arguments, "micro_batch")
+    if arguments.imbalance < 1:
+        raise ExpertMeshError(f"--imbalance {arguments.imbalance:g}: the busiest expert has at least the mean, 1")
+    config, where = read_config(arguments.model)
+    model = shape_of_config(config, where)
+    hardware = preset(arguments.gpu, arguments.network)
+    if arguments.calibrate is not None:
+        measured = load_measured(arguments.calibrate)
+        hardware = replace(measured, name=f"rates of {arguments.calibrate}")
+    memory = hardware.device.memory
+    if arguments.gpu_memory:
+        memory = parse_size("--gpu-memory", arguments.gpu_memory)
+    cluster = Cluster(hardware, arguments.gpus_per_node, memory)
+    base = Setting(
+        world_size=arguments.gpus,
+        ep_size=1,
+        seq_length=arguments.seq_length,
+        accumulation=arguments.gradient_accumulation_steps,
+        bf16=not arguments.fp32,
+        optimizer=arguments.optimizer,
+        expert_kernel="loop" if arguments.fp32 else "torch-grouped",
+        imbalance=arguments.imbalance,
+    )
+    # a sweep compares like with like: one number of tokens a GPU
+    default = (1,) if arguments.sweep else MICRO_BATCHES
+    micro_batches = default if arguments.micro_batch is None else (arguments.micro_batch,)
+    console = Console()
+    if arguments.sweep:
+        return _sweep(arguments, model, base, micro_batches, cluster, console)
+    plans = search(model, base, micro_batches, cluster)
+    if arguments.json:
+        print(json.dumps([plan.as_json() for plan in plans], indent=1))
+    else:
+        print_plans(console, arguments.model, model, plans, cluster, arguments.top)
+    return 0 if plans[0].fits else 1
+
+
+def _check_positive(arguments: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(arguments, name) < 1:
+            raise ExpertMeshError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be 1 or more")
+
+
+def _sweep(
+    arguments: argparse.Namespace,
+    model: ModelShape,
+    base: Setting,
+    micro_batches: Sequence[int],
+    cluster: Cluster,
+    console: Console,
+) -> int:
+    begun = time.perf_counter()
+    points = sweep(model, base, micro_batches, cluster)
+    if arguments.json:
+        print(json.dumps([{"arm": p.arm, "gpus": p.world_size, **p.plan.as_json()} for p in points], indent=1))
+        return 0
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("GPUs", *ARMS):
+        table.add_column(heading, justify="right")
+    for world in sorted({p.world_size for p in points}):
+        table.add_row(f"{world:,}", *(_cell(points, world, arm) for arm in ARMS))
+    console.print(f"{arguments.model} on {cluster.hardware.name}: tokens/s a GPU of the best setting", highlight=False)
+    console.print(table)
+    console.print(f"{len(points)} points in {time.perf_counter() - begun:.1f} s", highlight=False)
+    if arguments.plot is not None:
+        title = f"{arguments.model}, {cluster.hardware.name}, rows of {base.seq_length:,} tokens"
+        arguments.plot.write_text(draw(points, title), encoding="utf-8")
+    return 0
+
+
+def _cell(points: Sequence[Point], world: int, arm: str) -> str:
+    found = [p.plan for p in points if p.world_size == world and p.arm == arm]
+    if not found:
+        return "-"
+    plan = found[0]
+    if not plan.fits:
+        return f"[red]does not fit ({plan.memory.total / 2**30:,.0f} GiB)[/]"
+    setting = plan.setting
+    return f"{plan.tokens_per_second:,.0f} (ep {setting.ep_size}, {setting.checkpointing}, {setting.micro_batch} rows)"
+
+
+def _mesh(arguments: argparse.Namespace) -> int:
+    rank, torchrun_world, _ = read_environment()
+    world = arguments.world_size or torchrun_world
+    if arguments.check and world != torchrun_world:
+        raise ExpertMeshError(
+            f"--world-size {world}: --check runs under torchrun, which has started {torchrun_world} "
+            f"rank{'s' * (torchrun_world > 1)}; leave --world-size out"
+        )
+    if world < 1:
+        raise ExpertMeshError(f"--world-size {world}: must be 1 or more")
+    check_ep_size(arguments.ep_size, world, arguments.num_experts)
+    topology = Topology(world, arguments.ep_size, arguments.dense_shard)
+    gpus_per_node = arguments.gpus_per_node or _torchrun_ranks_a_node() or 8
+    if gpus_per_node < 1:
+        raise ExpertMeshError(f"--gpus-per-node {gpus_per_node}: must be 1 or more")
+    if rank == 0:
+        print("\n".join(picture(topology, gpus_per_node, arguments.num_experts)), flush=True)
+    return _check(arguments, topology, gpus_per_node) if arguments.check else 0
+
+
+def _torchrun_ranks_a_node() -> int:
+    import os
+
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+
+
+def _check(arguments: argparse.Namespace, topology: Topology, gpus_per_node: int) -> int:
+    from sharding.mesh import build_mesh
+    from sharding.planner.check import check_groups, measured_hardware
+
+    ranks = start_process_group(arguments.use_cpu, arguments.timeout)
+    mesh = build_mesh(device_type(arguments.use_cpu), topology, arguments.timeout)
+    row_bytes = arguments.hidden_size * (2 if ranks.device.type == "cuda" else 4)
+    speeds = check_groups(mesh, row_bytes, ranks.device)
+    hardware = measured_hardware(speeds, gpus_per_node, ranks.device)
+    if ranks.rank == 0:
+        _print_speeds(speeds, row_bytes)
+        if arguments.json is not None:
+            save_measured(hardware, arguments.json)
+    end_process_group()
+    return 0
+
+
+def _print_speeds(speeds: Sequence[Any], row_bytes: int) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("group", "ranks", f"latency of {row_bytes:,} bytes", "bandwidth a rank", ""):
+        table.add_column(heading, justify="left" if heading in ("group", "ranks", "") else "right")
+    for speed in speeds:
+        members = " ".join(map(str, speed.ranks)) if len(speed.ranks) <= 16 else f"{speed.ranks[0]}..{speed.ranks[-1]}"
+        table.add_row(
+            *(speed.name, members, f"{speed.latency * 1e6:,.0f} us", f"{speed.bandwidth / 1e9:,.3f} GB/s"),
+            "[red]below half of its siblings[/]" if speed.is_slow else "",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

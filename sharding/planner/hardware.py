@@ -1,0 +1,113 @@
+"""What machines can do: presets from vendors' data sheets, and a machine that was measured."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe import ExpertMeshError
+
+
+@dataclass(frozen=True)
+class Link:
+    """bandwidth: bytes a second that one rank can send. latency: seconds that a message takes at least."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """matrix: dense bf16 operations a second. memory_bandwidth: bytes a second. memory: bytes."""
+
+    matrix: float
+    memory_bandwidth: float
+    memory: float
+
+
+GB, GIB, TERA = 1e9, 2**30, 1e12
+
+DEVICES = {
+    # NVIDIA A100 Tensor Core GPU datasheet (nvidia-us-2188504, 2022), SXM: 312 TFLOP/s dense bf16, 2,039 GB/s, 80 GB
+    "A100": Device(312 * TERA, 2039 * GB, 80 * GIB),
+    # NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 1,979 TFLOP/s with sparsity, half of it dense, 3.35 TB/s, 80 GB
+    "H100": Device(989 * TERA, 3350 * GB, 80 * GIB),
+    # NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: as H100, 4.8 TB/s, 141 GB (10^9)
+    "H200": Device(989 * TERA, 4800 * GB, 141 * GB),
+    # NVIDIA DGX B200 datasheet (2024): 72 PFLOP/s of fp8 with sparsity for 8 GPUs, so 2.25 PFLOP/s dense bf16 each;
+    # 64 TB/s and 1,440 GB for 8
+    "B200": Device(2250 * TERA, 8000 * GB, 180 * GB),
+}
+
+LINKS = {
+    # the data sheets above count both directions: NVLink 3 600, NVLink 4 900, NVLink 5 1,800 GB/s
+    "nvlink3": Link(300 * GB, 3e-6),
+    "nvlink4": Link(450 * GB, 3e-6),
+    "nvlink5": Link(900 * GB, 3e-6),
+    # PCI Express 4.0 x16: 32 GB/s each way
+    "pcie4": Link(32 * GB, 5e-6),
+    # one network card a GPU: HDR 200, NDR 400 Gbit/s (NVIDIA ConnectX-6 and ConnectX-7 data sheets)
+    "infiniband-hdr": Link(25 * GB, 5e-6),
+    "infiniband-ndr": Link(50 * GB, 5e-6),
+    # 100 Gbit/s of Ethernet for a node of 8 GPUs, over TCP
+    "ethernet-100": Link(12.5 / 8 * GB, 30e-6),
+}
+
+NODE_LINK = {"A100": "nvlink3", "H100": "nvlink4", "H200": "nvlink4", "B200": "nvlink5"}
+"""What joins the GPUs of one node (HGX and DGX boards)."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster.
+
+    Attributes:
+        name: for the table.
+        device, inside, between: what a GPU can do, and the links inside a node and between nodes, at best.
+        matrix_share, memory_share, link_share: which part of that is attained. Assumed for the presets: large bf16
+            matrix products reach 0.65 of the dense rate, elementwise kernels 0.8 of the memory's, and nccl's rings and
+            all-to-alls 0.75 of the links'.
+    """
+
+    name: str
+    device: Device
+    inside: Link
+    between: Link
+    matrix_share: float = 0.65
+    memory_share: float = 0.8
+    link_share: float = 0.75
+
+
+def preset(gpu: str, network: str) -> Hardware:
+    """
+    Raises:
+        ExpertMeshError: there is no preset of that name.
+    """
+    if gpu not in DEVICES:
+        raise ExpertMeshError(
+            f"--gpu {gpu} is unknown; use {', '.join(DEVICES)}, or --calibrate with a measured machine"
+        )
+    if network not in LINKS:
+        raise ExpertMeshError(f"--network {network} is unknown; use {', '.join(LINKS)}")
+    return Hardware(f"{gpu}, {NODE_LINK[gpu]}, {network}", DEVICES[gpu], LINKS[NODE_LINK[gpu]], LINKS[network])
+
+
+def save_measured(hardware: Hardware, file: Path) -> None:
+    file.write_text(json.dumps(asdict(hardware), indent=2) + "\n", encoding="utf-8")
+
+
+def load_measured(file: Path) -> Hardware:
+    """The machine that `python -m sharding mesh --check --json FILE` measured: its rates are attained ones.
+
+    Raises:
+        ExpertMeshError: the file cannot be read or was not written by that command.
+    """
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        device = Device(**content.pop("device"))
+        inside, between = (Link(**content.pop(name)) for name in ("inside", "between"))
+        return Hardware(device=device, inside=inside, between=between, **content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ExpertMeshError(
+            f"--calibrate {file}: is not what `python -m sharding mesh --check --json` writes: {error}"
+        ) from error

@@ -1,0 +1,91 @@
+"""Which ranks form which group, as text."""
+
+from collections.abc import Sequence
+
+from sharding.topology import Topology
+
+MOST_GROUPS = 8
+"""Groups of a kind that are written out; of more, the first ones and the last."""
+
+MOST_COLUMNS = 16
+"""Ranks of a row that are drawn."""
+
+
+def picture(topology: Topology, gpus_per_node: int, num_experts: int) -> list[str]:
+    """Lines: the grid of ranks, each group's ranks and whether it crosses nodes, each ep rank's experts."""
+    ep, dp, world = topology.ep_size, topology.dp_size, topology.world_size
+    nodes = -(-world // gpus_per_node)
+    lines = [f"{world} ranks = dp {dp} x ep {ep}, {gpus_per_node} a node, {nodes} node{'s' * (nodes > 1)}", ""]
+    lines += _grid(topology, gpus_per_node, num_experts)
+    replicas = [range(index * ep, (index + 1) * ep) for index in range(dp)]
+    sharers = [range(index, world, ep) for index in range(ep)]
+    lines += ["", *_groups("ep", "all-to-all of tokens", replicas, gpus_per_node)]
+    lines += _groups("dp", "the same experts, sharded among them", sharers, gpus_per_node)
+    if topology.dense_shard == "hybrid":
+        lines.append("dense parameters: sharded within each ep group, a replica in each; summed up over the dp groups")
+    else:
+        lines += _groups("all", "dense parameters, sharded among them", [range(world)], gpus_per_node)
+    return lines
+
+
+def _grid(topology: Topology, gpus_per_node: int, num_experts: int) -> list[str]:
+    """A row a dp index, a column an ep index; | where a node ends."""
+    ep, dp = topology.ep_size, topology.dp_size
+    here = num_experts // ep
+    width = max(len(str(topology.world_size - 1)), len(experts_of(ep - 1, here)) if ep <= MOST_COLUMNS else 0) + 1
+    columns = _shown(range(ep), MOST_COLUMNS)
+    head = "".join(" ..." if c is None else experts_of(c, here).rjust(width) for c in columns)
+    lines = [f"experts  {head}"]
+    for row in _shown(range(dp), MOST_GROUPS):
+        if row is None:
+            lines.append("...")
+            continue
+        cells = ""
+        for column in columns:
+            if column is None:
+                cells += " ..."
+                continue
+            rank = row * ep + column
+            ends = (rank + 1) % gpus_per_node == 0
+            cells += str(rank).rjust(width) + ("|" if ends and column < ep - 1 else "")
+        first, last = row * ep // gpus_per_node, (row * ep + ep - 1) // gpus_per_node
+        lines.append(f"dp {row:<6}{cells}   node{f' {first}' if first == last else f's {first} to {last}'}")
+    return lines
+
+
+def experts_of(ep_index: int, here: int) -> str:
+    """The experts of an ep rank, as 0 or 0-3."""
+    first = ep_index * here
+    return str(first) if here == 1 else f"{first}-{first + here - 1}"
+
+
+def _groups(name: str, what_for: str, groups: Sequence[range], gpus_per_node: int) -> list[str]:
+    crossing = sum(spans_nodes(group, gpus_per_node) for group in groups)
+    where = "every one inside a node" if crossing == 0 else f"{crossing} of them cross nodes"
+    if len(groups) == 1:
+        where = "crosses nodes" if crossing else "inside a node"
+    each = f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(groups[0])}"
+    lines = [f"{name}: {each} ({what_for}), {where}"]
+    for index in _shown(range(len(groups)), MOST_GROUPS):
+        if index is None:
+            lines.append("  ...")
+        else:
+            mark = "   crosses nodes" if spans_nodes(groups[index], gpus_per_node) else ""
+            lines.append(f"  {_ranks(groups[index])}{mark}")
+    return lines
+
+
+def spans_nodes(ranks: range, gpus_per_node: int) -> bool:
+    return ranks[0] // gpus_per_node != ranks[-1] // gpus_per_node
+
+
+def _ranks(ranks: range) -> str:
+    if len(ranks) <= MOST_COLUMNS:
+        return " ".join(map(str, ranks))
+    step = f" in steps of {ranks.step}" if ranks.step > 1 else ""
+    return f"{ranks[0]} to {ranks[-1]}{step}"
+
+
+def _shown(items: range, most: int) -> list[int | None]:
+    """All of them, or the first ones and the last with None between."""
+    return list(items) if len(items) <= most else [*items[: most - 2], None, items[-1]]

@@ -1,0 +1,156 @@
+"""Every way to run a model on a number of GPUs, best first."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from moe import ExpertMeshError
+from sharding.checkpointing import Checkpointing
+from sharding.planner.cost import StepTime, step_time, tokens_per_second
+from sharding.planner.hardware import Hardware
+from sharding.planner.memory import Memory, peak
+from sharding.planner.setting import Setting
+from sharding.planner.shapes import ModelShape
+from sharding.planner.traffic import Traffic, by_link, step_traffic
+from sharding.topology import DenseShard, divisors
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """hardware: of each rank. gpus_per_node: ranks that share a node. memory: bytes that a rank may hold."""
+
+    hardware: Hardware
+    gpus_per_node: int
+    memory: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A setting with its forecast. when: the moment at which `memory` is what a rank holds. inside, between: bytes that
+    a rank sends in a step, by link. tokens_per_second: of one rank."""
+
+    setting: Setting
+    when: str
+    memory: Memory
+    traffic: tuple[Traffic, ...]
+    inside: float
+    between: float
+    time: StepTime
+    tokens_per_second: float
+    fits: bool
+
+    def as_json(self) -> dict[str, Any]:
+        s = self.setting
+        return {
+            "dp": s.dp_size,
+            "ep": s.ep_size,
+            "dense_shard": s.dense_shard,
+            "gradient_checkpointing": s.checkpointing,
+            "micro_batch": s.micro_batch,
+            "fits": self.fits,
+            "memory": {
+                **{name: round(n) for name, n in self.memory.terms().items()},
+                "total": round(self.memory.total),
+            },
+            "peak_at": self.when,
+            "bytes_a_step": {
+                f"{t.kind}, {t.what}, {t.group}": {"times": t.times, "bytes": round(t.total)} for t in self.traffic
+            },
+            "bytes_inside_node": round(self.inside),
+            "bytes_between_nodes": round(self.between),
+            "seconds": {**vars(self.time), "total": self.time.total},
+            "tokens_per_second_a_gpu": self.tokens_per_second,
+        }
+
+
+def forecast(model: ModelShape, setting: Setting, cluster: Cluster) -> Plan:
+    """What one setting takes."""
+    when, memory = peak(model, setting)
+    traffic = tuple(step_traffic(model, setting))
+    time = step_time(model, setting, cluster.hardware, cluster.gpus_per_node)
+    return Plan(
+        setting,
+        when,
+        memory,
+        traffic,
+        *by_link(traffic, setting, cluster.gpus_per_node),
+        time,
+        tokens_per_second(setting, time.total),
+        memory.total <= cluster.memory,
+    )
+
+
+def settings(model: ModelShape, base: Setting, micro_batches: Sequence[int]) -> Iterable[Setting]:
+    """All arrangements of `base`'s ranks that this model can have."""
+    for ep_size in divisors(model.moe.num_experts):
+        if base.world_size % ep_size:
+            continue
+        # with one replica, or one rank a replica's shard, the two are the same or no sharding at all
+        is_choice = 1 < ep_size < base.world_size
+        for dense_shard in get_args(DenseShard) if is_choice else ("full",):
+            for checkpointing in get_args(Checkpointing):
+                for micro_batch in micro_batches:
+                    yield replace(
+                        base,
+                        ep_size=ep_size,
+                        dense_shard=dense_shard,
+                        checkpointing=checkpointing,
+                        micro_batch=micro_batch,
+                    )
+
+
+def search(model: ModelShape, base: Setting, micro_batches: Sequence[int], cluster: Cluster) -> list[Plan]:
+    """Forecasts of all settings: those that fit first, by tokens a second, then the others by memory.
+
+    Raises:
+        ExpertMeshError: a number is not positive.
+    """
+    for flag, value in (("--gpus", base.world_size), ("--seq-length", base.seq_length), *_named(micro_batches)):
+        if value < 1:
+            raise ExpertMeshError(f"{flag} {value}: must be 1 or more")
+    plans = [forecast(model, setting, cluster) for setting in settings(model, base, micro_batches)]
+    return sorted(plans, key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.memory.total))
+
+
+def _named(micro_batches: Sequence[int]) -> list[tuple[str, int]]:
+    return [("--micro-batch", n) for n in micro_batches]
+
+
+ARMS = ("EP inside a node", "EP across nodes", "FSDP only")
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best of an arm at a number of GPUs; `plan` is the smallest there is where none fits."""
+
+    arm: str
+    world_size: int
+    plan: Plan
+
+
+def sweep(model: ModelShape, base: Setting, micro_batches: Sequence[int], cluster: Cluster) -> list[Point]:
+    """From 8 to 4,096 GPUs: the best setting of each arm."""
+    points = []
+    for exponent in range(3, 13):
+        world = replace(base, world_size=2**exponent)
+        for arm, across in zip(ARMS, (False, True, False), strict=True):
+            plans = [
+                forecast(model, replace(setting, ep_across_nodes=across), cluster)
+                for setting in settings(model, world, micro_batches)
+                if _belongs(setting, arm, cluster.gpus_per_node)
+            ]
+            if plans:
+                best = min(plans, key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.memory.total))
+                points.append(Point(arm, world.world_size, best))
+    return points
+
+
+def _belongs(setting: Setting, arm: str, gpus_per_node: int) -> bool:
+    if arm == "FSDP only":
+        return setting.ep_size == 1
+    if arm == "EP across nodes":
+        # as many nodes as the ep group has ranks
+        return setting.ep_size > 1 and setting.dp_size >= gpus_per_node
+    return 1 < setting.ep_size <= gpus_per_node

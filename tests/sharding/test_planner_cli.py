@@ -1,0 +1,162 @@
+"""`python -m sharding`: plans, sweeps, pictures of the mesh, and mistakes."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sharding import Topology
+from sharding.__main__ import main
+from sharding.planner.check import GroupSpeed, check_groups, mark_slow, measured_hardware
+from sharding.planner.hardware import load_measured, save_measured
+from sharding.planner.mesh_picture import picture
+from tests.distributed.pool import RankPool
+from training import parse_config
+
+MIXTRAL_8X7B: dict[str, Any] = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("mixtral") / "config.json"
+    file.write_text(json.dumps(MIXTRAL_8X7B))
+    return file
+
+
+def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(config_file.parent), "--gpus", "16", "--seq-length", "4096"]) == 0
+    out = capsys.readouterr().out
+    assert "46.70 B parameters" in out
+    line = out.strip().splitlines()[-1]
+    assert line.startswith("torchrun --nnodes 2")
+    flags = line.split("train_ep.py ")[1].split()
+    config = parse_config(flags)
+    assert config.packing
+    assert config.bf16
+    assert 16 % config.ep_size == 0
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [(8, False), (16, True), (64, True)])
+def test_16_bytes_a_parameter_need_more_than_8_gpus(
+    config_file: Path, capsys: pytest.CaptureFixture[str], gpus: int, fits: bool
+) -> None:
+    code = main(["plan", "--model", str(config_file), "--gpus", str(gpus), "--json", "--micro-batch", "1"])
+    plans = json.loads(capsys.readouterr().out)
+    assert (code == 0) == fits == plans[0]["fits"]
+    assert {plan["ep"] for plan in plans} == {1, 2, 4, 8}
+    speeds = [plan["tokens_per_second_a_gpu"] for plan in plans if plan["fits"]]
+    assert speeds == sorted(speeds, reverse=True)
+    for plan in plans:
+        memory = plan["memory"]
+        assert memory["total"] == pytest.approx(sum(n for name, n in memory.items() if name != "total"), abs=8)
+        assert plan["fits"] == (memory["total"] <= 80 * 2**30)
+
+
+def test_memory_decides(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(config_file), "--gpu-memory", "40GiB"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nothing fits" in out
+    assert "use at least 18 GPUs, or --optimizer adamw_torch_8bit or adamw_bf16" in out
+
+
+def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing = tmp_path / "sweep.svg"
+    assert main(["plan", "--model", str(config_file), "--sweep", "--plot", str(drawing)]) == 0
+    out = capsys.readouterr().out
+    assert "4,096" in out
+    assert "does not fit" in out
+    assert ElementTree.fromstring(drawing.read_text()).tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "/nowhere"], "--model /nowhere: no such file"),
+        (["--model", "no/such-model"], "--model no/such-model is no directory, and the hub gives no config.json"),
+        (["--model", "CONFIG", "--gpus", "0"], "--gpus 0: must be 1 or more"),
+        (["--model", "CONFIG", "--gpu", "P100"], "--gpu P100 is unknown; use A100"),
+        (["--model", "CONFIG", "--network", "string"], "--network string is unknown"),
+        (["--model", "CONFIG", "--gpu-memory", "much"], "--gpu-memory much: write it like"),
+        (["--model", "CONFIG", "--imbalance", "0.5"], "--imbalance 0.5: the busiest expert has at least the mean"),
+        (["--model", "CONFIG", "--calibrate", "CONFIG"], "is not what `python -m sharding mesh --check --json` writes"),
+    ],
+    ids=lambda value: " ".join(value[2:] or value) if isinstance(value, list) else "",
+)
+def test_mistakes(config_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert main(["plan", *(str(config_file) if word == "CONFIG" else word for word in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_directory_without_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(tmp_path)]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_picture_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mesh", "--world-size", "16", "--ep-size", "8", "--gpus-per-node", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "ep: 2 groups of 8 (all-to-all of tokens), every one inside a node" in out
+    assert "dp: 8 groups of 2 (the same experts, sharded among them), 8 of them cross nodes" in out
+    assert "  3 11   crosses nodes" in out
+    assert main(["mesh", "--world-size", "16", "--ep-size", "3"]) == 2
+    assert "--ep-size 3 does not divide the 8 experts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("topology", "experts"),
+    [(Topology(4096, 8), 8), (Topology(4096, 128), 128), (Topology(8, 2, "hybrid"), 8)],
+    ids=str,
+)
+def test_any_picture_fits_a_terminal(topology: Topology, experts: int) -> None:
+    lines = picture(topology, 8, experts)
+    assert max(map(len, lines)) <= 120
+    assert len(lines) <= 45
+
+
+def measure_groups() -> tuple[list[GroupSpeed], Any]:
+    import torch
+
+    from sharding import build_mesh
+
+    device = torch.device("cpu")
+    speeds = check_groups(build_mesh("cpu", Topology(4, 2)), 256, device)
+    return speeds, measured_hardware(speeds, 2, device)
+
+
+def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
+    results = ranks.run(measure_groups, 4)
+    for speeds, _ in results:
+        assert speeds == results[0][0]
+        found = {(speed.name, speed.ranks) for speed in speeds}
+        assert found == {("ep", (0, 1)), ("ep", (2, 3)), ("dp", (0, 2)), ("dp", (1, 3)), ("all", (0, 1, 2, 3))}
+        assert all(speed.latency > 0 and speed.bandwidth > 0 for speed in speeds)
+    hardware = results[0][1]
+    # ranks 0 and 1 share a node: the ep groups are inside, the others cross
+    inside = [s.bandwidth for s in results[0][0] if s.name == "ep"]
+    assert hardware.inside.bandwidth == min(inside)
+    save_measured(hardware, tmp_path / "rates.json")
+    assert load_measured(tmp_path / "rates.json") == hardware
+
+
+def test_a_slow_group_is_flagged() -> None:
+    speeds = [GroupSpeed("ep", (i, i + 1), 1e-6, bandwidth) for i, bandwidth in ((0, 10.0), (2, 4.0), (4, 9.0))]
+    assert [speed.is_slow for speed in mark_slow(speeds)] == [False, True, False]
+
+
+def test_check_needs_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mesh", "--world-size", "8", "--ep-size", "2", "--check"]) == 2
+    assert "--check runs under torchrun" in capsys.readouterr().err

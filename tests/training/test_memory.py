@@ -1,0 +1,76 @@
+"""The memory forecast of a run: told, held against the memory there is, and set beside what was measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe import ExpertMeshError
+from sharding.planner.memory import Memory
+from tests.distributed.pool import RankPool
+from tests.distributed.test_train_ep import run_main
+from training import memory
+from training.memory import Forecast, available_memory, resident
+
+GIB = 2**30
+
+
+def forecast_of(lasting: float, activations: float, available: float) -> Forecast:
+    held = Memory(parameters=lasting * GIB, activations=activations * GIB)
+    return Forecast("loss", held, held, 1.0 * GIB, available * GIB)
+
+
+def test_what_no_batch_fits_is_refused() -> None:
+    with pytest.raises(
+        ExpertMeshError, match=r"parameters 10\.0 \+ the process itself 1\.0 = 11\.0 GiB a rank"
+    ) as raised:
+        forecast_of(10, 1, 9).check(world_size=4)
+    assert "use 5 ranks or more" in str(raised.value)
+    forecast_of(10, 1, 9 + 2).check(world_size=4)
+
+
+@pytest.mark.parametrize(("available", "warned"), [(20, False), (13, True), (12, True)])
+def test_a_close_fit_is_warned_of(available: float, warned: bool) -> None:
+    lines = forecast_of(10, 1, available).lines()
+    assert "parameters 10.00 + activations 1.00 = 11.00 GiB" in lines[0]
+    assert any(line.startswith("warning: ") for line in lines) == warned
+
+
+def test_ranks_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_host_free", lambda: 8.0 * GIB)
+    monkeypatch.setattr(memory, "_cgroup_free", lambda: 6.0 * GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert available_memory(torch.device("cpu"), before=0.5 * GIB) == (0.5 + 1.5) * GIB
+
+
+def test_a_cgroups_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory._cgroup_free() is None
+    for name, content in (("max", "max"), ("current", "300"), ("stat", "anon 1\ninactive_file 50\n")):
+        (tmp_path / f"memory.{name}").write_text(content)
+    assert memory._cgroup_free() is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory._cgroup_free() == 750
+
+
+def run_with_little_memory(argv: list[str]) -> tuple[int, str]:
+    """train_ep.py where all but a few kilobytes are taken."""
+    whole = memory.available_memory
+    memory.available_memory = lambda device, before: resident() + 1000.0
+    try:
+        return run_main(argv)
+    finally:
+        memory.available_memory = whole
+
+
+def test_a_run_that_cannot_fit(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu"]
+    argv += ["--max-steps", "1", "--save-steps", "0", "--no-export", "--ep-size", "2"]
+    code, errors = ranks.run(run_with_little_memory, 2, argv, join_group=False)[0]
+    assert code == 2
+    assert "--model does not fit: " in errors
+    assert "--force tries all the same" in errors
+    for code, errors in ranks.run(
+        run_with_little_memory, 2, [*argv, "--force", "--overwrite-output-dir"], join_group=False
+    ):
+        assert code == 0, errors
