@@ -157,7 +157,7 @@ def build(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, Any, KernelCh
     attention = choose_attention(config.attn_implementation, config.packing, source.config)
     model = build_model(source.family, source.config, kernel.kernel, attention)
     if config.compile:
-        compile_layers(model, ranks.device.type)
+        compile_layers(model)
     attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
     if config.optim == "adamw_bf16":
         model.to(torch.bfloat16)

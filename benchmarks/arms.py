@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoints import open_source, shard_and_load
-from moe import build_model, choose_kernel
+from moe import ExpertMeshError, build_model, choose_kernel
 from moe.layer import DroplessMoE
 from moe.router import Router, Routing, count_experts
 from sharding import Checkpointing, Ranks, Topology, build_mesh, settle_malloc
@@ -29,11 +29,14 @@ from training.step import LossWeights, train_step
 
 @dataclass(frozen=True)
 class Work:
-    """What every arm does alike.
+    """What every arm is asked to do. Where transformers cannot, its arms do the nearest: full checkpointing for
+    selective, the whole model compiled and not regions, parameters resharded after forward in any case; and its
+    balancing loss is over a rank's own batch, ours over the global one.
 
     rows, seq_length: B and S of a rank's batch. bf16: compute in bf16 over fp32 parameters; pure_bf16: everything in
     bf16, the optimizer's state too. balanced: routing forced to give each expert as many tokens, instead of natural.
-    plain_malloc: ours without `settle_malloc`, as the others always are. cpu: even where there is a GPU.
+    malloc: which arms on a CPU have `settle_malloc`: "as-is" ours, as in train_ep.py; "plain" none; "settled" all.
+    cpu: even where there is a GPU.
     """
 
     model: Path
@@ -48,7 +51,7 @@ class Work:
     gradient_checkpointing: Checkpointing
     reshard_after_forward: bool
     compile: bool
-    plain_malloc: bool
+    malloc: str
     cpu: bool
 
 
@@ -63,22 +66,34 @@ class Arm:
 
 def build_arm(name: str, work: Work, ranks: Ranks) -> Arm:
     """The arm called `name`, loaded and sharded. All ranks call it together."""
+    kind, ep_size = parse_arm(name)
+    if ranks.device.type == "cpu" and (work.malloc == "settled" or (work.malloc == "as-is" and kind == "ours-ep")):
+        settle_malloc()
+    return build_ours(name, ep_size, work, ranks) if kind == "ours-ep" else build_hf(name, ep_size, work, ranks)
+
+
+def parse_arm(name: str) -> tuple[str, int]:
+    """(kind, ranks that share out the experts) of an arm.
+
+    Raises:
+        ExpertMeshError: there is no arm of that name.
+    """
     kind, _, size = name.partition("=")
-    if kind == "ours-ep":
-        return build_ours(name, int(size), work, ranks)
-    return build_hf(name, int(size or 1), work, ranks)
+    if name == "hf-fsdp":
+        return name, 1
+    if kind not in ("hf-ep", "ours-ep") or not size.isdecimal() or int(size) < 1:
+        raise ExpertMeshError(f"--arms {name} is unknown; use hf-fsdp, hf-ep=N or ours-ep=N")
+    return kind, int(size)
 
 
 def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
-    if ranks.device.type == "cpu" and not work.plain_malloc:
-        settle_malloc()
     source = open_source(work.model)
     device = ranks.device.type
     dtype = torch.bfloat16 if work.bf16 or work.pure_bf16 else torch.float32
     kernel = choose_kernel("auto", device, source.shape.model_width, source.shape.expert_width, dtype)
     model: Any = build_model(source.family, source.config, kernel.kernel)
     if work.compile:
-        compile_layers(model, device)
+        compile_layers(model)
     attach_loss_head(model, choose_cross_entropy("auto", device))
     if work.pure_bf16:
         model.to(torch.bfloat16)
@@ -104,7 +119,14 @@ def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
 
 
 def build_hf(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
-    """As its documentation has it: `from_pretrained` with a DistributedConfig, then a plain loop."""
+    """As its documentation has it: `from_pretrained` with a DistributedConfig, then a plain loop.
+
+    Raises:
+        ExpertMeshError: bf16 over fp32 parameters on one rank: there is no FSDP to cast, and under autocast the experts
+            stay in fp32.
+    """
+    if work.bf16 and ranks.world_size == 1:
+        raise ExpertMeshError(f"{name}: --dtype bf16 needs two ranks or more in transformers; use pure-bf16")
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
@@ -133,15 +155,13 @@ def build_hf(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
     optimizer = torch.optim.AdamW(
         [{"params": decayed}, {"params": rest}], lr=work.learning_rate, weight_decay=0.0, fused=True
     )
-    # without FSDP nobody casts
-    autocast = work.bf16 and not work.pure_bf16 and ranks.world_size == 1
 
     def make_step(batch: Batch) -> float:
         optimizer.zero_grad()
-        with torch.autocast(ranks.device.type, torch.bfloat16, enabled=autocast):
-            output = model(input_ids=batch.tokens_BS, labels=batch.tokens_BS, use_cache=False)
+        output = model(input_ids=batch.tokens_BS, labels=batch.tokens_BS, use_cache=False)
         output.loss.backward()
-        clip_as_trainer(model, work.max_grad_norm)
+        if work.max_grad_norm > 0:
+            clip_as_trainer(model, work.max_grad_norm)
         optimizer.step()
         # the loss that is optimised holds the balancing loss; what is compared is the cross-entropy
         aux = work.aux_loss * output.aux_loss.detach() if work.aux_loss > 0 else 0.0

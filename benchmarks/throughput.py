@@ -6,8 +6,8 @@
 Whole training steps (forward, backward, clipping, AdamW) of the arms of `benchmarks.arms`, on the same weights and
 data. In every round each arm runs in processes of its own, made for it and ended after it: its peak memory is nobody
 else's, and none finds what another has warmed. Arms take turns, so that what else the machine does falls on all alike;
-a ratio is the median over rounds of the ratio within a round. The cross-entropies of all arms must agree at every step
-to --loss-tolerance, or the run is void.
+a ratio is the median over rounds of the ratio within a round. All steps are on one batch, which the model is soon
+learning by heart: the losses of all arms must fall, and agree at every step to --loss-tolerance, or the run is void.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -35,13 +36,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.arms import Work, build_arm
+from benchmarks.arms import Work, build_arm, parse_arm
 from benchmarks.load_memory import MB, resident
 from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, judge, print_tables, short
 from benchmarks.traffic import KINDS, CountTraffic
 from checkpoints import open_source
 from moe import ExpertMeshError, build_model, choose_kernel, count_parameters, training_flops
 from sharding import Ranks, end_process_group, read_environment, start_process_group
+from training.compiling import compilation
 from training.data import Batch, Sample, collate
 
 PRELOADED = ["transformers.models.mixtral.modeling_mixtral", "torch.distributed.fsdp", "accelerate", "benchmarks.arms"]
@@ -57,13 +59,14 @@ class Setting:
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    # torchrun ends its ranks by SIGTERM, and so does `timeout`; the scratch directory must go all the same
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        arguments = parse_arguments()
         ranks = start_process_group(use_cpu=True, timeout_seconds=arguments.timeout)
         with scratch_directory() as scratch:
             settings = [make_setting(value, arguments, scratch, ranks) for value in arguments.values or [None]]
-            arms = arguments.arms or all_arms(ranks.world_size, settings[0].case.shape.num_experts)
-            results = run_rounds(settings, arms, arguments, ranks)
+            results = run_rounds(settings, arguments, ranks)
             failed = ranks.rank == 0 and not report(settings, results, arguments)
         end_process_group()
         return int(failed)
@@ -89,11 +92,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "pure-bf16"), default="fp32", help="bf16: fp32 parameters")
     parser.add_argument("--router-aux-loss-coef", type=float, default=0.001)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
-    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--gradient-checkpointing", choices=("none", "full", "selective"), default="none")
     parser.add_argument("--keep-gathered", action="store_true", help="ours: no resharding after forward")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--plain-malloc", action="store_true", help="ours: leave malloc on a CPU as it is")
+    parser.add_argument(
+        "--malloc",
+        choices=("as-is", "plain", "settled"),
+        default="as-is",
+        help="on a CPU: with train_ep.py's settings of malloc run ours (as-is), no arm (plain), all arms (settled)",
+    )
     parser.add_argument("--use-cpu", action="store_true", help="even where there is a GPU")
     parser.add_argument("--sweep", choices=("tokens", "experts"), help="over --values, instead of one setting")
     parser.add_argument("--values", type=int, nargs="+", help="of the sweep: tokens a rank, or experts")
@@ -106,21 +114,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, help="also draw them here, as SVG")
     arguments = parser.parse_args()
     if bool(arguments.sweep) != bool(arguments.values):
-        parser.error("--sweep and --values: give both, or none")
+        raise ExpertMeshError("--sweep and --values: give both, or none")
+    if arguments.warm_up < 1 or arguments.steps < 1 or arguments.rounds < 1:
+        raise ExpertMeshError("--warm-up, --steps and --rounds: must be 1 or more; traffic is counted while warming up")
+    for arm in arguments.arms or []:
+        parse_arm(arm)
+    for file in (arguments.json, arguments.picture):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ExpertMeshError(f"{file}: there is no directory {file.absolute().parent} to write it to")
     # where the project's targets on a CPU are set
-    sizes = (
-        "model",
-        "hidden_size",
-        "intermediate_size",
-        "layers",
-        "experts",
-        "top_k",
-        "vocabulary",
-        "rows",
-        "seq_length",
-    )
-    is_default = all(getattr(arguments, name) == parser.get_default(name) for name in (*sizes, "dtype", "values"))
-    arguments.at_target = is_default and os.environ.get("WORLD_SIZE") == "4"
+    free = ("arms", "rounds", "warm_up", "steps", "timeout", "json", "picture", "use_cpu", "loss_tolerance")
+    is_default = all(v == parser.get_default(name) for name, v in vars(arguments).items() if name not in free)
+    on_cpu = arguments.use_cpu or not torch.cuda.is_available()
+    arguments.at_target = is_default and on_cpu and os.environ.get("WORLD_SIZE") == "4"
     return arguments
 
 
@@ -174,7 +180,7 @@ def make_setting(value: int | None, arguments: argparse.Namespace, scratch: Path
         arguments.gradient_checkpointing,
         not arguments.keep_gathered,
         arguments.compile,
-        arguments.plain_malloc,
+        arguments.malloc,
         arguments.use_cpu,
     )
     bytes_a_number = 4 if arguments.dtype == "fp32" else 2
@@ -230,9 +236,12 @@ def context() -> Any:
     return found
 
 
-def run_rounds(settings: list[Setting], arms: list[str], arguments: argparse.Namespace, ranks: Ranks) -> list[Result]:
+def run_rounds(settings: list[Setting], arguments: argparse.Namespace, ranks: Ranks) -> list[Result]:
     """Arms that gave no figures once are left out from then on."""
-    results = [(setting, Result(setting.case, arm, [])) for setting in settings for arm in arms]
+    results = []
+    for setting in settings:
+        arms = arguments.arms or all_arms(ranks.world_size, setting.case.shape.num_experts)
+        results += [(setting, Result(setting.case, arm, [])) for arm in arms]
     for number in range(arguments.rounds):
         for setting, result in results:
             if any(figures.problem for figures in result.rounds):
@@ -288,6 +297,7 @@ def receive(connection: Connection, process: Any) -> Figures:
 def measure(connection: Connection, name: str, work: Work, warm_up: int, num_steps: int, timeout: int) -> None:
     """What a process of one arm does; it sends `Figures`, the same on every rank."""
     try:
+        end_with_parent()
         logging.getLogger("torch.distributed").setLevel(logging.ERROR)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         ranks = start_process_group(work.cpu, timeout)
@@ -306,11 +316,11 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
     restart_peak(ranks.device)
     traffic = CountTraffic()
     losses, seconds, cpu_seconds = [], [], []
+    batch = make_batch(work, vocabulary, ranks)
     for step in range(warm_up + num_steps):
-        batch = make_batch(step, work, vocabulary, ranks)
         settle(ranks.device)
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        if step == 0 and warm_up > 0:
+        if step == 0:
             with traffic:
                 losses.append(arm.make_step(batch))
         else:
@@ -318,6 +328,8 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
         settle(ranks.device)
         seconds.append(time.perf_counter() - begin)
         cpu_seconds.append(time.process_time() - cpu_begin)
+    if work.compile and compilation().graphs == 0:
+        raise ExpertMeshError(f"{name}: --compile compiled nothing")
     peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else resident("VmHWM")
 
     highest = torch.tensor([peak, base], dtype=torch.float64)
@@ -340,9 +352,15 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
     )
 
 
-def make_batch(step: int, work: Work, vocabulary: int, ranks: Ranks) -> Batch:
-    """Random tokens, the same for every arm, other ones on each rank and in each step."""
-    generator = torch.Generator().manual_seed(step * ranks.world_size + ranks.rank)
+def end_with_parent() -> None:
+    """The parent of an arm's process is the forkserver, which may outlive the rank that asked for it."""
+    end_by_signal = 1  # PR_SET_PDEATHSIG in sys/prctl.h
+    ctypes.CDLL(None).prctl(end_by_signal, signal.SIGKILL)
+
+
+def make_batch(work: Work, vocabulary: int, ranks: Ranks) -> Batch:
+    """Random tokens, the same for every arm, other ones on each rank."""
+    generator = torch.Generator().manual_seed(ranks.rank)
     tokens_BS = torch.randint(0, vocabulary, (work.rows, work.seq_length), generator=generator)
     rows = [[Sample(row, [True] * len(row))] for row in tokens_BS.tolist()]
     return collate(rows).to(ranks.device)
@@ -365,55 +383,90 @@ def restart_peak(device: torch.device) -> None:
 
 
 def report(settings: list[Setting], results: list[Result], arguments: argparse.Namespace) -> bool:
-    """Print and write everything; whether the run counts."""
+    """Write and print everything; whether the run counts."""
     whole = [r for r in results if not any(f.problem for f in r.rounds)]
-    for result in results:
-        if result not in whole:
-            print(f"{result.arm} gave no figures:\n{result.last.problem}", flush=True)
-    difference = max((largest_difference(case, whole) for case in cases_of(whole)), default=math.inf)
-    if difference > arguments.loss_tolerance:
-        print(f"VOID: the arms' losses differ by {difference:.1e}, allowed are {arguments.loss_tolerance:.0e}")
-        return False
-    setting = describe(settings[0], arguments, whole)
-    print(f"{setting}\nlosses of all arms agree: the largest relative difference is {difference:.0e}")
-    print_tables(whole, arguments.sweep)
-    if arguments.at_target:
-        print("", *judge(whole), sep="\n", flush=True)
+    problems = {r.arm: r.rounds[-1].problem for r in results if r not in whole}
+    void = why_void(whole, arguments.loss_tolerance)
+    headers = {setting.case: describe(setting, arguments, whole) for setting in settings}
     if arguments.json:
         content = {
-            "setting": setting,
             "arguments": {name: str(value) for name, value in vars(arguments).items()},
-            "loss_difference": difference,
-            "results": [asdict(result) for result in whole],
+            "void": void,
+            "settings": list(headers.values()),
+            "results": [asdict(result) for result in results],
         }
         arguments.json.write_text(json.dumps(content, indent=1))
+    for arm, problem in problems.items():
+        print(f"{arm} gave no figures:\n{problem}", flush=True)
+    if void:
+        print(f"VOID: {void}", flush=True)
+        return False
+    for case, header in headers.items():
+        agreement = largest_difference([r for r in whole if r.case == case])[0]
+        print(f"\n{header}\nlosses of all arms agree: the largest relative difference is {agreement:.0e}")
+        print_tables([r for r in whole if r.case == case])
+    if arguments.at_target:
+        print("", *judge(whole), sep="\n", flush=True)
     if arguments.picture:
-        arguments.picture.write_text(draw(whole, setting, arguments.sweep))
-    return True
+        arguments.picture.write_text(draw(whole, next(iter(headers.values())), arguments.sweep))
+    return not problems
 
 
-def largest_difference(case: Case, results: list[Result]) -> float:
-    """Between the losses of any step of any arm in any round and those of the first arm's first round, relative;
-    infinite when one is not finite."""
-    runs = [figures.losses for result in results if result.case == case for figures in result.rounds]
-    if not all(math.isfinite(loss) for losses in runs for loss in losses):
-        return math.inf
-    return max(abs(a - b) / abs(b) for losses in runs for a, b in zip(losses, runs[0], strict=True))
+def why_void(results: list[Result], tolerance: float) -> str | None:
+    """Why no figure of these means anything; None if they do."""
+    if not results:
+        return "no arm gave figures"
+    for case in cases_of(results):
+        mine = [result for result in results if result.case == case]
+        difference, where = largest_difference(mine)
+        if difference > tolerance:
+            return f"{where} differs from {mine[0].arm} by {difference:.1e} in the loss, allowed are {tolerance:.0e}"
+        first, *_, last = mine[0].rounds[0].losses
+        if first - last < 10 * tolerance * first:
+            return f"the loss went from {first:.6f} to {last:.6f}: too little to tell whether the arms train alike"
+    return None
+
+
+def largest_difference(results: list[Result]) -> tuple[float, str]:
+    """Between the losses of any step of any arm in any round and those of the first arm's first round, relative, and
+    where it is; infinite when a loss is not finite."""
+    expected = results[0].rounds[0].losses
+    found = [(0.0, "")]
+    for result in results:
+        for number, figures in enumerate(result.rounds):
+            for step, (a, b) in enumerate(zip(figures.losses, expected, strict=True)):
+                difference = abs(a - b) / abs(b) if math.isfinite(a) and math.isfinite(b) else math.inf
+                found.append((difference, f"{result.arm}, round {number + 1}, step {step + 1},"))
+    return max(found)
 
 
 def describe(setting: Setting, arguments: argparse.Namespace, results: list[Result]) -> str:
     devices = sorted({figures.device for result in results for figures in result.rounds})
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     work, case = setting.work, setting.case
-    return (
-        f"{case.world_size} ranks on {', '.join(devices)} ({cpu_name()}, {os.cpu_count()} cores), {arguments.dtype}, "
+    mallocs = {
+        "as-is": "ours settles malloc, transformers does not",
+        "plain": "plain malloc",
+        "settled": "malloc settled",
+    }
+    said = [
+        f"{case.world_size} ranks on {', '.join(devices)} ({cpu_name()}, {os.cpu_count()} cores)",
+        f"{arguments.dtype}",
         f"{setting.parameters / 1e6:,.1f} M parameters: {case.layers} layers, hidden {case.shape.model_width}, expert "
-        f"width {case.shape.expert_width}, {case.shape.num_experts} experts, top-{case.shape.top_k}; {work.rows} x "
-        f"{work.seq_length} tokens a rank, {arguments.routing} routing, aux loss {work.aux_loss:g}, clip "
-        f"{work.max_grad_norm:g}, checkpointing {work.gradient_checkpointing}; {versions}, Python "
-        f"{platform.python_version()}; {arguments.rounds} rounds of {arguments.steps} steps after {arguments.warm_up} "
-        "of warm-up, arms interleaved"
-    )
+        f"width {case.shape.expert_width}, {case.shape.num_experts} experts, top-{case.shape.top_k}",
+        f"{work.rows} x {work.seq_length} tokens a rank",
+        f"{arguments.routing} routing",
+        f"aux loss {work.aux_loss:g}",
+        f"clip {work.max_grad_norm:g}",
+        f"AdamW, learning rate {work.learning_rate:g}",
+        f"checkpointing {work.gradient_checkpointing}",
+    ]
+    said += ["ours not resharded after forward"] * (not work.reshard_after_forward)
+    said += ["torch.compile of ours by region, of transformers' whole"] * work.compile
+    said += [mallocs[work.malloc]] * ("cpu" in devices)
+    said += [versions, f"Python {platform.python_version()}"]
+    said += [f"{arguments.rounds} rounds of {arguments.steps} steps after {arguments.warm_up} of warm-up, interleaved"]
+    return "; ".join(said)
 
 
 def cpu_name() -> str:

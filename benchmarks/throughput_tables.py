@@ -90,7 +90,8 @@ class Result:
     @property
     def mfu(self) -> float | None:
         peak = peak_tflops(self.last.device)
-        if peak is None:
+        # the peak is that of bf16
+        if peak is None or self.case.bytes_a_number != 2:
             return None
         return self.case.flops / self.case.tokens * self.median_rate("seconds") / self.case.world_size / (peak * 1e12)
 
@@ -117,19 +118,25 @@ def short(figures: Figures) -> str:
     )
 
 
-def print_tables(results: Sequence[Result], sweep: str | None) -> None:
-    for case in cases_of(results):
-        print(f"\n{sweep} {case.value}" if sweep else "")
-        _print_speed([r for r in results if r.case == case])
-        print()
-        _print_traffic([r for r in results if r.case == case])
+def clock_of(results: Sequence[Result]) -> str:
+    """What arms are compared by: on a GPU seconds; on a CPU those it computed, which others on the machine change
+    less."""
+    return "cpu_seconds" if results[0].last.device == "cpu" else "seconds"
+
+
+def print_tables(results: Sequence[Result]) -> None:
+    """Speed, memory and traffic of the arms of one case."""
+    print()
+    _print_speed(results)
+    print()
+    _print_traffic(results)
 
 
 def _print_speed(results: Sequence[Result]) -> None:
-    columns = ("hf-fsdp", "ours-ep=1", "hf-ep")
+    columns, clock = ("hf-fsdp", "ours-ep=1", "hf-ep"), clock_of(results)
     print(
         f"{'':12}{'tokens/s':>9}{'range':>16}{'tokens/CPU-s':>14}{'range':>16}{'peak MB':>9}   "
-        + "times tokens/CPU-s (times memory) of"
+        + f"times {'tokens/s' if clock == 'seconds' else 'tokens/CPU-s'} (times memory) of"
     )
     print(f"{'':12}{'':66}" + "".join(f"{name:>17}" for name in ("hf-fsdp", "ours-ep=1", "hf at this ep")))
     for result in results:
@@ -143,7 +150,7 @@ def _print_speed(results: Sequence[Result]) -> None:
             if other is None or other.arm == result.arm:
                 line += f"{'':17}"
             else:
-                ratio = gain(result, other, "cpu_seconds")
+                ratio = gain(result, other, clock)
                 line += f"{f'{ratio:.2f} x ({result.peak_mb / other.peak_mb:.2f} x)':>17}"
         if result.mfu is not None:
             line += f"  MFU {result.mfu:.1%}"
@@ -152,7 +159,7 @@ def _print_speed(results: Sequence[Result]) -> None:
 
 def _print_traffic(results: Sequence[Result]) -> None:
     kinds = [kind for kind in KINDS if any(r.last.calls.get(kind) for r in results)]
-    print(f"{'':12}sent by a rank in a step, MB (calls)")
+    print(f"{'':12}sent by a rank in the first step, MB (calls); theory: rows alone, routed evenly")
     print(f"{'':12}" + "".join(f"{kind:>17}" for kind in kinds) + f"{'all':>10}{'all-to-all / theory':>21}")
     for result in results:
         sent, calls = result.last.sent, result.last.calls
@@ -178,7 +185,10 @@ def judge(results: Sequence[Result]) -> list[str]:
     """A line for each target that the run can tell about."""
     lines = []
     for case in cases_of(results):
-        ours = max((r for r in results if r.case == case and r.arm.startswith("ours")), key=lambda r: r.ep_size)
+        all_ours = [r for r in results if r.case == case and r.arm.startswith("ours")]
+        if not all_ours:
+            continue
+        ours = max(all_ours, key=lambda r: r.ep_size)
         for target in TARGETS:
             name = f"hf-ep={ours.ep_size}" if target.against == "hf-ep" else target.against
             other = find(results, case, name)
@@ -200,8 +210,8 @@ def _verdict(met: bool) -> str:
 def draw(results: Sequence[Result], title: str, sweep: str | None) -> str:
     """An SVG: bars an arm for one case; for a sweep, or over ep, lines of time and bytes."""
     cases = cases_of(results)
-    on_gpu = bool(results[0].last.device != "cpu")
-    clock, unit = ("seconds", "s") if on_gpu else ("cpu_seconds", "CPU-s")
+    clock = clock_of(results)
+    unit = {"seconds": "s", "cpu_seconds": "CPU-s"}[clock]
     panels: list[str] = []
     if len(cases) == 1:
         panels += [

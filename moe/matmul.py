@@ -19,7 +19,7 @@ SMALL = 2**21
 def matmul(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None) -> Tensor:
     """a_MK @ b_KN, written into `out_MN` (of any dtype) where that is given; without a gradient. Transposed views cost
     no copy."""
-    if _suits_onednn(a_MK, b_KN):
+    if suits_onednn(a_MK, b_KN):
         product = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), None, "none", [], "")
     elif out_MN is not None and out_MN.dtype == a_MK.dtype:
         return torch.mm(a_MK, b_KN, out=out_MN)
@@ -38,13 +38,10 @@ def pad_rows(x_MK: Tensor) -> Tensor:
     return F.pad(x_MK, (0, 0, 0, -num_rows % step))
 
 
-def _suits_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
-    return (
-        a_MK.device.type == "cpu"
-        and a_MK.dtype == torch.float32
-        and a_MK.numel() * b_KN.shape[1] >= SMALL
-        and torch.backends.mkldnn.is_available()
-    )
+def suits_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
+    is_fp32_on_cpu = a_MK.device.type == "cpu" and a_MK.dtype == torch.float32
+    has_onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return is_fp32_on_cpu and a_MK.numel() * b_KN.shape[1] >= SMALL and has_onednn
 
 
 class Linear(nn.Linear):

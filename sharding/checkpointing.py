@@ -66,7 +66,7 @@ def _selective_contexts(operators: Set[str]) -> tuple["_Keep", "_Reuse"]:
 
 
 class _Keep(TorchDispatchMode):
-    """Appends the results of some operators to `results`."""
+    """Appends names and results of some operators to `results`."""
 
     def __init__(self, operators: Set[str], results: deque[Any]):
         super().__init__()
@@ -82,7 +82,7 @@ class _Keep(TorchDispatchMode):
         found = operator(*args, **(kwargs or {}))
         if operator.name() in self.operators:
             # the tensor that goes on will hold the graph that made it
-            self.results.append(tree_map_only(Tensor, Tensor.detach, found))
+            self.results.append((operator.name(), tree_map_only(Tensor, Tensor.detach, found)))
         return found
 
 
@@ -91,5 +91,8 @@ class _Reuse(_Keep):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator.name() in self.operators:
-            return self.results.popleft()
+            assert self.results, "what selective checkpointing kept serves one backward only"
+            name, found = self.results.popleft()
+            assert name == operator.name(), (name, operator.name())
+            return found
         return operator(*args, **(kwargs or {}))

@@ -11,7 +11,7 @@ from moe import ExpertMeshError, decoder_layers
 from training.attention import PACKED
 
 
-def compile_layers(model: Any, device_type: str) -> None:
+def compile_layers(model: Any) -> None:
     """Have attention and norms of every decoder layer compiled when they first run, in place; names of parameters stay.
 
     All layers have the same code, and share its graphs. The sizes of a batch are symbols there: only a size of 1, or

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe import ExpertMeshError
-from moe.matmul import matmul, pad_rows
+from moe.matmul import matmul, pad_rows, suits_onednn
 from training.data import IGNORED
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
@@ -196,4 +196,7 @@ def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor
 
 def _add_product(sum_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
     """sum_VD += a_VC @ b_CD; sum_VD is fp32, and a product in another dtype is rounded to it once."""
-    sum_VD += matmul(a_VC, b_CD)
+    if a_VC.dtype == sum_VD.dtype and not suits_onednn(a_VC, b_CD):
+        sum_VD.addmm_(a_VC, b_CD)
+    else:
+        sum_VD += matmul(a_VC, b_CD)

@@ -191,7 +191,7 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
     config = train_config(**case.settings)
     model: Any = build_model(source.family, source.config, KERNELS[case.kernel])
     if config.compile:
-        compile_layers(model, "cpu")
+        compile_layers(model)
     attach_loss_head(model, case.cross_entropy)
     if config.optim == "adamw_bf16":
         model.to(torch.bfloat16)

@@ -36,7 +36,7 @@ def built(attention: str, compiled: bool) -> Any:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     if compiled:
-        compile_layers(model, "cpu")
+        compile_layers(model)
     return model.train()
 
 
