@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "pure-bf16"), default="fp32", help="bf16: fp32 parameters")
     parser.add_argument("--router-aux-loss-coef", type=float, default=0.001)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--gradient-checkpointing", choices=("none", "full", "selective"), default="none")
     parser.add_argument("--keep-gathered", action="store_true", help="ours: no resharding after forward")
     parser.add_argument("--compile", action="store_true")

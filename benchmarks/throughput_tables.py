@@ -282,7 +282,7 @@ def _lines(
     body = [
         f'<text x="12" y="16" font-size="13">{escape(title)}, over {escape(over)}</text>',
         f'<path d="M{left} {top}V{top + height}H{left + width}" fill="none" stroke="#999"/>',
-        f'<text x="{left - 4}" y="{top + 8}" text-anchor="end">{highest:,.3g}</text>',
+        f'<text x="{left - 4}" y="{top + 8}" text-anchor="end">{highest:,.4g}</text>',
     ]
     for number, place in enumerate(places):
         body.append(f'<text x="{left + step * number}" y="{top + height + 14}" text-anchor="middle">{place}</text>')
