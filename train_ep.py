@@ -105,7 +105,8 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
             print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
         return True
 
-    if not config.force:
+    # only training needs gradients and optimizer state
+    if inputs.training is not None and not config.force:
         with raise_together():
             memory.check(ranks.world_size)
     prompts = make_prompts(config, inputs)
