@@ -423,7 +423,8 @@ def why_void(results: list[Result], tolerance: float) -> str | None:
             return f"{where} differs from {mine[0].arm} by {difference:.1e} in the loss, allowed are {tolerance:.0e}"
         first, *_, last = mine[0].rounds[0].losses
         if first - last < 10 * tolerance * first:
-            return f"the loss went from {first:.6f} to {last:.6f}: too little to tell whether the arms train alike"
+            moved = f"the loss went from {first:.6f} to {last:.6f}"
+            return f"{moved}: too little to tell whether the arms train alike; raise --learning-rate"
     return None
 
 

@@ -150,6 +150,7 @@ def test_command(tmp_path: Path) -> None:
     sizes = ["--hidden-size=64", "--intermediate-size=64", "--layers=1", "--vocabulary=64", "--seq-length=16"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "benchmarks.throughput", "--use-cpu", "--rounds", "1", "--steps", "1", *sizes]
+    command += ["--learning-rate", "1e-3"]
     command += ["--arms", "hf-fsdp", "ours-ep=2", "ours-ep=3"]
     command += ["--json", str(tmp_path / "f.json"), "--picture", str(tmp_path / "p.svg")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

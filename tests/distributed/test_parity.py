@@ -50,8 +50,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dense_shard", ["full", "hybrid"])
+# with dense shard hybrid, of accumulation the longest alone: it differs in how gradients are reduced, not in how often
+MODES = [("full", name) for name in CASES]
+MODES += [("hybrid", name) for name in CASES if name not in ("accumulate-1", "accumulate-2")]
+
+
+@pytest.mark.parametrize(("dense_shard", "name"), MODES)
 @pytest.mark.parametrize(("world_size", "ep_size"), TOPOLOGIES)
 def test_equals_one_process(
     ranks: RankPool, model: Path, world_size: int, ep_size: int, dense_shard: str, name: str
