@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoints import open_source, shard_and_load
-from moe import ExpertMeshError, build_model, choose_kernel
-from moe.layer import DroplessMoE
+from moe import ExpertMeshError, build_model, choose_kernel, moe_blocks
 from moe.router import Router, Routing, count_experts
 from sharding import Checkpointing, Ranks, Topology, build_mesh, settle_malloc
 from training import TrainConfig, attach_loss_head, choose_cross_entropy, compile_layers
@@ -206,9 +205,8 @@ def balance_ours(model: nn.Module) -> None:
         stats = replace(routing.stats, counts_E=count_experts(experts_TK, router.num_experts))
         return Routing(weights_TK / weights_TK.sum(dim=-1, keepdim=True), experts_TK, stats)
 
-    for module in model.modules():
-        if isinstance(module, DroplessMoE):
-            module.router.register_forward_hook(force)
+    for block in moe_blocks(model):
+        block.router.register_forward_hook(force)
 
 
 def balance_hf(model: nn.Module) -> None:

@@ -25,7 +25,6 @@ Shape suffixes: T tokens, D model width, F expert width, G = 2·F, E experts, K 
 """
 
 import argparse
-import ctypes
 import importlib
 import json
 import os
@@ -48,7 +47,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, Python would look for modules beside this file only
 
-from benchmarks.load_memory import MB, resident
+from benchmarks.load_memory import MB, resident, restart_peak
 from moe import DroplessMoE, ExpertMeshError, MoEShape, choose_kernel, original_dmoe
 from moe.kernels import Kernel
 from moe.matmul import matmul
@@ -557,9 +556,7 @@ def peak_mb(run: Callable[[], object], device: torch.device) -> float:
         start = torch.cuda.memory_allocated()
         run()
         return (torch.cuda.max_memory_allocated() - start) / MB
-    # free memory that the C library keeps would hide what is taken from it
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is held now
+    restart_peak()
     start = resident("VmRSS")
     run()
     return (resident("VmHWM") - start) / MB

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from transformers import MixtralConfig
 
+from benchmarks.arms import forced_experts
 from benchmarks.load_memory import resident
 from benchmarks.traffic import CountTraffic
 from moe import KERNELS, build_model, family_of, moe_blocks
@@ -96,9 +97,8 @@ def balance_routing(model: Any) -> None:
     """Have token t choose experts t·K, t·K + 1, ... in place of the router's, all of which then get equally many."""
 
     def chosen_in_turn(router: Router, inputs: Any, routing: Routing) -> Routing:
-        num_choices = routing.experts_TK.numel()
-        device = routing.experts_TK.device
-        experts_TK = (torch.arange(num_choices, device=device) % router.num_experts).view_as(routing.experts_TK)
+        num_tokens, top_k = routing.experts_TK.shape
+        experts_TK = forced_experts(num_tokens, router.num_experts, top_k, routing.experts_TK.device)
         stats = replace(routing.stats, counts_E=count_experts(experts_TK, router.num_experts))
         return replace(routing, experts_TK=experts_TK, stats=stats)
 

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.arms import Work, build_arm, parse_arm
-from benchmarks.load_memory import MB, resident
+from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, judge, print_tables, short
 from benchmarks.traffic import KINDS, CountTraffic
 from checkpoints import open_source
@@ -313,7 +313,11 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
     base = resident("VmRSS")
     arm = build_arm(name, work, ranks)
     vocabulary = arm.model.config.vocab_size
-    restart_peak(ranks.device)
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        restart_peak()
     traffic = CountTraffic()
     losses, seconds, cpu_seconds = [], [], []
     batch = make_batch(work, vocabulary, ranks)
@@ -370,16 +374,6 @@ def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
-
-
-def restart_peak(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return
-    # free memory that the C library keeps from loading is no arm's need
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is held now
 
 
 def report(settings: list[Setting], results: list[Result], arguments: argparse.Namespace) -> bool:

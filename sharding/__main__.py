@@ -7,6 +7,7 @@ torchrun --nproc-per-node 8 -m sharding mesh --ep-size 8 --check      whether th
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -195,8 +196,6 @@ def _mesh(arguments: argparse.Namespace) -> int:
 
 
 def _torchrun_ranks_a_node() -> int:
-    import os
-
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
 
 

@@ -21,11 +21,12 @@ from torch.autograd.function import once_differentiable
 
 from moe import ExpertMeshError
 from moe.matmul import matmul, pad_rows, suits_onednn
+from sharding.planner.memory import LOGIT_CHUNK_BYTES
 from training.data import IGNORED
 
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = LOGIT_CHUNK_BYTES
 """What the fp32 logits of one chunk may take: 524 positions at a vocabulary of 32,000."""
 
 
