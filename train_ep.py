@@ -29,8 +29,11 @@ from moe import ExpertMeshError, KernelChoice, build_model, choose_kernel, count
 from sharding import (
     Ranks,
     Topology,
+    Watchdog,
     build_mesh,
     check_ep_size,
+    collectives_limit,
+    debugging,
     device_type,
     end_process_group,
     raise_together,
@@ -72,13 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_config(argv)
         if device_type(config.use_cpu) == "cpu":
             settle_malloc()
-        ranks = start_process_group(config.use_cpu, config.ddp_timeout)
+        # who sits at a debugger takes their time
+        limit = None if config.debug_ranks else config.ddp_timeout
+        ranks = start_process_group(config.use_cpu, collectives_limit(limit))
+        watchdog = Watchdog(ranks, limit)
         try:
-            finished = run_training(config, ranks)
-        except ExpertMeshError:
-            end_process_group()  # every rank raised it together
-            raise
-        end_process_group()
+            with watchdog.ending_clearly():
+                finished = run_training(config, ranks, watchdog)
+        finally:
+            end_process_group()
         return 0 if finished else STOPPED
     except ExpertMeshError as error:
         if local_rank == 0:
@@ -86,8 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run_training(config: TrainConfig, ranks: Ranks) -> bool:
+def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
     """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step."""
+    watchdog.at("the checks before training")
     with raise_together():
         source, model, kernel = build(config, ranks)
     counts = count_parameters(model, source.shape)
@@ -111,7 +117,8 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
             memory.check(ranks.world_size)
     prompts = make_prompts(config, inputs)
     log = RunLog(config, output_dir, number_of_steps(config, order), ranks)
-    mesh = build_mesh(ranks.device.type, topology, config.ddp_timeout)
+    watchdog.at("loading the model")
+    mesh = build_mesh(ranks.device.type, topology, collectives_limit(watchdog.limit))
     resume_from = find_resume(config, output_dir, ranks)
     checkpoint = shard_and_load(
         model,
@@ -130,14 +137,16 @@ def run_training(config: TrainConfig, ranks: Ranks) -> bool:
         if inputs.training is not None:
             weights = loss_weights(config, source)
             top_k = source.shape.top_k
-            run = Run(config, model, counts, top_k, inputs, order, prompts, weights, mesh, ranks, log, saver)
-            finished = train(run, resume_from)
+            run = Run(config, model, counts, top_k, inputs, order, prompts, weights, mesh, ranks, log, saver, watchdog)
+            with watchdog.watching(model, output_dir), debugging(config.debug_ranks, ranks, watchdog, output_dir):
+                finished = train(run, resume_from)
             log.line(memory.beside(measured_peak(ranks.device)))
             if not finished:
                 kept = "--resume auto goes on from here" if saver else "nothing was saved, as --save-steps is 0"
                 log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
                 return False
         if config.export:
+            watchdog.at("the export")
             export_model(model, checkpoint, topology, output_dir / "hf", config.shard_bytes, inputs.saved_tokenizer)
             log.line(f"exported to {output_dir / 'hf'}")
         log.state = "finished"

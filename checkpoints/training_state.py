@@ -79,9 +79,10 @@ class Saver:
         self.limit = limit
         self.in_background = in_background
         # of its own, so that the background thread's collectives do not mix with training's
-        self.group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", group_desc="the saver's ranks")
         self.thread: threading.Thread | None = None
         self.problem: str | None = None
+        self.broken: Exception | None = None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Begin a checkpoint; the tensors may change as soon as this returns. All ranks call it together, each after
@@ -93,16 +94,22 @@ class Saver:
         state = {**training_state(model, optimizer), **_rng_state()}
         writer = FileSystemWriter(partial / "state", sync_files=True)
         future: Any = dcp.async_save(state, storage_writer=writer, process_group=self.group)
-        self.thread = threading.Thread(target=self._finish, args=(future, partial, progress), daemon=True)
+        self.thread = threading.Thread(target=self._finish_or_break, args=(future, partial, progress), daemon=True)
         self.thread.start()
         if not self.in_background:
             self.thread.join()
 
     def wait(self) -> str | None:
-        """Until the checkpoint under way is whole; what went wrong with it, the same on all ranks, or None."""
+        """Until the checkpoint under way is whole; what went wrong with it, the same on all ranks, or None.
+
+        Raises:
+            RuntimeError: another rank is gone, so that this one could not find out.
+        """
         if self.thread is not None:
             self.thread.join()
             self.thread = None
+        if self.broken is not None:
+            raise self.broken
         problem, self.problem = self.problem, None
         return problem
 
@@ -123,6 +130,12 @@ class Saver:
         dist.broadcast_object_list(made, src=0)
         path, problem = made
         return (None if path is None else Path(path)), problem
+
+    def _finish_or_break(self, future: Any, partial: Path, progress: Progress) -> None:
+        try:
+            self._finish(future, partial, progress)
+        except Exception as error:
+            self.broken = error
 
     def _finish(self, future: Any, partial: Path, progress: Progress) -> None:
         """In the thread of every rank: wait for the bytes, add up checksums, and let rank 0 put the name on it."""

@@ -2,6 +2,7 @@
 
 from sharding.checkpointing import Checkpointing, checkpoint_layers
 from sharding.clipping import clip_grad_norm
+from sharding.debugger import debugging
 from sharding.mesh import Mesh, build_mesh
 from sharding.parallelize import fsdp_units, is_expert, local_tensor, materialize, parallelize, zeros_by_rows
 from sharding.process import (
@@ -14,6 +15,7 @@ from sharding.process import (
     start_process_group,
 )
 from sharding.topology import DenseShard, Topology, check_ep_size
+from sharding.watchdog import Watchdog, collectives_limit
 
 __all__ = [
     "Checkpointing",
@@ -21,10 +23,13 @@ __all__ = [
     "Mesh",
     "Ranks",
     "Topology",
+    "Watchdog",
     "build_mesh",
     "check_ep_size",
     "checkpoint_layers",
     "clip_grad_norm",
+    "collectives_limit",
+    "debugging",
     "device_type",
     "end_process_group",
     "fsdp_units",

@@ -14,14 +14,18 @@ import torch.distributed as dist
 from moe import ExpertMeshError
 from sharding.rendezvous import torchrun_store
 
+# what torch's flight recorder keeps, to be told when a rank stands still; see sharding.collectives
+_RECORDED_COLLECTIVES = 500
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all: its rank, how many there are, and the device it computes on."""
+    """This process among all: its rank, how many there are, the device it computes on, and the store they met at."""
 
     rank: int
     world_size: int
     device: torch.device
+    store: dist.Store
 
 
 def read_environment() -> tuple[int, int, int]:
@@ -62,16 +66,18 @@ def start_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
     if kind == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     timeout = timedelta(seconds=timeout_seconds)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
+    store = torchrun_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(
         "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
         rank=rank,
         world_size=world_size,
-        store=torchrun_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore(),
+        store=store,
         timeout=timeout,
     )
     state: Any = PartialState(cpu=kind == "cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    return Ranks(state.process_index, state.num_processes, device)
+    return Ranks(state.process_index, state.num_processes, device, store)
 
 
 def end_process_group() -> None:

@@ -82,7 +82,13 @@ class TrainConfig:
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
     use_cpu: bool = _flag(False, "Stay on the CPU even where there is a GPU.")
     force: bool = _flag(False, "Start even where the memory forecast says that it cannot fit.")
-    ddp_timeout: int = _flag(1800, "Seconds after which a collective that does not finish ends the run.")
+    ddp_timeout: int = _flag(
+        1800, "Seconds after which a rank that gets no further, or a collective that does not finish, ends the run."
+    )
+    debug_ranks: list[int] = field(
+        default_factory=list,
+        metadata={"help": "Ranks on which breakpoint() and errors open a debugger; the others wait without limit."},
+    )
 
     per_device_train_batch_size: int = _flag(8, "Rows a rank takes in one forward.")
     gradient_accumulation_steps: int = _flag(1, "Forwards and backwards a step.")

@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpoints import ModelSource, Progress, Saver, load_best_model, load_training_state
 from moe import ExpertMeshError, ParameterCounts
-from sharding import Mesh, Ranks
+from sharding import Mesh, Ranks, Watchdog
 from training.compiling import Compilation, compilation
 from training.config import TrainConfig
 from training.data import Batch, DataOrder, Rows, collate
@@ -40,6 +40,7 @@ class Run:
     ranks: Ranks
     log: RunLog
     saver: Saver | None
+    watchdog: Watchdog
 
 
 def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataOrder:
@@ -77,7 +78,7 @@ def train(run: Run, resume_from: Path | None) -> bool:
         ExpertMeshError: on all ranks, when the checkpoint does not fit the run, training diverges, or a checkpoint
             cannot be saved and --on-save-error says stop.
     """
-    config, log = run.config, run.log
+    config, log, watchdog = run.config, run.log, run.watchdog
     optimizer = build_optimizer(run.model, config, run.mesh)
     scheduler = build_scheduler(optimizer, config, log.num_steps)
     first_step, tokens, best = 0, 0, Best()
@@ -97,9 +98,13 @@ def train(run: Run, resume_from: Path | None) -> bool:
     meter = Meter(run.counts, run.model.config, run.top_k, run.ranks.device, config.bf16)
     with StopRequest() as stop:
         for step in log.steps(log.num_steps if enough else first_step):
-            learning_rate = scheduler.get_last_lr()[0]
-            result = train_step(run.model, optimizer, _batches(run, step), run.mesh, run.weights, config.max_grad_norm)
             done = step + 1
+            watchdog.at("reading the batch", done)
+            learning_rate = scheduler.get_last_lr()[0]
+            batches = _batches(run, step)
+            watchdog.at("the step's beginning")
+            result = train_step(run.model, optimizer, batches, run.mesh, run.weights, config.max_grad_norm)
+            watchdog.at("after the update")
             tokens += result.tokens
             meter.add(result)
             paused = time.perf_counter()
@@ -125,7 +130,8 @@ def train(run: Run, resume_from: Path | None) -> bool:
             if run.saver is not None and (stopping or is_better or enough or saves):
                 facts = _order_facts(run)
                 progress = Progress(done, tokens, scheduler.state_dict(), facts, asdict(config), best.state())
-                _handle(run.saver.wait(), run)
+                _handle(_wait(run), run)
+                watchdog.at("the beginning of a checkpoint")
                 run.saver.save(run.model, optimizer, progress)
             if stopping or enough:
                 break
@@ -137,8 +143,8 @@ def train(run: Run, resume_from: Path | None) -> bool:
                 f"stopped early: {best.since} evaluations in a row not better by {config.early_stopping_threshold:g}; "
                 f"the best is {best.loss:.4f}, of step {best.step}"
             )
-        if run.saver is not None:
-            _handle(run.saver.wait(), run)
+        _handle(_wait(run), run)
+    watchdog.at("the end of training")
     if config.load_best_model_at_end and not stopping:
         _load_best(run, best)
     return not stopping
@@ -169,6 +175,7 @@ def _log_step(run: Run, meter: Meter, done: int, learning_rate: Any) -> None:
 
 def _evaluate(run: Run, done: int) -> float:
     assert run.inputs.evaluation is not None
+    run.watchdog.at("evaluation")
     found = evaluate(run.model, run.inputs.evaluation, run.config.per_device_eval_batch_size, run.ranks)
     run.log.event(
         {
@@ -185,6 +192,7 @@ def _evaluate(run: Run, done: int) -> float:
 
 
 def _generate(run: Run, prompts: Prompts, done: int) -> None:
+    run.watchdog.at("answers to prompts")
     answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, _ends(run, prompts), run.ranks)
     texts = [prompts.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
     pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts.texts, texts, strict=True)]
@@ -210,6 +218,14 @@ def _load_best(run: Run, best: Best) -> None:
         run.log.line(f"warning: the best evaluation, of step {best.step}, left no checkpoint; the last weights stay")
     else:
         run.log.line(f"took the weights of {path}, eval loss {best.loss:.4f}")
+
+
+def _wait(run: Run) -> str | None:
+    """Until the checkpoint under way is whole, however long it takes; what went wrong with it."""
+    if run.saver is None:
+        return None
+    run.watchdog.at("waiting for the checkpoint", limited=False)
+    return run.saver.wait()
 
 
 def _handle(problem: str | None, run: Run) -> None:

@@ -72,7 +72,7 @@ def test_what_is_compiled_while_counting_stays_compiled() -> None:
 
 
 def run_arm(name: str, work: Work) -> Figures:
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
     return take_figures(name, work, warm_up=1, num_steps=1, ranks=ranks)
 
 

@@ -55,7 +55,7 @@ def ours(path: Path, topology: Topology, prompts: list[list[int]], eos: list[int
 
 
 def this_rank() -> Ranks:
-    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
 
 
 @pytest.mark.parametrize("number_of_prompts", [6, 2, 1])

@@ -1,0 +1,94 @@
+"""train_ep.py with a fault put into one step: `torchrun ... -m benchmarks.inject FAULT RANK STEP [flags]`.
+
+What is changed is changed from outside: the product has no code for it.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import train_ep
+from moe import decoder_layers, moe_blocks
+from sharding import local_tensor
+
+
+def _die(model: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise(model: Any) -> None:
+    raise OSError("an error made up by benchmarks.inject")
+
+
+def _stand_still(model: Any) -> None:
+    """In a layer's forward, where the others then wait for this rank's rows."""
+
+    def sleep(module: nn.Module, inputs: Any) -> None:
+        time.sleep(10_000)
+
+    decoder_layers(model)[1].register_forward_pre_hook(sleep)
+
+
+def _poison(model: Any) -> None:
+    """One number of a gradient of the experts becomes NaN in this step."""
+    weight = moe_blocks(model)[1].experts.w1
+    handle: Any = None
+
+    def spoil(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        local_tensor(parameter.grad)[0, 0] = float("nan")
+        handle.remove()
+
+    handle = weight.register_post_accumulate_grad_hook(spoil)
+
+
+def _flip(model: Any) -> None:
+    """One bit of one weight of attention, as cosmic rays and bad memory do."""
+    attention: Any = decoder_layers(model)[0].self_attn
+    weight = local_tensor(attention.q_proj.weight.detach())
+    weight.view(torch.int32)[0, 0] ^= 1 << 20
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "die": _die,
+    "raise": _raise,
+    "stand-still": _stand_still,
+    "poison": _poison,
+    "flip": _flip,
+}
+
+
+def main() -> int:
+    fault, rank, step, *flags = sys.argv[1:]
+    inject(FAULTS[fault], int(rank), int(step))
+    return train_ep.main(flags)
+
+
+def inject(fault: Callable[[Any], None], rank: int, step: int) -> None:
+    """Let `fault` happen on a rank at the beginning of a step, counted from 1; only once, also after restarts."""
+    import training.loop
+
+    train_step, made = training.loop.train_step, 0
+
+    def with_fault(model: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal made
+        made += 1
+        if (
+            made == step
+            and int(os.environ.get("RANK", "0")) == rank
+            and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        ):
+            fault(model)
+        return train_step(model, *args, **kwargs)
+
+    training.loop.train_step = with_fault
+
+
+if __name__ == "__main__":
+    sys.exit(main())

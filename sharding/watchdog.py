@@ -1,0 +1,221 @@
+"""Knows where in its work this rank is, and ends a run that stands still.
+
+A rank that hangs cannot say so itself. A thread of each rank looks whether its main thread has come any further in
+--ddp-timeout seconds; if not, it writes down step, layer, collectives and the stacks of all threads, and ends the
+process. It acts just before the collective's own time limit, which over NCCL would end the process without a word.
+"""
+
+import faulthandler
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from moe import ExpertMeshError, decoder_layers
+from sharding.collectives import recorded_collectives
+from sharding.failures import (
+    Notice,
+    Notices,
+    end_as_cause,
+    end_as_consequence,
+    end_at_once,
+    is_broken_collective,
+    is_timeout,
+    show,
+)
+from sharding.process import Ranks
+
+DIRECTORY = "stuck"
+"""Of the output directory: where each rank writes where it was."""
+
+NOTICE_SECONDS = 2.0
+"""How often a rank looks whether another has failed."""
+
+FAREWELL_SECONDS = 5.0
+"""How long a rank that stands still lets the others write where they are, and one that learns of a failure lets its
+main thread end by itself, before it ends the process."""
+
+NO_LIMIT_SECONDS = 24 * 3600
+
+_COLLECTIVES_TOLD = 20
+
+
+def collectives_limit(limit_seconds: int | None) -> int:
+    """The time limit of a collective, in seconds, where a rank may stand still for `limit_seconds` (None: for ever): a
+    little more, so that the watchdog can tell what the collective's end would hide."""
+    return NO_LIMIT_SECONDS if limit_seconds is None else limit_seconds + math.ceil(FAREWELL_SECONDS)
+
+
+class Watchdog:
+    """Of one rank.
+
+    Args:
+        ranks: this one among all.
+        limit_seconds: how long it may stand still while it trains; None for ever.
+    """
+
+    def __init__(self, ranks: Ranks, limit_seconds: int | None):
+        self.rank = ranks.rank
+        self.limit = limit_seconds
+        self.notices = Notices(ranks.store, ranks.rank, ranks.world_size)
+        self.directory: Path | None = None
+        self.step: int | None = None
+        self.doing = "start-up"
+        self.since = time.monotonic()
+        self.is_limited = True
+        self.ending = threading.Lock()
+        self.is_over = threading.Event()
+
+    def at(self, doing: str, step: int | None = None, limited: bool = True) -> None:
+        """The main thread tells where it is, and that it has come so far.
+
+        Args:
+            doing: such as "the optimizer's update".
+            step: that it is making, counted from 1; None: the one it was at.
+            limited: whether standing still here for too long means that something is wrong.
+        """
+        self.doing, self.since, self.is_limited = doing, time.monotonic(), limited
+        if step is not None:
+            self.step = step
+
+    def where(self) -> str:
+        """Such as "step 7, forward of layer 3"."""
+        return self.doing if self.step is None else f"step {self.step}, {self.doing}"
+
+    @contextmanager
+    def watching(self, model: Any, output_dir: Path) -> Iterator[None]:
+        """Inside, the model's layers tell where they are, and threads watch over this rank and listen to the others.
+
+        Args:
+            model: of Hugging Face, sharded.
+            output_dir: of the run; gets a directory `stuck` when it comes to that.
+        """
+        self.directory = output_dir / DIRECTORY
+        hooks = []
+        for index, layer in enumerate(decoder_layers(model)):
+            # first of all hooks: FSDP's own gathers parameters, which is where a rank may come to wait
+            hooks.append(layer.register_forward_pre_hook(partial(self._enters, index), prepend=True))
+            hooks.append(layer.register_forward_hook(partial(self._leaves, index), prepend=True))
+        self.at("the start of training")
+        self.is_over.clear()
+        for work in (self._watch, self._listen):
+            threading.Thread(target=work, daemon=True).start()
+        try:
+            yield
+        finally:
+            self.is_over.set()
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def ending_clearly(self) -> Iterator[None]:
+        """Around the whole run, from the process group's start on.
+
+        What is raised goes on to the caller only if it is an ExpertMeshError that all ranks have met, as of a flag that
+        will not do. Any other error ends the process here.
+        """
+        try:
+            yield
+        except ExpertMeshError as error:
+            if not self.notices.all_stopped():
+                self._end(error)
+            raise
+        except Exception as error:
+            self._end(error)
+
+    def _end(self, error: Exception) -> NoReturn:
+        notice = self.notices.read()
+        if is_timeout(error) or (notice is not None and notice.kind == "stuck"):
+            self.end_as_stuck(error)
+        if notice is not None or is_broken_collective(error):
+            end_as_consequence(self.where(), self.notices)
+        end_as_cause(error, self.where(), self.notices)
+
+    def _enters(self, index: int, layer: Any, inputs: Any) -> None:
+        again = ", again for its backward" if torch._C._current_graph_task_id() >= 0 else ""
+        self.at(f"forward of layer {index}{again}")
+
+    def _leaves(self, index: int, layer: Any, inputs: Any, output: Any) -> None:
+        out_BSD: Tensor = output[0] if isinstance(output, tuple) else output
+        if out_BSD.requires_grad:
+            out_BSD.register_hook(lambda grad: self.at(f"backward of layer {index}"))
+        self.at(f"what follows forward of layer {index}")
+
+    def _watch(self) -> None:
+        """In a thread: end the process once the main thread has stood still for too long."""
+        while self.limit is not None and not self.is_over.wait(min(1.0, self.limit / 10)):
+            if self.is_limited and time.monotonic() - self.since > self.limit:
+                self.end_as_stuck()
+
+    def _listen(self) -> None:
+        """In a thread: end the process soon after another rank has failed, if the main thread does not, which may wait
+        for that rank in a collective."""
+        while not self.is_over.wait(NOTICE_SECONDS):
+            notice = self.notices.read()
+            if notice is not None and notice.rank != self.rank and not self.is_over.wait(FAREWELL_SECONDS):
+                if notice.kind == "stuck":
+                    self.end_as_stuck()
+                end_at_once(1)
+
+    def end_as_stuck(self, error: Exception | None = None) -> NoReturn:
+        """Say and write down where this rank is, leave the others time to do the same, and end the process.
+
+        Args:
+            error: of the collective that was given up, where the main thread is no longer in it.
+
+        Of the main thread and the watching ones, the first to come does it; the others wait for the end here.
+        """
+        self.ending.acquire()
+        still = time.monotonic() - self.since
+        show(self._standing(still, error) + self._written())
+        self.notices.post(Notice(self.rank, "stuck", f"no progress for {still:.0f} s in {self.where()}"))
+        time.sleep(FAREWELL_SECONDS)
+        end_at_once(1)
+
+    def _standing(self, still: float, error: Exception | None) -> str:
+        own = [str(c) for c in recorded_collectives() if c.thread in (0, threading.main_thread().ident)]
+        return (
+            f"rank {self.rank} has made no progress for {still:.0f} s (--ddp-timeout {self.limit}): {self.where()}, in "
+            f"{_innermost_line(error)}" + (f"; its latest collective is {own[-1]}" if own else "")
+        )
+
+    def _written(self) -> str:
+        """Write everything to a file; how to go on from the line on standard error."""
+        if self.directory is None:
+            faulthandler.dump_traceback(2)
+            return ""
+        file = self.directory / f"rank-{self.rank:05d}.txt"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with file.open("w", encoding="utf-8") as stream:
+                stream.write(f"rank {self.rank}: {self.where()}, for {time.monotonic() - self.since:.1f} s\n")
+                stream.write("\nthe latest collectives, oldest first:\n")
+                stream.writelines(f"  {collective}\n" for collective in recorded_collectives()[-_COLLECTIVES_TOLD:])
+                stream.write("\nstacks:\n")
+                stream.flush()
+                faulthandler.dump_traceback(stream)
+        except OSError as error:
+            faulthandler.dump_traceback(2)
+            return f" ({file} cannot be written: {error})"
+        return f"; its stacks and latest collectives are in {file}"
+
+
+def _innermost_line(error: Exception | None) -> str:
+    """What the main thread executes, or where it met an error: function, file and line, of Python the innermost."""
+    if error is not None:
+        frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+    else:
+        ident = threading.main_thread().ident
+        assert ident is not None
+        frame = sys._current_frames()[ident]
+        line = frame.f_lineno
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})"
