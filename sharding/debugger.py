@@ -74,7 +74,9 @@ def debugging(debug_ranks: Collection[int], ranks: Ranks, watchdog: Watchdog, lo
         caller = sys._getframe(2)
         debugger = RankDebugger(lock, watchdog)
         debugger.set_trace(caller)
+        sys.settrace(None)  # or set_next itself would be stepped into
         debugger.set_next(caller)
+        sys.settrace(debugger.trace_dispatch)
     else:
         sys.breakpointhook = _pass_over
     try:

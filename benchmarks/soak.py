@@ -1,0 +1,166 @@
+"""A long run, watched: `python -m benchmarks.soak --minutes 120`.
+
+Trains a small model on several ranks with a checkpoint about every minute, written in the background, and every ten
+seconds looks at each rank's memory (what is its own, not shared: RssAnon of /proc), open files, threads and listening
+ports. At the end it asks the run to stop, as a cluster does, and looks for what is left: processes, files, ports.
+Prints the slope of each rank's memory over the time after the first quarter. Linux only.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.chaos import ROOT, environment, last_step, worker_pids
+from benchmarks.demo import save_random_model, save_tokenizer, write_tasks
+
+SAMPLE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at all ranks, in their order: seconds since the first look, and for each rank MB of its own memory, open
+    files, threads and listening ports; and the files in the output directory."""
+
+    seconds: float
+    memory: list[float]
+    files: list[int]
+    threads: list[int]
+    ports: list[int]
+    outputs: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=120)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ep-size", type=int, default=2)
+    parser.add_argument("--save-steps", type=int, default=100, help="choose it so that a save comes about every minute")
+    parser.add_argument("--json", type=Path, default=None, help="also write every sample here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        out, temporary = directory / "out", directory / "tmp"
+        temporary.mkdir()
+        write_tasks(directory / "data.jsonl")
+        save_tokenizer(directory / "model", directory / "data.jsonl")
+        save_random_model(directory / "model")
+        with (directory / "log").open("w") as log:
+            launcher = subprocess.Popen(
+                launch(directory, out, arguments), cwd=ROOT, env={**environment(), "TMPDIR": str(temporary)},
+                stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            try:
+                samples, pids = watch(launcher, out, arguments)
+                launcher.send_signal(signal.SIGTERM)
+                launcher.wait(timeout=120)
+            finally:
+                launcher.kill()
+        said = (directory / "log").read_text()
+        left = left_behind(pids, out, temporary)
+        saves = sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
+        steps = last_step(out)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([vars(sample) for sample in samples], indent=0))
+    if not re.search("stopped by a signal", said):
+        print(said[-3000:], file=sys.stderr)
+    report(samples, left, steps, saves, arguments)
+    return 0 if not left and "stopped by a signal" in said else 1
+
+
+def launch(directory: Path, out: Path, arguments: argparse.Namespace) -> list[str]:
+    # torchrun leaves an empty directory for logs behind unless told where to put it
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", str(directory / "logs")]
+    command += ["--nproc-per-node", str(arguments.ranks), "train_ep.py", "--use-cpu"]
+    command += ["--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl")]
+    command += ["--eval-ratio", "0.002", "--eval-steps", str(arguments.save_steps)]
+    command += ["--output-dir", str(out), "--ep-size", str(arguments.ep_size), "--max-steps", "10000000"]
+    command += ["--per-device-train-batch-size", "4", "--learning-rate", "1e-4", "--logging-steps", "10"]
+    command += ["--save-steps", str(arguments.save_steps), "--save-total-limit", "3"]
+    return command
+
+
+def watch(
+    launcher: "subprocess.Popen[bytes]", out: Path, arguments: argparse.Namespace
+) -> tuple[list[Sample], list[int]]:
+    """Look at the ranks until the time is over; the samples, and the ranks' processes."""
+    while last_step(out) == 0:
+        if launcher.poll() is not None:
+            raise RuntimeError(f"the run ended with {launcher.returncode} before its first step")
+        time.sleep(1)
+    pids = worker_pids(launcher.pid)
+    begin, samples = time.monotonic(), []
+    while time.monotonic() < begin + 60 * arguments.minutes:
+        if launcher.poll() is not None:
+            raise RuntimeError(f"the run ended with {launcher.returncode} after {time.monotonic() - begin:.0f} s")
+        samples.append(look(pids, out, time.monotonic() - begin))
+        if len(samples) % 60 == 0:
+            print(f"{samples[-1].seconds / 60:.0f} min: step {last_step(out)}, {samples[-1]}", flush=True)
+        time.sleep(SAMPLE_SECONDS)
+    return samples, pids
+
+
+def look(pids: list[int], out: Path, seconds: float) -> Sample:
+    listening = {
+        line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    }
+    memory, files, threads, ports = [], [], [], []
+    for pid in pids:
+        status = Path(f"/proc/{pid}/status").read_text()
+        memory.append(int(re.search(r"RssAnon:\s+(\d+)", status)[1]) / 1e3)  # type: ignore[index]
+        threads.append(int(re.search(r"Threads:\s+(\d+)", status)[1]))  # type: ignore[index]
+        targets = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
+        files.append(len(targets))
+        ports.append(sum(target[8:-1] in listening for target in targets if target.startswith("socket:")))
+    return Sample(round(seconds, 1), memory, files, threads, ports, sum(1 for _ in out.rglob("*")))
+
+
+def left_behind(pids: list[int], out: Path, temporary: Path) -> list[str]:
+    """What should be gone."""
+    known = re.compile(r"latest|best|step-\d+")
+    left = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
+    left += [str(path) for path in (out / "checkpoints").iterdir() if not known.fullmatch(path.name)]
+    return left + [str(path) for path in temporary.iterdir()]
+
+
+def slope(seconds: list[float], values: list[float]) -> float:
+    """Of the least squares line, an hour."""
+    return statistics.linear_regression(seconds, values).slope * 3600
+
+
+def report(samples: list[Sample], left: list[str], steps: int, saves: list[int], arguments: argparse.Namespace) -> None:
+    settled = samples[len(samples) // 4 :]
+    seconds = [sample.seconds for sample in settled]
+    minutes = samples[-1].seconds / 60
+    print(
+        f"{arguments.ranks} ranks, ep {arguments.ep_size}, {minutes:.1f} minutes, {steps} steps, a save and an "
+        f"evaluation every {arguments.save_steps} steps, that is every {minutes * 60 * arguments.save_steps / steps:.0f} s; "
+        f"checkpoints kept: {saves}"
+    )
+    print("rank  own memory, MB: at first  after a quarter  at the end    MB an hour  files  threads  listening ports")
+    for rank in range(arguments.ranks):
+        memory = [sample.memory[rank] for sample in settled]
+        tenth = max(len(memory) // 10, 1)
+        columns = ([getattr(sample, name)[rank] for sample in settled] for name in ("files", "threads", "ports"))
+        files, threads, ports = (f"{min(column)}-{max(column)}" for column in columns)
+        print(
+            f"{rank:4}  {samples[0].memory[rank]:25.1f}  {statistics.median(memory[:tenth]):15.1f}  "
+            f"{statistics.median(memory[-tenth:]):10.1f}  {slope(seconds, memory):+12.2f}  "
+            f"{files:>5}  {threads:>7}  {ports:>15}"
+        )
+    outputs = [sample.outputs for sample in settled]
+    print(
+        f"files in the output directory: {min(outputs)} to {max(outputs)}; left behind: {', '.join(left) or 'nothing'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
