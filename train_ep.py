@@ -53,6 +53,7 @@ from training import (
     compile_layers,
     data_order,
     facts,
+    fit_to_ranks,
     forecast,
     loss_weights,
     make_prompts,
@@ -94,6 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
     """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step."""
     watchdog.at("the checks before training")
+    if config.elastic:
+        with raise_together():
+            num_experts = open_source(resolve_model(config.model)).shape.num_experts
+        config, changes = fit_to_ranks(config, num_experts, ranks)
+        if ranks.rank == 0 and changes:
+            print(f"elastic: {ranks.world_size} ranks: {'; '.join(changes)}", flush=True)
     with raise_together():
         source, model, kernel = build(config, ranks)
     counts = count_parameters(model, source.shape)

@@ -140,9 +140,10 @@ def report(samples: list[Sample], left: list[str], steps: int, saves: list[int],
     settled = samples[len(samples) // 4 :]
     seconds = [sample.seconds for sample in settled]
     minutes = samples[-1].seconds / 60
+    interval = samples[-1].seconds * arguments.save_steps / steps
     print(
         f"{arguments.ranks} ranks, ep {arguments.ep_size}, {minutes:.1f} minutes, {steps} steps, a save and an "
-        f"evaluation every {arguments.save_steps} steps, that is every {minutes * 60 * arguments.save_steps / steps:.0f} s; "
+        f"evaluation every {arguments.save_steps} steps, that is every {interval:.0f} s; "
         f"checkpoints kept: {saves}"
     )
     print("rank  own memory, MB: at first  after a quarter  at the end    MB an hour  files  threads  listening ports")

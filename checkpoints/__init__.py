@@ -5,7 +5,14 @@ from checkpoints.files import write_errors
 from checkpoints.load import load_model, shard_and_load
 from checkpoints.opening import open_checkpoint, parameter_shapes
 from checkpoints.source import Checkpoint, ModelSource, open_source, resolve_model
-from checkpoints.training_state import Progress, Saver, find_checkpoint, load_best_model, load_training_state
+from checkpoints.training_state import (
+    Progress,
+    Saver,
+    find_checkpoint,
+    load_best_model,
+    load_training_state,
+    recorded_order,
+)
 
 __all__ = [
     "Checkpoint",
@@ -20,6 +27,7 @@ __all__ = [
     "open_checkpoint",
     "open_source",
     "parameter_shapes",
+    "recorded_order",
     "resolve_model",
     "shard_and_load",
     "write_errors",

@@ -290,6 +290,17 @@ def whole_checkpoints(directory: Path) -> list[Path]:
     return sorted((path for path in found if (path / MARKER).is_file()), key=lambda p: int(p.name[5:]), reverse=True)
 
 
+def recorded_order(directory: Path) -> dict[str, int] | None:
+    """What decides the order of the data, of the newest checkpoint that tells it; None where none does."""
+    for path in whole_checkpoints(directory):
+        try:
+            order: dict[str, int] = read_marker(path)["order"]
+            return order
+        except ExpertMeshError:
+            continue  # damaged; who resumes is told of it
+    return None
+
+
 def sweep(directory: Path) -> list[str]:
     """Delete what a killed run left half-written; the names of what was skipped for want of a marker."""
     for partial in directory.glob(".step-*"):

@@ -4,6 +4,7 @@ from training.attention import choose_attention
 from training.compiling import compile_layers
 from training.config import TrainConfig, parse_config
 from training.data import print_preview
+from training.elastic import fit_to_ranks
 from training.facts import facts
 from training.head import attach_loss_head, choose_cross_entropy
 from training.inputs import Inputs, make_prompts, read_inputs
@@ -24,6 +25,7 @@ __all__ = [
     "compile_layers",
     "data_order",
     "facts",
+    "fit_to_ranks",
     "forecast",
     "loss_weights",
     "make_prompts",

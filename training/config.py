@@ -92,6 +92,9 @@ class TrainConfig:
 
     per_device_train_batch_size: int = _flag(8, "Rows a rank takes in one forward.")
     gradient_accumulation_steps: int = _flag(1, "Forwards and backwards a step.")
+    global_batch_size: int | None = _flag(
+        None, "Rows a step over all ranks, in as many forwards as it takes, in place of --gradient-accumulation-steps."
+    )
     num_train_epochs: float = _flag(1.0, "Passes over the data, where --max-steps is not given.")
     max_steps: int = _flag(-1, "Steps; 0 only loads and exports.")
     learning_rate: float = _flag(5e-5, "Peak learning rate.")
@@ -136,6 +139,9 @@ class TrainConfig:
         "",
         "Go on from a training checkpoint: its path, or auto for the newest whole one in --output-dir, if any.",
         aliases=["--resume-from-checkpoint"],
+    )
+    elastic: bool = _flag(
+        False, "With --resume: take as large an --ep-size as the ranks allow, and keep the run's global batch."
     )
     trust_checkpoint_owner: bool = _flag(False, "Resume from another user's checkpoint; reading it can run their code.")
 
@@ -198,12 +204,26 @@ class TrainConfig:
             raise ExpertMeshError("--generate-prompts: when is it to answer them? Give --generate-steps")
         if self.early_stopping_threshold and self.early_stopping_patience == 0:
             raise ExpertMeshError("--early-stopping-threshold: nothing stops early without --early-stopping-patience")
+        if self.global_batch_size is not None and self.gradient_accumulation_steps > 1:
+            raise ExpertMeshError("--global-batch-size and --gradient-accumulation-steps: give one of them")
+        if self.elastic and not self.resume:
+            raise ExpertMeshError("--elastic: what is it to go on from? Give --resume auto")
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: --save-steps 0 saves no checkpoint to load it from")
 
     @property
     def evaluates(self) -> bool:
         return bool(self.eval_dataset) or self.eval_ratio > 0
+
+    def rows_a_step(self, world_size: int) -> int:
+        """The global batch, in rows."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        return world_size * self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    def forwards(self, world_size: int) -> int:
+        """Forwards a rank makes in a step."""
+        return math.ceil(self.rows_a_step(world_size) / (world_size * self.per_device_train_batch_size))
 
     @property
     def shard_bytes(self) -> int:
@@ -219,6 +239,7 @@ _AT_LEAST = {
     "ddp_timeout": 1,
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 1,
+    "global_batch_size": 1,
     "num_train_epochs": 0,
     "max_steps": -1,
     "learning_rate": 0,

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from checkpoints import write_errors
 from sharding import Ranks
 
+FILE = "environment.json"
 PACKAGES = ("expertmesh", "torch", "transformers", "accelerate", "datasets", "safetensors", "megablocks")
 _CHECKOUT = Path(__file__).parents[1]
 
 
-def environment(ranks: Ranks) -> dict[str, str | int]:
+def environment(ranks: Ranks, global_batch_size: int) -> dict[str, str | int]:
     """The facts by name, for environment.json and the report. What cannot be found out is left out.
 
     All ranks call it together and get the same devices; the rest is of the rank's own machine.
@@ -30,6 +31,7 @@ def environment(ranks: Ranks) -> dict[str, str | int]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if ranks.device.type == "cuda" else None,
         "ranks": ranks.world_size,
+        "global_batch_size": global_batch_size,
         "devices": _devices(ranks),
         "cpu": _cpu_model(),
         "cpu_cores": os.cpu_count(),
@@ -45,7 +47,7 @@ def write_environment(output_dir: Path, facts: dict[str, str | int]) -> None:
         ExpertMeshError: it cannot be written.
     """
     with write_errors(output_dir):
-        (output_dir / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (output_dir / FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _version(package: str) -> str | None:

@@ -41,11 +41,12 @@ def facts(
 
 def _mesh(source: ModelSource, topology: Topology, config: TrainConfig, order: DataOrder) -> str:
     world = topology.world_size
+    is_short = order.global_batch_size < world * config.per_device_train_batch_size * config.forwards(world)
     return (
         f"{world} ranks: dp {topology.dp_size} x ep {topology.ep_size}, "
         f"{source.shape.num_experts // topology.ep_size} experts a rank, dense shard {topology.dense_shard}; "
         f"global batch {order.global_batch_size} rows = {world} ranks x {config.per_device_train_batch_size} rows "
-        f"x {config.gradient_accumulation_steps} forwards"
+        f"x {config.forwards(world)} forwards" + (", the last not full" if is_short else "")
     )
 
 

@@ -50,7 +50,7 @@ class RunLog:
         self.bar: Any = None
 
     def __enter__(self) -> "RunLog":
-        facts = environment(self.ranks)
+        facts = environment(self.ranks, self.config.rows_a_step(self.ranks.world_size))
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 self.config.save(self.output_dir / "config.yaml")

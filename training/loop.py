@@ -49,9 +49,10 @@ def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataO
         0 if rows is None else len(rows),
         world_size,
         config.per_device_train_batch_size,
-        config.gradient_accumulation_steps,
+        config.forwards(world_size),
         config.seed,
         rows.lengths if rows is not None and config.group_by_length else None,
+        config.global_batch_size,
     )
 
 
@@ -258,6 +259,7 @@ def _check_order(progress: Progress, run: Run, path: Path) -> None:
             raise ExpertMeshError(
                 f"--resume {path}: that run had {name.replace('_', ' ')} {there}, this one has {here[name]}; "
                 "with other batches it would not be the same run"
+                + ("; --elastic keeps it on any number of ranks" if name == "global_batch_size" else "")
             )
 
 

@@ -115,7 +115,7 @@ def forecast(
         topology.dense_shard,
         micro_batch=config.per_device_train_batch_size,
         seq_length=longest,
-        accumulation=config.gradient_accumulation_steps,
+        accumulation=config.forwards(ranks.world_size),
         checkpointing=config.gradient_checkpointing,
         bf16=config.bf16,
         optimizer=config.optim,

@@ -11,13 +11,23 @@ from sharding import Ranks
 from tests.distributed.pool import RankPool
 from training.environment import _commit, environment, write_environment
 
-ALWAYS = {"python", "torch", "transformers", "accelerate", "datasets", "safetensors", "ranks", "devices"}
+ALWAYS = {
+    "global_batch_size",
+    "python",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "ranks",
+    "devices",
+}
 SOMETIMES = {"expertmesh", "megablocks", "commit", "cuda", "nccl", "cpu", "cpu_cores", "os"}
 
 
 def facts_of_a_rank(output_dir: Path) -> dict[str, str | int]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
-    facts = environment(ranks)
+    facts = environment(ranks, 16)
     if ranks.rank == 0:
         write_environment(output_dir, facts)
     return facts

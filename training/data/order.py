@@ -24,6 +24,7 @@ class DataOrder:
         world_size, per_device, accumulation: how a global batch is shared out.
         seed: of the order; every epoch is a permutation of its own.
         lengths: tokens of each row, to put rows of like length into the same batch; None leaves the order random.
+        rows_a_step: of a global batch, where it is not as many as the ranks can take in `accumulation` forwards.
     """
 
     num_rows: int
@@ -32,9 +33,12 @@ class DataOrder:
     accumulation: int
     seed: int
     lengths: Tensor | None = None
+    rows_a_step: int | None = None
 
     @property
     def global_batch_size(self) -> int:
+        if self.rows_a_step is not None:
+            return self.rows_a_step
         return self.world_size * self.per_device * self.accumulation
 
     @property

@@ -1,0 +1,59 @@
+"""--elastic: a run that comes back with other ranks is the same run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import RankPool
+from tests.distributed.test_checkpoints import read
+from tests.distributed.test_train_ep import assert_equal_weights
+from tests.distributed.test_training import lines, start
+from training.elastic import rows_a_step_before
+
+
+@pytest.fixture
+def common(tiny_model: Path, tiny_data: Path) -> list[object]:
+    """8 rows a step on 4 ranks; a constant rate, so that where a life ends does not matter to the steps before."""
+    return [
+        "--model", tiny_model, "--dataset", tiny_data, "--per-device-train-batch-size", 2, "--learning-rate", "1e-3",
+        "--lr-scheduler-type", "constant", "--router-z-loss-coef", "0.01", "--ep-size", 4,
+    ]  # fmt: skip
+
+
+def test_goes_on_with_fewer_and_more_ranks(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
+    """4 ranks, then 3, then 8. Neither 3 nor 8 share out 8 rows in forwards of 2 rows without a rest, and 3 divides no
+    number of experts."""
+    whole = tmp_path / "whole"
+    assert start(ranks, 4, *common, "--output-dir", whole, "--max-steps", 6, "--save-steps", 0) == [(0, "")] * 4
+    out = tmp_path / "elastic"
+    for world_size, steps in ((4, 2), (3, 4), (8, 6)):
+        elastic = ("--save-steps", 1, "--max-steps", steps, "--resume", "auto", "--elastic")
+        assert start(ranks, world_size, *common, "--output-dir", out, *elastic) == [(0, "")] * world_size
+    for name in ("loss", "grad_norm", "tokens", "z_loss"):
+        found, expected = ([line[name] for line in lines(path, "loss")] for path in (out, whole))
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert_equal_weights(read(out / "hf"), read(whole / "hf"))
+
+
+def test_same_batch_before_the_first_checkpoint(tmp_path: Path) -> None:
+    assert rows_a_step_before(tmp_path) is None
+    (tmp_path / "environment.json").write_text(json.dumps({"global_batch_size": 24}))
+    assert rows_a_step_before(tmp_path) == 24
+
+
+def test_other_ranks_without_it_are_refused(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
+    common += ["--output-dir", tmp_path, "--resume", "auto", "--save-steps", 1, "--max-steps", 1]
+    assert start(ranks, 4, *common) == [(0, "")] * 4
+    for more, said in (((), "--ep-size 4 does not divide the 2 ranks"), (("--ep-size", 2), "--elastic keeps it")):
+        code, errors = start(ranks, 2, *common, *more)[0]
+        assert code == 2
+        assert said in errors
+
+
+def test_global_batch_on_any_ranks(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
+    batch = ("--global-batch-size", 10, "--max-steps", 2, "--save-steps", 0, "--ep-size", 1)
+    for world_size in (1, 3):
+        out = tmp_path / str(world_size)
+        assert start(ranks, world_size, *common, *batch, "--output-dir", out) == [(0, "")] * world_size
+    assert_equal_weights(read(tmp_path / "3" / "hf"), read(tmp_path / "1" / "hf"))
