@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def inject(fault: Callable[[Any], None], rank: int, step: int) -> None:
-    """Let `fault` happen on a rank at the beginning of a step, counted from 1; only once, also after restarts."""
+    """Let `fault` happen on a rank at the beginning of a step of this process, counted from 1."""
     import training.loop
 
     train_step, made = training.loop.train_step, 0
@@ -84,6 +84,7 @@ def inject(fault: Callable[[Any], None], rank: int, step: int) -> None:
             and int(os.environ.get("RANK", "0")) == rank
             and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         ):
+            print(f"inject: {fault.__name__} on rank {rank} in step {step} at {time.time():.3f}", flush=True)
             fault(model)
         return train_step(model, *args, **kwargs)
 

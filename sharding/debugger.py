@@ -6,9 +6,10 @@ import pdb
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from moe import ExpertMeshError
 from sharding.failures import Notice, end_at_once, show
@@ -22,11 +23,11 @@ class RankDebugger(pdb.Pdb):
     Args:
         lock: a file or directory that all ranks of the node can open; who holds it talks.
         watchdog: to be told of a `quit`, which ends the run.
+        terminal: what is typed.
     """
 
-    def __init__(self, lock: Path, watchdog: Watchdog):
-        # a rank's sys.stdin may have been replaced; what torchrun was given stays file number 0
-        super().__init__(stdin=os.fdopen(os.dup(0)), stdout=sys.__stdout__)
+    def __init__(self, lock: Path, watchdog: Watchdog, terminal: TextIO):
+        super().__init__(stdin=terminal, stdout=sys.__stdout__)
         self.lock = lock
         self.watchdog = watchdog
         self.prompt = f"(rank {watchdog.rank}) "
@@ -68,11 +69,14 @@ def debugging(debug_ranks: Collection[int], ranks: Ranks, watchdog: Watchdog, lo
             f"--debug-ranks {' '.join(map(str, debug_ranks))}: the ranks are 0 to {ranks.world_size - 1}"
         )
     before = sys.breakpointhook
+    # Whatever has become of sys.stdin, what torchrun was given stays file number 0. One object for all debuggers: each
+    # would read ahead of what it uses.
+    make_debugger = partial(RankDebugger, lock, watchdog, os.fdopen(os.dup(0)))
     if ranks.rank in debug_ranks:
-        sys.breakpointhook = lambda *args, **kwargs: RankDebugger(lock, watchdog).set_trace(sys._getframe(1))
+        sys.breakpointhook = lambda *args, **kwargs: make_debugger().set_trace(sys._getframe(1))
         # of whoever has the `with` statement, contextlib between them
         caller = sys._getframe(2)
-        debugger = RankDebugger(lock, watchdog)
+        debugger = make_debugger()
         debugger.set_trace(caller)
         sys.settrace(None)  # or set_next itself would be stepped into
         debugger.set_next(caller)
@@ -84,7 +88,7 @@ def debugging(debug_ranks: Collection[int], ranks: Ranks, watchdog: Watchdog, lo
     except Exception as error:
         if ranks.rank in debug_ranks:
             show(f"rank {ranks.rank}: {type(error).__name__}: {error}")
-            debugger = RankDebugger(lock, watchdog)
+            debugger = make_debugger()
             debugger.reset()
             debugger.interaction(None, error.__traceback__)
         raise

@@ -1,0 +1,452 @@
+"""Breaks runs in the ways in which long runs break, and holds what comes of it against a run that nobody disturbed.
+
+    python -m benchmarks.faults                         # everything, three times each
+    python -m benchmarks.faults --faults raise flip     # some
+    python -m benchmarks.faults --short                 # once each, two ranks: for CI
+
+Each fault is put into a run of a small model, at a random rank, step or moment. The run must end as it should: with the
+right words, not with 0, and without hanging; then the same command goes on with `--resume auto`, and the weights at the
+end must be those of the undisturbed run, to the bit where the ranks are arranged alike. Prints a table. Exits with 1 if
+anything was otherwise. Cutting and slowing a link takes two network namespaces, and a full disk a mount of its own: as
+root, on Linux; elsewhere these are left out and named.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.chaos import ROOT, environment, largest_difference, last_step, run_and_kill, worker_pids
+from benchmarks.demo import save_random_model, save_tokenizer, write_tasks
+from benchmarks.network import Network, can_make_networks
+
+DDP_TIMEOUT = 10
+"""Of runs that are to stand still, in seconds."""
+
+
+class Unexpected(Exception):
+    """A run did not end as it should."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One that has ended: exit code, what it printed, and when it ended, in seconds since the epoch."""
+
+    code: int
+    text: str
+    ended: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one fault. happened: in words. seconds: from the fault to the end of the run; None where it did not end.
+    difference: the largest between any weight and the undisturbed run's, after going on."""
+
+    happened: str
+    seconds: float | None
+    difference: float
+
+
+@dataclass
+class Bench:
+    """What all faults share.
+
+    undisturbed: for each set of flags, where the weights lie of a run that had nothing but them.
+    """
+
+    directory: Path
+    ranks: int
+    steps: int
+    rng: random.Random
+    undisturbed: dict[tuple[str, ...], Path] = field(default_factory=dict)
+
+    @property
+    def ep_size(self) -> int:
+        return self.ranks // 2
+
+    def some_rank(self) -> int:
+        return self.rng.randrange(self.ranks)
+
+    def some_step(self) -> int:
+        """Not before the first checkpoint."""
+        return self.rng.randint(3, self.steps - 1)
+
+    def new_output(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.directory)) / "out"
+
+    def flags(self, out: Path, *more: str) -> list[str]:
+        return [
+            "--use-cpu", "--model", str(self.directory / "model"), "--dataset", str(self.directory / "data.jsonl"),
+            "--output-dir", str(out), "--ep-size", str(self.ep_size), "--max-steps", str(self.steps),
+            "--per-device-train-batch-size", "4", "--learning-rate", "1e-3", "--save-steps", "2", "--resume", "auto",
+            *more,
+        ]  # fmt: skip
+
+    def start(
+        self, out: Path, *flags: str, fault: tuple[str, int, int] | None = None, launch: tuple[str, ...] = ()
+    ) -> "subprocess.Popen[str]":
+        """train_ep.py under torchrun, with a fault (its name, a rank, a step) put into it where one is given."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)]
+        command += ["--monitor-interval", "0.1", *(launch or ("--standalone",))]
+        command += ["train_ep.py"] if fault is None else ["-m", "benchmarks.inject", *map(str, fault)]
+        return subprocess.Popen(
+            command + self.flags(out, *flags), cwd=ROOT, env=environment(), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, out: Path, *flags: str, fault: tuple[str, int, int] | None = None) -> Run:
+        return finish(self.start(out, *flags, fault=fault))
+
+    def difference(self, out: Path, *flags: str) -> float:
+        """Of the weights in `out` from those of the run with these flags that nobody disturbed."""
+        if flags not in self.undisturbed:
+            self.undisturbed[flags] = self.new_output()
+            expect(self.run(self.undisturbed[flags], *flags), 0)
+        return largest_difference(self.undisturbed[flags] / "hf", out / "hf")
+
+    def go_on(self, out: Path, *flags: str) -> float:
+        """The same command again; the difference at its end."""
+        expect(self.run(out, *flags), 0, "resumed from")
+        return self.difference(out, *flags)
+
+
+def finish(process: "subprocess.Popen[str]", timeout: float = 300) -> Run:
+    try:
+        text, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        raise Unexpected(f"a run hangs: {process.args!r}") from error
+    return Run(process.returncode, text, time.time())
+
+
+def expect(run: Run, code: int | None, *words: str) -> Run:
+    """
+    Raises:
+        Unexpected: the exit code is another (None: is 0), or words are missing from what the run printed.
+    """
+    if (run.code == 0) if code is None else (run.code != code):
+        raise Unexpected(f"exit code {run.code}, not {'another than 0' if code is None else code}:\n{run.text[-4000:]}")
+    for word in words:
+        if word not in run.text:
+            raise Unexpected(f"{word!r} is not among what was printed:\n{run.text[-6000:]}")
+    return run
+
+
+def seconds_since_fault(run: Run) -> float:
+    (when,) = re.findall(r"^inject: .* at ([\d.]+)$", run.text, re.MULTILINE)
+    return run.ended - float(when)
+
+
+def wait_for_step(out: Path, step: int, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 120
+    while last_step(out) < step:
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise Unexpected(f"no step {step}: {finish(process).text[-4000:]}")
+        time.sleep(0.02)
+
+
+# The faults
+
+
+def raises(bench: Bench) -> Outcome:
+    """An error in the code of one rank."""
+    out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
+    run = expect(bench.run(out, fault=("raise", rank, step)), None, f"rank {rank} failed in step {step}")
+    errors = re.findall(r"^rank (\d+) ", run.text, re.MULTILINE)
+    root = run.text.partition("Root Cause")[2]
+    if errors != [str(rank)] or "made up by benchmarks.inject" not in root:
+        raise Unexpected(f"not rank {rank}'s error alone and as root cause:\n{run.text[-6000:]}")
+    return Outcome("its error is shown first and alone", seconds_since_fault(run), bench.go_on(out))
+
+
+def dies(bench: Bench) -> Outcome:
+    """One rank is killed (SIGKILL), as when memory runs out."""
+    out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
+    run = expect(bench.run(out, fault=("die", rank, step)), None, "ended without a word")
+    root = run.text.partition("Root Cause")[2]
+    if f"rank      : {rank} " not in root or "SIGKILL" not in root:
+        raise Unexpected(f"torchrun does not name rank {rank}:\n{run.text[-4000:]}")
+    return Outcome("the others say that they lost it, torchrun which one", seconds_since_fault(run), bench.go_on(out))
+
+
+def dies_again_and_again(bench: Bench) -> Outcome:
+    """Ranks are killed at random moments, during saves included, under --max-restarts."""
+    arguments = argparse.Namespace(
+        ranks=bench.ranks, ep_size=bench.ep_size, steps=60, seed=bench.rng.random(), kills=5, timeout=1200
+    )
+    out, whole = bench.new_output(), bench.new_output()
+    kills, _ = run_and_kill(bench.directory, out, arguments)
+    if len(kills) != arguments.kills:
+        raise Unexpected(f"{len(kills)} kills, not {arguments.kills}")
+    arguments.kills, arguments.save = 0, 0
+    run_and_kill(bench.directory, whole, arguments)
+    return Outcome(
+        f"{len(kills)} kills, each time it goes on by itself", None, largest_difference(whole / "hf", out / "hf")
+    )
+
+
+def stands_still(bench: Bench) -> Outcome:
+    """One rank comes to a halt in a layer's forward."""
+    out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
+    run = bench.run(out, "--ddp-timeout", str(DDP_TIMEOUT), fault=("stand-still", rank, step))
+    every_rank = [f"rank {r} has made no progress" for r in range(bench.ranks)]
+    expect(run, None, *every_rank)
+    told = (out / "stuck" / f"rank-{rank:05d}.txt").read_text()
+    if f"rank {rank}: step {step}, forward of layer 1" not in told or "in sleep" not in told:
+        raise Unexpected(f"where rank {rank} stood is not told:\n{told}")
+    return Outcome(
+        f"every rank tells where it stands, --ddp-timeout {DDP_TIMEOUT}", seconds_since_fault(run), bench.go_on(out)
+    )
+
+
+def poisons(bench: Bench) -> Outcome:
+    """A gradient becomes NaN, --on-nonfinite stop --detect-anomaly."""
+    out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
+    run = bench.run(out, "--detect-anomaly", fault=("poison", rank, step))
+    expect(run, None, "first non-finite tensor", f"on rank {rank}")
+    return Outcome("all ranks stop before the update, the tensor is named", seconds_since_fault(run), bench.go_on(out))
+
+
+def poisons_one_step(bench: Bench) -> Outcome:
+    """The same, --on-nonfinite skip. The undisturbed run has it too: it must skip the same step, to the same end."""
+    step = bench.some_step()
+    weights = []
+    for rank in (bench.some_rank(), bench.some_rank()):
+        weights.append(bench.new_output())
+        run = bench.run(weights[-1], "--on-nonfinite", "skip", fault=("poison", rank, step))
+        expect(run, 0, f"step {step}: ")
+        lines = [json.loads(line) for line in (weights[-1] / "metrics.jsonl").read_text().splitlines()]
+        if [line["step"] for line in lines if line.get("skipped_steps")] != [step]:
+            raise Unexpected(f"not step {step} alone was skipped")
+    return Outcome("the step makes no update, the run goes on", None, largest_difference(*(w / "hf" for w in weights)))
+
+
+def flips(bench: Bench) -> Outcome:
+    """One bit of one weight flips on one rank, --dense-shard hybrid --check-replicas 1."""
+    out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
+    run = bench.run(out, "--dense-shard", "hybrid", "--check-replicas", "1", fault=("flip", rank, step))
+    expect(run, None, "q_proj.weight", "--check-replicas")
+    flags = ("--dense-shard", "hybrid", "--check-replicas", "1")
+    return Outcome("all ranks stop, the parameter is named", seconds_since_fault(run), bench.go_on(out, *flags))
+
+
+def is_asked_to_stop(bench: Bench) -> Outcome:
+    """SIGTERM, as a cluster sends before it takes a node away."""
+    out = bench.new_output()
+    process = bench.start(out)
+    wait_for_step(out, bench.rng.randint(1, bench.steps - 3), process)
+    asked = time.time()
+    process.send_signal(signal.SIGTERM)
+    run = expect(finish(process), None, "stopped by a signal")
+    return Outcome("it finishes the step, saves, and ends", run.ended - asked, bench.go_on(out))
+
+
+def damages_a_checkpoint(bench: Bench) -> Outcome:
+    """A byte of the newest checkpoint changes on the disk, while the run is down."""
+    out = bench.new_output()
+    expect(bench.run(out), 0)
+    (newest,) = (out / "checkpoints").glob(f"step-*{bench.steps}")
+    file = bench.rng.choice(sorted(path for path in (newest / "state").iterdir()))
+    content = bytearray(file.read_bytes())
+    content[bench.rng.randrange(len(content))] ^= 1 << bench.rng.randrange(8)
+    file.write_bytes(content)
+    expect(bench.run(out), 0, "is damaged", "it is skipped for the one before it", f"step {bench.steps - 2}\n")
+    return Outcome("it is named, the one before it is taken", None, bench.difference(out))
+
+
+def loses_its_output(bench: Bench) -> Outcome:
+    """The output directory is deleted while the run writes to it."""
+    out = bench.new_output()
+    process = bench.start(out)
+    wait_for_step(out, bench.rng.randint(1, bench.steps - 3), process)
+    gone = time.time()
+    out.rename(out.with_name("elsewhere"))
+    run = expect(finish(process), None, "--output-dir")
+    if out.exists():
+        raise Unexpected(f"{out} was made anew")
+    out.with_name("elsewhere").rename(out)
+    return Outcome("one error names it", run.ended - gone, bench.go_on(out))
+
+
+def fills_the_disk(bench: Bench) -> Outcome:
+    """No room for another checkpoint."""
+    out = bench.new_output()
+    out.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(out)], check=True)
+    try:
+        expect(bench.run(out), None, "MB free", "--on-save-error continue")
+        subprocess.run(["mount", "-o", "remount,size=500m", str(out)], check=True)
+        return Outcome("it stops and says so; the checkpoints before stay whole", None, bench.go_on(out))
+    finally:
+        subprocess.run(["umount", str(out)], check=True)
+
+
+def loses_a_node(bench: Bench) -> Outcome:
+    """One of two nodes is gone for good: torchrun --nnodes 1:2 --max-restarts 3, --elastic."""
+    out = bench.new_output()
+    node = Bench(bench.directory, bench.ranks // 2, bench.steps, bench.rng)
+    flags = ("--elastic", "--ep-size", str(bench.ep_size))
+    rendezvous = (
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29533", "--rdzv-id", str(bench.rng.random()),
+        "--nnodes", "1:2", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1",
+    )  # fmt: skip
+    nodes = [node.start(out, *flags, launch=rendezvous)]
+    time.sleep(2)  # the first to come holds the store, and is the one that stays
+    nodes.append(node.start(out, *flags, launch=rendezvous))
+    wait_for_step(out, bench.rng.randint(3, bench.steps - 3), nodes[0])
+    for pid in (*worker_pids(nodes[1].pid), nodes[1].pid):
+        os.kill(pid, signal.SIGKILL)
+    finish(nodes[1])
+    run = expect(finish(nodes[0]), 0, "resumed from", f"elastic: {bench.ranks // 2} ranks")
+    if f"{bench.ranks} ranks: dp" not in run.text:
+        raise Unexpected("it did not begin on both nodes")
+    # before and after on different arrangements
+    return Outcome("it goes on, on the node that is left, with the same global batch", None, bench.difference(out))
+
+
+def cuts_the_link(bench: Bench) -> Outcome:
+    """The link between two nodes goes down; no packet, no reset comes through."""
+    out = bench.new_output()
+    with Network() as network:
+        nodes = start_nodes(bench, network, out, "--ddp-timeout", str(DDP_TIMEOUT))
+        wait_for_step(out, bench.rng.randint(3, bench.steps - 2), nodes[0])
+        cut = time.time()
+        network.cut()
+        runs = [expect(finish(node), None, "has made no progress") for node in nodes]
+    return Outcome(
+        f"every rank tells where it stands, --ddp-timeout {DDP_TIMEOUT}",
+        max(run.ended for run in runs) - cut,
+        bench.go_on(out),
+    )
+
+
+def slows_the_link(bench: Bench) -> Outcome:
+    """The link between two nodes falls to 4 Mbit/s."""
+    out = bench.new_output()
+    with Network() as network:
+        nodes = start_nodes(bench, network, out, "--ddp-timeout", "60")
+        wait_for_step(out, 3, nodes[0])
+        network.slow(megabits=4)
+        for node in nodes:
+            expect(finish(node), 0)
+    return Outcome("it goes on, slower", None, bench.difference(out))
+
+
+def start_nodes(bench: Bench, network: Network, out: Path, *flags: str) -> list["subprocess.Popen[str]"]:
+    """Half of the ranks on each of two nodes."""
+    command = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(bench.ranks // 2)]
+    command += ["--master-addr", network.address, "--master-port", "29534", "--monitor-interval", "0.1"]
+    nodes = []
+    for number in range(2):
+        rank = [sys.executable, "-m", *command, "--node-rank", str(number), "train_ep.py", *bench.flags(out, *flags)]
+        variables = {**environment(), "GLOO_SOCKET_IFNAME": network.interface(number)}
+        nodes.append(
+            subprocess.Popen(
+                network.inside(number, rank), cwd=ROOT, env=variables, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+        )  # fmt: skip
+    return nodes
+
+
+@dataclass(frozen=True)
+class Fault:
+    """exact: whether going on is on the same arrangement, and must give the same bits. is_possible: here."""
+
+    inject: Callable[[Bench], Outcome]
+    exact: bool = True
+    in_short: bool = False
+    is_possible: Callable[[], bool] = lambda: True
+
+    @property
+    def what(self) -> str:
+        return " ".join((self.inject.__doc__ or "").split()).partition(" The undisturbed")[0]
+
+
+FAULTS = {
+    "raise": Fault(raises, in_short=True),
+    "die": Fault(dies),
+    "die-again": Fault(dies_again_and_again),
+    "stand-still": Fault(stands_still, in_short=True),
+    "nan-stop": Fault(poisons),
+    "nan-skip": Fault(poisons_one_step),
+    "bit-flip": Fault(flips, in_short=True),
+    "sigterm": Fault(is_asked_to_stop),
+    "damage": Fault(damages_a_checkpoint),
+    "output-gone": Fault(loses_its_output, in_short=True),
+    "disk-full": Fault(fills_the_disk, is_possible=can_make_networks),
+    "node-lost": Fault(loses_a_node, exact=False),
+    "link-cut": Fault(cuts_the_link, in_short=True, is_possible=can_make_networks),
+    "link-slow": Fault(slows_the_link, is_possible=can_make_networks),
+}
+
+ROUNDING = 1e-4
+"""How far a weight may be off where a part of the run was made on another arrangement, in fp32: the model's are about
+0.02 to 1, and AdamW's first steps follow the sign of a gradient, however small."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=None, metavar="FAULT", help=", ".join(FAULTS))
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--short", action="store_true", help="the most telling faults, once each, on two ranks")
+    arguments = parser.parse_args(argv)
+    names = arguments.faults or [name for name, fault in FAULTS.items() if fault.in_short or not arguments.short]
+    if arguments.short:
+        arguments.times, arguments.ranks, arguments.steps = 1, 2, 6
+    with bench_in_temporary_directory(arguments) as bench:
+        print(
+            f"{bench.ranks} ranks, ep {bench.ep_size}, {bench.steps} steps, a checkpoint every 2, seed {arguments.seed}"
+        )
+        results = [inject_and_check(FAULTS[name], arguments.times, bench) for name in names]
+    return 0 if all(results) else 1
+
+
+@contextmanager
+def bench_in_temporary_directory(arguments: argparse.Namespace) -> Iterator[Bench]:
+    directory = Path(tempfile.mkdtemp())
+    try:
+        write_tasks(directory / "data.jsonl")
+        save_tokenizer(directory / "model", directory / "data.jsonl")
+        save_random_model(directory / "model")
+        yield Bench(directory, arguments.ranks, arguments.steps, random.Random(arguments.seed))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def inject_and_check(fault: Fault, times: int, bench: Bench) -> bool:
+    """Inject a fault so many times and print its row of the table; whether all went as it should."""
+    if not fault.is_possible():
+        print(f"| {fault.what} | 0 | not possible here: needs root and network namespaces | | |", flush=True)
+        return True
+    outcomes = []
+    for number in range(times):
+        try:
+            outcomes.append(fault.inject(bench))
+        except Unexpected as error:
+            print(f"| {fault.what} | {number + 1} | NOT AS IT SHOULD: {error} | | |", flush=True)
+            return False
+    took = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
+    difference = max(outcome.difference for outcome in outcomes)
+    ended = f"{min(took):.0f} to {max(took):.0f} s" if took else ""
+    print(f"| {fault.what} | {times} | {outcomes[-1].happened} | {ended} | {difference:.1e} |", flush=True)
+    return difference <= (0 if fault.exact else ROUNDING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

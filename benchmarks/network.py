@@ -1,0 +1,67 @@
+"""Two nodes on one machine: two network namespaces of Linux with a link between them, to be cut or slowed."""
+
+import os
+import shutil
+import subprocess
+from types import TracebackType
+
+
+def can_make_networks() -> bool:
+    """Whether this process may make network namespaces, and has the tools."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        return False
+    name = f"em-try-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
+        return False
+    return subprocess.run(["ip", "netns", "del", name], capture_output=True).returncode == 0
+
+
+class Network:
+    """Use as a context manager. The namespaces, and whatever still runs in them, are gone at its end."""
+
+    address = "10.77.0.1"
+    """Of node 0."""
+
+    def __init__(self) -> None:
+        self.names = [f"em{os.getpid()}-{number}" for number in range(2)]
+
+    def interface(self, number: int) -> str:
+        """The link's end at a node."""
+        return f"emlink{number}"
+
+    def inside(self, number: int, command: list[str]) -> list[str]:
+        """The command, to be run on a node."""
+        return ["ip", "netns", "exec", self.names[number], *command]
+
+    def __enter__(self) -> "Network":
+        for name in self.names:
+            _run("ip", "netns", "add", name)
+        _run(
+            "ip", "link", "add", self.interface(0), "netns", self.names[0],
+            "type", "veth", "peer", "name", self.interface(1), "netns", self.names[1],
+        )  # fmt: skip
+        for number, name in enumerate(self.names):
+            _run("ip", "-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", self.interface(number))
+            _run("ip", "-n", name, "link", "set", self.interface(number), "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in self.names:
+            _run("ip", "netns", "del", name)
+
+    def cut(self) -> None:
+        """Nothing comes through any more, no end of a connection either."""
+        _run("ip", "-n", self.names[0], "link", "set", self.interface(0), "down")
+
+    def slow(self, megabits: float) -> None:
+        """What node 0 sends goes through at so many megabits a second."""
+        rate = f"{megabits:g}mbit"
+        _run(*self.inside(0, ["tc", "qdisc", "add", "dev", self.interface(0), "root", "tbf", "rate", rate]),
+             "burst", "32k", "latency", "400ms")  # fmt: skip
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,0 +1,40 @@
+"""--debug-ranks: a debugger on one rank, fed as from a terminal, while the other waits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.distributed.pool import RankPool
+from tests.distributed.test_train_ep import ROOT
+from tests.distributed.test_training import start
+
+
+def test_talks_on_one_rank_while_the_other_waits(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """It opens before training, goes on, opens again where rank 1 meets an error, and ends the run."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "benchmarks.inject", "raise", "1", "2", "--model", str(tiny_model), "--dataset", str(tiny_data),
+        "--output-dir", str(tmp_path), "--use-cpu", "--ep-size", "2", "--max-steps", "3", "--debug-ranks", "1",
+    ]  # fmt: skip
+    typed = "p 6 * 7\ncontinue\np model.config.model_type\nquit\n"
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, input=typed, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+    said = done.stdout
+    assert "rank 1 is in the start of training; the other ranks wait" in said
+    assert "(rank 1) 42" in said
+    assert "finished = train(run, resume_from)" in said, "not stopped at the call of train"
+    assert "rank 1 is in step 2, " in said
+    assert "(rank 1) 'mixtral'" in said, "not in the frame of the error"
+    assert "rank 0 " not in said
+    assert "rank 1: the run was ended from the debugger" in done.stderr
+    assert done.returncode == 1
+
+
+def test_unknown_rank(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    flags = ("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path, "--max-steps", 1)
+    for code, errors in start(ranks, 2, *flags, "--debug-ranks", 2):
+        assert code == 2
+        assert not errors or "--debug-ranks 2: the ranks are 0 to 1" in errors

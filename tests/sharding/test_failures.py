@@ -1,0 +1,104 @@
+"""Notices between ranks, outside of any collective, and who is the cause of a failure."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from sharding import failures
+from sharding.failures import Notice, Notices, is_broken_collective, is_timeout
+
+
+@pytest.fixture
+def three() -> list[Notices]:
+    store = dist.HashStore()
+    return [Notices(store, rank, 3) for rank in range(3)]
+
+
+def test_the_first_notice_stands(three: list[Notices]) -> None:
+    assert three[0].read() is None
+    first = Notice(1, "error", "OSError: gone, in step 3, forward of layer 0")
+    assert three[1].post(first) == first
+    assert three[2].post(Notice(2, "stuck", "no progress")) == first
+    assert three[0].read() == first
+
+
+def all_stopped(ranks: list[Notices]) -> list[bool]:
+    """What each of the ranks that come gets."""
+    found: list[bool] = []
+    threads = [threading.Thread(target=lambda r=rank: found.append(r.all_stopped())) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_an_error_of_all_and_of_some(three: list[Notices], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "TOGETHER_SECONDS", 0.3)
+    assert all_stopped(three[:2]) == [False, False]
+    assert all_stopped(three[2:]) == [True]  # the others have come before
+
+
+def test_whoever_stops_learns_that_another_failed(three: list[Notices]) -> None:
+    three[0].post(Notice(0, "error", "ValueError"))
+    begin = time.monotonic()
+    assert all_stopped(three[1:]) == [False, False]
+    assert time.monotonic() - begin < failures.TOGETHER_SECONDS / 2
+
+
+class Unreachable:
+    """A store at the end of a link that is down: whatever is asked of it does not come back, or fails."""
+
+    def __init__(self, answer: Callable[[], None]):
+        self.answer = answer
+
+    def clone(self) -> "Unreachable":
+        return self
+
+    def set_timeout(self, timeout: object) -> None: ...
+
+    def compare_set(self, *args: object) -> bytes:
+        self.answer()
+        return b""
+
+    def check(self, *args: object) -> bool:
+        self.answer()
+        return False
+
+    def add(self, *args: object) -> int:
+        self.answer()
+        return 0
+
+
+def _refuse() -> None:
+    raise dist.DistNetworkError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("answer", [_refuse, threading.Event().wait], ids=["refuses", "does not answer"])
+def test_a_store_that_is_gone_holds_nobody_up(answer: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "STORE_SECONDS", 0.1)
+    notices = Notices(Unreachable(answer), 0, 2)  # type: ignore[arg-type]
+    mine = Notice(0, "error", "ValueError")
+    assert notices.post(mine) == mine
+    assert notices.read() is None
+    assert not notices.all_stopped()
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    ("error", "broken", "late"),
+    [
+        (RuntimeError(GLOO + "pair.cc:553] Connection closed by peer [127.0.0.1]:1"), True, False),
+        (RuntimeError(GLOO + "unbound_buffer.cc:129] Timed out waiting 6000ms for send operation"), True, True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1"), True, False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, False),
+        (OSError("No space left on device"), False, False),
+    ],
+)
+def test_cause_or_consequence(error: Exception, broken: bool, late: bool) -> None:
+    assert (is_broken_collective(error), is_timeout(error)) == (broken, late)
