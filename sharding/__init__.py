@@ -13,6 +13,7 @@ from sharding.process import (
     settle_malloc,
     start_process_group,
 )
+from sharding.replicas import check_replicas
 from sharding.topology import DenseShard, Topology, check_ep_size
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Topology",
     "build_mesh",
     "check_ep_size",
+    "check_replicas",
     "checkpoint_layers",
     "clip_grad_norm",
     "device_type",
