@@ -48,6 +48,7 @@ from training import (
     choose_attention,
     choose_cross_entropy,
     compile_layers,
+    compute_deterministically,
     data_order,
     facts,
     forecast,
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_config(argv)
         if device_type(config.use_cpu) == "cpu":
             settle_malloc()
+        if config.deterministic:
+            compute_deterministically()
         ranks = start_process_group(config.use_cpu, config.ddp_timeout)
         try:
             finished = run_training(config, ranks)
