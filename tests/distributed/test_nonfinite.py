@@ -16,19 +16,23 @@ from torch import nn
 
 import train_ep
 import training.loop
+import training.step
 from checkpoints.__main__ import main as checkpoints_main
 from sharding import local_tensor
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_resume import flags, shares
+from training.anomaly import AnomalyDetector
 from training.evaluate import Evaluation
+from training.step import StepResult
 
 EXPERTS = "model.layers.1.mlp.experts"
 
 
 @dataclass(frozen=True)
 class Poison:
-    """What becomes NaN, on one rank in some steps, counted from 0: a module's output, its gradient, or a parameter."""
+    """What becomes NaN, on one rank in some steps, counted from 0: a module's output, a parameter, or their
+    gradients."""
 
     what: str
     name: str
@@ -58,6 +62,19 @@ def _applied(poison: Poison, model: nn.Module) -> Iterator[None]:
     if poison.what == "parameter":
         local_tensor(model.get_parameter(poison.name).detach()).fill_(torch.nan)
         yield
+        return
+    if poison.what == "parameter's gradient":
+        compute_gradients = training.step.compute_gradients
+
+        def spoil_gradient(*args: Any) -> StepResult:
+            result = compute_gradients(*args)
+            grad = model.get_parameter(poison.name).grad
+            assert grad is not None
+            local_tensor(grad).fill_(torch.nan)
+            return result
+
+        with patch.object(training.step, "compute_gradients", spoil_gradient):
+            yield
         return
 
     def spoil(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
@@ -94,6 +111,7 @@ FOUND = {
     "output": f"output of {EXPERTS}, in forward",
     "gradient": f"gradient of the output of {EXPERTS}, in backward",
     "parameter": f"parameter {EXPERTS}.w1, before the step",
+    "parameter's gradient": f"gradient of parameter {EXPERTS}.w1, after backward",
 }
 
 
@@ -105,19 +123,78 @@ FOUND = {
         ("gradient", 4, 3, ["--ep-size", "2", "--dense-shard", "hybrid", "--gradient-checkpointing", "full"]),
         ("gradient", 2, 0, ["--gradient-checkpointing", "selective", "--bf16"]),
         ("parameter", 4, 2, ["--ep-size", "2", "--router-aux-loss-coef", "0.01"]),
+        # clipping by a norm that is no number would spoil all the others
+        ("parameter's gradient", 2, 1, ["--ep-size", "2"]),
     ],
 )
 def test_the_first_is_named_on_all_ranks(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, what: str, world_size: int, rank: int, more: Any
 ) -> None:
     argv = [*flags(tiny_model, tiny_data, tmp_path, *shares(world_size, accumulation=3)), *more, "--detect-anomaly"]
-    name = EXPERTS + ".w1" if what == "parameter" else EXPERTS
+    name = EXPERTS + ".w1" if what.startswith("parameter") else EXPERTS
     poison = Poison(what, name, rank, frozenset({1}))
     results = ranks.run(run_poisoned, world_size, argv, poison, join_group=False)
     assert [code for code, _ in results] == [2] * world_size
     assert "step 2: the loss is" in results[0][1]
     assert f"first non-finite tensor: {FOUND[what]}, on rank {rank};" in results[0][1]
     assert not (tmp_path / "hf").exists()
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """As the router's: tensors of several dtypes in a dataclass."""
+
+    values: list[torch.Tensor]
+    index: torch.Tensor
+
+
+class Layer(nn.Linear):
+    """May spoil its output, or the gradient of it."""
+
+    spoils = ""
+
+    def forward(self, x: Any) -> Any:
+        y = super().forward(x.values[0] if isinstance(x, Outputs) else x)
+        if self.spoils == "output":
+            y = y / 0
+        if self.spoils == "gradient":
+            # as an addition of something whose derivative is infinite
+            y = y + (y * 0).abs().sqrt()
+        return Outputs([y], torch.tensor(1)) if self.out_features == 3 else y
+
+
+def first_found(spoilt: list[tuple[int, int, str]]) -> tuple[str, int]:
+    """The answer when these (rank, layer, how) are spoilt, after a step in which another one was; and how many tests
+    there were in a forward without gradients."""
+    model = nn.Sequential(Layer(2, 3), Layer(3, 2), Layer(2, 2))
+    detector = AnomalyDetector(model)
+    for step in ([(0, 0, "output")], spoilt):
+        detector.forget()
+        for number, layer in enumerate(model.children()):
+            mine = [how for rank, where, how in step if (rank, where) == (dist.get_rank(), number)]
+            layer.spoils = mine[0] if mine else ""  # type: ignore[assignment]
+        model.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+    answer = detector.first_nonfinite()
+    detector.forget()
+    with torch.no_grad():
+        model(torch.ones(4, 2))
+    return answer, len(detector.tests)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        # earliest in execution, whichever rank; of several ranks at one point, the lowest
+        ([(0, 1, "output"), (1, 0, "output")], "output of 0, in forward, on rank 1"),
+        ([(0, 2, "output"), (1, 2, "output")], "output of 2, in forward, on rank 0"),
+        ([(0, 0, "gradient"), (1, 1, "gradient")], "gradient of the output of 0, in backward, on rank 1"),
+        ([(1, 0, "gradient")], "gradient of parameter 0.weight, after backward, on rank 1"),
+        ([(0, 0, "gradient"), (1, 2, "output")], "output of 2, in forward, on rank 1"),
+    ],
+)
+def test_which_is_the_first(ranks: RankPool, spoilt: list[tuple[int, int, str]], said: str) -> None:
+    assert ranks.run(first_found, 2, spoilt) == [(f"first non-finite tensor: {said}", 0)] * 2
 
 
 def test_a_norm_that_overflows_is_no_tensors_fault(
