@@ -51,6 +51,7 @@ from training import (
     choose_attention,
     choose_cross_entropy,
     compile_layers,
+    compute_deterministically,
     data_order,
     facts,
     fit_to_ranks,
@@ -76,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_config(argv)
         if device_type(config.use_cpu) == "cpu":
             settle_malloc()
+        if config.deterministic:
+            compute_deterministically()
         # who sits at a debugger takes their time
         limit = None if config.debug_ranks else config.ddp_timeout
         ranks = start_process_group(config.use_cpu, collectives_limit(limit))
@@ -83,8 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             with watchdog.ending_clearly():
                 finished = run_training(config, ranks, watchdog)
-        finally:
-            end_process_group()
+        except ExpertMeshError:
+            end_process_group()  # every rank raised it together
+            raise
+        end_process_group()
         return 0 if finished else STOPPED
     except ExpertMeshError as error:
         if local_rank == 0:

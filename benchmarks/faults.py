@@ -226,7 +226,7 @@ def poisons_one_step(bench: Bench) -> Outcome:
     for rank in (bench.some_rank(), bench.some_rank()):
         weights.append(bench.new_output())
         run = bench.run(weights[-1], "--on-nonfinite", "skip", fault=("poison", rank, step))
-        expect(run, 0, f"step {step}: ")
+        expect(run, 0, f"step {step} is skipped")
         lines = [json.loads(line) for line in (weights[-1] / "metrics.jsonl").read_text().splitlines()]
         if [line["step"] for line in lines if line.get("skipped_steps")] != [step]:
             raise Unexpected(f"not step {step} alone was skipped")

@@ -14,6 +14,7 @@ from sharding.process import (
     settle_malloc,
     start_process_group,
 )
+from sharding.replicas import check_replicas
 from sharding.topology import DenseShard, Topology, check_ep_size
 from sharding.watchdog import Watchdog, collectives_limit
 
@@ -26,6 +27,7 @@ __all__ = [
     "Watchdog",
     "build_mesh",
     "check_ep_size",
+    "check_replicas",
     "checkpoint_layers",
     "clip_grad_norm",
     "collectives_limit",

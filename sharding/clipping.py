@@ -4,6 +4,8 @@
 each shard counted once, in one all-reduce.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +15,8 @@ from sharding.parallelize import is_expert, local_tensor
 
 
 def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
-    """Scale all gradients so that their global 2-norm is at most `max_norm`; 0 leaves them alone.
+    """Scale all gradients so that their global 2-norm is at most `max_norm`; 0 leaves them alone, and so
+    does a norm that is not finite.
 
     Returns:
         The norm before scaling. The scale is torch's: max_norm / (norm + 1e-6), at most 1.
@@ -27,7 +30,7 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     square = torch.stack(norms).double().square().sum()
     dist.all_reduce(square)
     norm = float(square.sqrt())
-    if max_norm > 0:
+    if max_norm > 0 and math.isfinite(norm):
         scale = min(max_norm / (norm + 1e-6), 1.0)
         torch._foreach_mul_(list(grads.values()), scale)
     return norm

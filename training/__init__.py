@@ -4,6 +4,7 @@ from training.attention import choose_attention
 from training.compiling import compile_layers
 from training.config import TrainConfig, parse_config
 from training.data import print_preview
+from training.determinism import compute_deterministically
 from training.elastic import fit_to_ranks
 from training.facts import facts
 from training.head import attach_loss_head, choose_cross_entropy
@@ -23,6 +24,7 @@ __all__ = [
     "choose_attention",
     "choose_cross_entropy",
     "compile_layers",
+    "compute_deterministically",
     "data_order",
     "facts",
     "fit_to_ranks",

@@ -22,6 +22,7 @@ from training.head import CrossEntropy
 Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
 SCHEDULES = tuple(name.value for name in SchedulerType)
 OnSaveError = Literal["stop", "continue"]
+OnNonfinite = Literal["stop", "skip"]
 
 
 def _flag(default: Any, help: str, **metadata: Any) -> Any:
@@ -117,6 +118,22 @@ class TrainConfig:
         None, "Weight of the load-balancing loss. Default: the model config's, if it sets output_router_logits, else 0."
     )
     router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss.")
+    on_nonfinite: OnNonfinite = _flag(
+        "stop", "At a loss or gradient norm that is not finite: stop, or skip the update."
+    )
+    detect_anomaly: bool = _flag(False, "Name the first tensor that is not finite. Tests every module's output.")
+    check_replicas: int = _flag(
+        0,
+        "Every so many steps, and before each save, compare what several ranks hold copies of; 0: never. With "
+        "--dense-shard full that is only buffers.",
+    )
+    router_warn_steps: int = _flag(100, "Warn of experts that got no, or most, tokens in so many steps; 0: never.")
+    router_warn_load: float | None = _flag(
+        None,
+        "Load of the fullest expert over the mean that is warned of. Default: halfway from 1, even, to the greatest "
+        "there can be, experts / experts a token.",
+    )
+    deterministic: bool = _flag(False, "The same bits on each run of one arrangement, by slower algorithms on a GPU.")
     seed: int = _flag(42, "Seed of the data order and of dropout and jitter.")
 
     eval_dataset: list[str] = _list("Data to evaluate on, named as in --dataset.")
@@ -208,6 +225,10 @@ class TrainConfig:
             raise ExpertMeshError("--global-batch-size and --gradient-accumulation-steps: give one of them")
         if self.elastic and not self.resume:
             raise ExpertMeshError("--elastic: what is it to go on from? Give --resume auto")
+        if self.detect_anomaly and self.compile:
+            raise ExpertMeshError("--detect-anomaly: does not see into what --compile compiles; leave out one of them")
+        if self.router_warn_load is not None and self.router_warn_steps == 0:
+            raise ExpertMeshError("--router-warn-load: --router-warn-steps 0 watches no router; give a number of steps")
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: --save-steps 0 saves no checkpoint to load it from")
 
@@ -250,6 +271,9 @@ _AT_LEAST = {
     "max_grad_norm": 0,
     "router_aux_loss_coef": 0,
     "router_z_loss_coef": 0,
+    "check_replicas": 0,
+    "router_warn_steps": 0,
+    "router_warn_load": 1,
     "seed": 0,
     "logging_steps": 1,
     "save_steps": 0,

@@ -5,6 +5,7 @@ Only the main process writes.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -97,12 +98,13 @@ class RunLog:
 
     def _record(self, metrics: dict[str, Any]) -> None:
         """A line of metrics.jsonl; single numbers also go to the trackers."""
+        metrics = {k: _without_nan(v) for k, v in metrics.items()}
         numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float) and k != "step"}
         if numbers:
             self.accelerator.log(numbers, step=metrics["step"])
         if self.is_main:
             assert self.file is not None
-            self.file.write(json.dumps(metrics) + "\n")
+            self.file.write(json.dumps(metrics, allow_nan=False) + "\n")
             self.file.flush()
 
     def _write_report(self) -> None:
@@ -134,10 +136,19 @@ class RunLog:
         yield from self.bar
 
 
+def _without_nan(value: Any) -> Any:
+    """With None for every number that is not finite, which JSON does not have."""
+    if isinstance(value, list):
+        return [_without_nan(element) for element in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _console(metrics: dict[str, Any]) -> str:
+    skipped = f"{metrics['skipped_steps']} skipped  " if "skipped_steps" in metrics else ""
+    losses, routing = "", ""
+    if metrics["loss"] is not None:
+        losses = f"loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  "
+        routing = f"  expert load {metrics['expert_load_max_over_mean']:.2f}x mean"
+    speed = f"{metrics['tokens_per_second']:,.0f} tokens/s"
     mfu = f"  MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
-    return (
-        f"loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  lr {metrics['learning_rate']:.2e}  "
-        f"{metrics['tokens_per_second']:,.0f} tokens/s{mfu}  "
-        f"expert load {metrics['expert_load_max_over_mean']:.2f}x mean"
-    )
+    return f"{skipped}{losses}lr {metrics['learning_rate']:.2e}  {speed}{mfu}{routing}"

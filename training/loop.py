@@ -9,7 +9,8 @@ from typing import Any
 
 from checkpoints import ModelSource, Progress, Saver, load_best_model, load_training_state
 from moe import ExpertMeshError, ParameterCounts
-from sharding import Mesh, Ranks, Watchdog
+from sharding import Mesh, Ranks, Watchdog, check_replicas
+from training.alarms import Alarms
 from training.compiling import Compilation, compilation
 from training.config import TrainConfig
 from training.data import Batch, DataOrder, Rows, collate
@@ -18,6 +19,7 @@ from training.generate import generate
 from training.inputs import Inputs, Prompts
 from training.log import RunLog
 from training.meter import Meter
+from training.nonfinite import NonFiniteGuard
 from training.optimizer import build_optimizer
 from training.preemption import StopRequest
 from training.schedule import build_scheduler, resume_scheduler, step_scheduler
@@ -76,8 +78,8 @@ def train(run: Run, resume_from: Path | None) -> bool:
         Whether training came to its end, be it early; False after a signal asked to stop, with a checkpoint saved.
 
     Raises:
-        ExpertMeshError: on all ranks, when the checkpoint does not fit the run, training diverges, or a checkpoint
-            cannot be saved and --on-save-error says stop.
+        ExpertMeshError: on all ranks, when the checkpoint does not fit the run, training diverges, replicas differ, or
+            a checkpoint cannot be saved and --on-save-error says stop.
     """
     config, log, watchdog = run.config, run.log, run.watchdog
     optimizer = build_optimizer(run.model, config, run.mesh)
@@ -96,6 +98,7 @@ def train(run: Run, resume_from: Path | None) -> bool:
     log.keep_until(first_step)
     stopping, enough = False, _had_enough(config, best)
     compiled: Compilation | None = None
+    guard, alarms = NonFiniteGuard(config, run.model, log), Alarms(config, run.weights, run.top_k, log)
     meter = Meter(run.counts, run.model.config, run.top_k, run.ranks.device, config.bf16)
     with StopRequest() as stop:
         for step in log.steps(log.num_steps if enough else first_step):
@@ -107,6 +110,8 @@ def train(run: Run, resume_from: Path | None) -> bool:
             result = train_step(run.model, optimizer, batches, run.mesh, run.weights, config.max_grad_norm)
             watchdog.at("after the update")
             tokens += result.tokens
+            guard.check(done, result)
+            alarms.step(done, result)
             meter.add(result)
             paused = time.perf_counter()
             if config.compile and compiled is None:
@@ -116,7 +121,7 @@ def train(run: Run, resume_from: Path | None) -> bool:
             # what is saved or evaluated must also be logged: a run that goes on from there begins with an empty meter
             evaluates, saves = _evaluates_at(done, run), run.saver is not None and done % config.save_steps == 0
             if evaluates or saves or _is_due(done, config.logging_steps, run):
-                _log_step(run, meter, done, learning_rate)
+                _log_step(run, meter, alarms, done, learning_rate)
             eval_loss, is_better = None, False
             if evaluates:
                 eval_loss = _evaluate(run, done)
@@ -127,8 +132,13 @@ def train(run: Run, resume_from: Path | None) -> bool:
             stopping = stop.on_any_rank(run.ranks.device)
             enough = _had_enough(config, best)
             if stopping and not meter.is_empty:
-                _log_step(run, meter, done, learning_rate)
-            if run.saver is not None and (stopping or is_better or enough or saves):
+                _log_step(run, meter, alarms, done, learning_rate)
+            is_saving = run.saver is not None and (stopping or is_better or enough or saves)
+            # before a save, so that replicas gone bad never take the place of good ones
+            if config.check_replicas and (is_saving or _is_due(done, config.check_replicas, run)):
+                numbers = {"the learning rate": float(scheduler.get_last_lr()[0]), "the number of steps": done}
+                check_replicas(run.model, run.ranks.device, done, numbers)
+            if run.saver is not None and is_saving:
                 facts = _order_facts(run)
                 progress = Progress(done, tokens, scheduler.state_dict(), facts, asdict(config), best.state())
                 _handle(_wait(run), run)
@@ -142,7 +152,7 @@ def train(run: Run, resume_from: Path | None) -> bool:
         if enough:
             log.line(
                 f"stopped early: {best.since} evaluations in a row not better by {config.early_stopping_threshold:g}; "
-                f"the best is {best.loss:.4f}, of step {best.step}"
+                + (f"the best is {best.loss:.4f}, of step {best.step}" if best.step else "none had a finite loss")
             )
         _handle(_wait(run), run)
     watchdog.at("the end of training")
@@ -169,9 +179,11 @@ def _evaluates_at(done: int, run: Run) -> bool:
     return run.inputs.evaluation is not None and _is_due(done, run.config.eval_steps or run.order.steps_per_epoch, run)
 
 
-def _log_step(run: Run, meter: Meter, done: int, learning_rate: Any) -> None:
+def _log_step(run: Run, meter: Meter, alarms: Alarms, done: int, learning_rate: Any) -> None:
     epoch = round(done / run.order.steps_per_epoch, 4)
-    run.log.step({"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.weights))
+    metrics = {"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.weights)
+    run.log.step(metrics)
+    alarms.interval(done, metrics)
 
 
 def _evaluate(run: Run, done: int) -> float:
@@ -189,6 +201,8 @@ def _evaluate(run: Run, done: int) -> float:
         f"step {done}: eval loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, "
         f"{found.targets:,} target tokens in {found.seconds:.1f} s",
     )
+    if not math.isfinite(found.loss):
+        run.log.line(f"warning: step {done}: the evaluation loss is {found.loss}: it counts as not better than any")
     return found.loss
 
 
@@ -214,6 +228,9 @@ def _short(text: str) -> str:
 
 def _load_best(run: Run, best: Best) -> None:
     assert run.saver is not None
+    if best.step == 0:
+        run.log.line("warning: no evaluation had a finite loss, so none is the best; the last weights stay")
+        return
     path = load_best_model(run.saver.directory, run.model, best.step, run.config.trust_checkpoint_owner)
     if path is None:
         run.log.line(f"warning: the best evaluation, of step {best.step}, left no checkpoint; the last weights stay")

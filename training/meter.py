@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ class Meter:
     def add(self, result: StepResult) -> None:
         """One step more."""
         self.steps.append(result)
-        self.routing = result.routing if self.routing is None else self.routing + result.routing
+        if result.is_finite:
+            self.routing = result.routing if self.routing is None else self.routing + result.routing
 
     def pause(self, seconds: float) -> None:
         """Time that was not spent training."""
@@ -82,23 +84,28 @@ class Meter:
 
     def metrics(self, weights: LossWeights) -> dict[str, Any]:
         """Figures of the steps since the last call, over all ranks, which call it together: losses are means over
-        target tokens, counts are sums, the norm is the last step's. Speed leaves out pauses."""
-        assert self.routing is not None
+        target tokens, counts are sums, the norm is the last step's. Speed leaves out pauses.
+
+        Tokens count whether or not their step was skipped, being not finite; losses, norm and routing are those of the
+        other steps. Where there are none, losses and norm are None, and there is nothing of the routing."""
         now = time.perf_counter()
         seconds = max(now - self.begun - self.paused, 1e-9)
         tokens, targets, pairs = (sum(getattr(s, n) for s in self.steps) for n in ("tokens", "targets", "pairs"))
         tflops = training_flops(self.counts, self.config, tokens, targets, pairs) / 1e12
         speed = tflops / seconds / dist.get_world_size()
-        metrics: dict[str, Any] = {
-            "steps": len(self.steps),
+        finite = [s for s in self.steps if s.is_finite]
+        metrics: dict[str, Any] = {"steps": len(self.steps)}
+        if len(finite) < len(self.steps):
+            metrics["skipped_steps"] = len(self.steps) - len(finite)
+        metrics |= {
             "seconds": round(now - self.started, 3),
-            "loss": sum(s.loss * s.targets for s in self.steps) / targets,
-            "grad_norm": self.steps[-1].grad_norm,
+            "loss": _mean([s.loss for s in finite], [s.targets for s in finite]),
+            "grad_norm": finite[-1].grad_norm if finite else None,
         }
         if weights.balance > 0:
-            metrics["balance_loss"] = sum(s.balance_loss for s in self.steps) / len(self.steps)
+            metrics["balance_loss"] = _mean([s.balance_loss for s in finite], [1] * len(finite))
         if weights.z > 0:
-            metrics["z_loss"] = sum(s.z_loss * s.tokens for s in self.steps) / tokens
+            metrics["z_loss"] = _mean([s.z_loss for s in finite], [s.tokens for s in finite])
         metrics |= {
             "tokens": tokens,
             "target_tokens": targets,
@@ -108,6 +115,11 @@ class Meter:
         if self.peak is not None:
             metrics["mfu"] = round(speed / self.peak, 4)
         metrics["peak_memory_mb"] = round(measured_peak(self.device) / 1e6, 1)
-        metrics |= routing_metrics(over_ranks(self.routing), self.top_k)
+        if self.routing is not None:
+            metrics |= routing_metrics(over_ranks(self.routing), self.top_k)
         self._begin()
         return metrics
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float | None:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights) if values else None

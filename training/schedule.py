@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -121,15 +122,18 @@ def _number(value: Any) -> Any:
 
 
 def step_scheduler(scheduler: Schedule, eval_loss: float | None) -> None:
-    """To be called once after every update.
+    """To be called once after every step.
 
     Args:
         eval_loss: the evaluation loss, where the run has just evaluated; else None. Schedules that follow it stay where
-            they are until the next.
+            they are until the next that is finite.
     """
     if isinstance(scheduler, LambdaLR):
-        scheduler.step()
-    elif eval_loss is not None:
+        with warnings.catch_warnings():
+            # of a run whose first step is skipped
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            scheduler.step()
+    elif eval_loss is not None and math.isfinite(eval_loss):
         scheduler.step(eval_loss)
 
 

@@ -7,7 +7,7 @@ Shape suffixes: L MoE layers, E experts.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe import ExpertMeshError, load_balancing_loss, router_z_loss, take_stats
+from moe import load_balancing_loss, router_z_loss, take_stats
 from sharding import Mesh, clip_grad_norm
 from training.attention import segment_arguments
 from training.data import Batch
@@ -47,6 +47,11 @@ class StepResult:
     targets: int
     pairs: int
     routing: Routing
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether losses and gradient norm are: if not, there was no update."""
+        return math.isfinite(self.loss + self.balance_loss + self.z_loss + self.grad_norm)
 
 
 def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights) -> StepResult:
@@ -112,16 +117,11 @@ def train_step(
 ) -> StepResult:
     """Gradients from zero, clipped over all meshes at once, then one update.
 
-    Raises:
-        ExpertMeshError: on all ranks, when loss or gradient norm is not finite; the weights are as before.
+    Without the update, on all ranks alike, where the result is not finite: weights and optimizer state are as before.
     """
     optimizer.zero_grad()
-    result = compute_gradients(model, batches, weights)
-    grad_norm = clip_grad_norm(model, mesh, max_grad_norm)
-    if not math.isfinite(result.loss + grad_norm):
-        raise ExpertMeshError(
-            f"the loss is {result.loss} and the gradient norm {grad_norm}: training has diverged; the update was not "
-            "made; try a lower --learning-rate, more --warmup-steps, or --max-grad-norm 1"
-        )
-    optimizer.step()
-    return StepResult(**{**vars(result), "grad_norm": grad_norm})
+    figures = compute_gradients(model, batches, weights)
+    result = replace(figures, grad_norm=clip_grad_norm(model, mesh, max_grad_norm))
+    if result.is_finite:
+        optimizer.step()
+    return result

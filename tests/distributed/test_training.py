@@ -196,6 +196,22 @@ def test_resumed_run_logs_the_same_intervals(ranks: RankPool, tiny_model: Path, 
     assert [line["step"] for line in whole] == [3, 4, 6]
 
 
+def test_router_collapse_is_warned_of_once(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    """No router is quite even: over the second step and the fourth, two windows, the load is above 1."""
+    argv = ["--model", tiny_model, "--dataset", chats, "--output-dir", tmp_path, "--ep-size", 2, "--max-steps", 4]
+    assert start(ranks, 2, *argv, "--router-warn-steps", 2, "--router-warn-load", 1, "--no-export")[0][0] == 0
+    warnings = [line for line in lines(tmp_path, "warning") if "--router-warn-load 1;" in line["warning"]]
+    assert [line["step"] for line in warnings] == [2]
+    load = max(
+        max(tokens) / (sum(tokens) / len(tokens))
+        for tokens in (
+            [sum(both) for both in zip(*layers, strict=True)]
+            for layers in zip(*(line["expert_tokens"] for line in lines(tmp_path, "loss")[:2]), strict=True)
+        )
+    )
+    assert f"{load:.2f} times the mean in 2 steps" in warnings[0]["warning"]
+
+
 @pytest.mark.parametrize("prompts", [[], ["--generate-prompts", "Once upon"]])
 def test_answers_of_plain_text(ranks: RankPool, tiny_model: Path, tmp_path: Path, prompts: list[str]) -> None:
     """No chat template, and nothing before the first trained token: the first words are the prompt."""
@@ -287,6 +303,12 @@ def test_preview_trains_and_writes_nothing(ranks: RankPool, tiny_model: Path, ch
         (["--early-stopping-threshold", "0.1"], "nothing stops early without --early-stopping-patience"),
         (["--packing", "--attn-implementation", "flash_attention_2"], "with --packing use sdpa"),
         (["--warmup-steps", "2", "--lr-scheduler-type", "constant"], "constant knows no warm-up"),
+        (["--on-nonfinite", "continue"], "--on-nonfinite"),
+        (["--detect-anomaly", "--compile"], "--detect-anomaly: does not see into what --compile compiles"),
+        (["--check-replicas", "-1"], "--check-replicas -1: must be 0 or more"),
+        (["--router-warn-steps", "-1"], "--router-warn-steps -1: must be 0 or more"),
+        (["--router-warn-load", "0.5"], "--router-warn-load 0.5: must be 1 or more"),
+        (["--router-warn-load", "2", "--router-warn-steps", "0"], "--router-warn-steps 0 watches no router"),
         (["--generate-steps", "-1"], "--generate-steps -1: must be 0 or more"),
     ],
 )

@@ -84,6 +84,7 @@ def test_content(tmp_path: Path) -> None:
         "wall_seconds": 14.0,
         "num_starts": 1,
         "dropped_tokens": 3,
+        "skipped_steps": 0,
     }
     assert content["curves"]["eval_loss"] == {"steps": [5, 7], "mean": [3.0, 3.5], "per_point": 1}
     assert content["curves"]["router_entropy"]["low"] == [1.0] * 7
@@ -158,12 +159,34 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert content["curves"]["router_entropy"]["steps"] == [1, 3]
 
 
+def test_skipped_steps_and_warnings(tmp_path: Path) -> None:
+    """An interval without a finite step has neither losses nor routing."""
+    skipped = training(2, loss=None, grad_norm=None, steps=1, skipped_steps=1)
+    for name in ("expert_load_max_over_mean", "dead_experts", "router_entropy", "dropped_tokens", "expert_tokens"):
+        del skipped[name]
+    warning = {"step": 2, "warning": "loss spike"}
+    make_run(tmp_path, [training(1), skipped, warning, training(3, skipped_steps=4)])
+    content = report(tmp_path)[1]
+    assert content["curves"]["loss"]["steps"] == content["curves"]["grad_norm"]["steps"] == [1, 3]
+    assert content["summary"]["skipped_steps"] == 5
+    assert content["summary"]["tokens"] == 300
+    assert content["warnings"] == [{"step": 2, "text": "loss spike"}]
+
+
+def test_a_run_with_skipped_steps_alone(tmp_path: Path) -> None:
+    make_run(tmp_path, [{"step": 1, "loss": None, "grad_norm": None, "skipped_steps": 1, "tokens": 10}])
+    content = report(tmp_path)[1]
+    assert (content["summary"]["loss"], content["load"], content["curves"]) == (None, None, {})
+
+
 HOSTILE = "</script><script>alert(1)</script><!--<script><img src=x onerror=alert(1)> ${data} $data \u2028 \x00 é 漢"
 
 
 def test_text_of_the_run_is_never_markup(tmp_path: Path) -> None:
     generations = {"step": 1, "generations": [{"prompt": HOSTILE, "text": "\ud83d" + HOSTILE}]}
-    make_run(tmp_path, [training(1), generations], run_name=HOSTILE, prompt_column=HOSTILE)
+    make_run(
+        tmp_path, [training(1), generations, {"step": 1, "warning": HOSTILE}], run_name=HOSTILE, prompt_column=HOSTILE
+    )
     page, content = report(tmp_path)
     assert page.count("<script") == page.count("</script") == 2
     assert "<img" not in page

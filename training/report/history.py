@@ -141,6 +141,8 @@ class History:
         self.epoch, self.epoch_step = 0.0, 0
         self.tokens = 0
         self.dropped_tokens: int | None = None
+        self.skipped_steps = 0
+        self.warnings: list[Record] = []
         self.num_starts = 1
         self.unreadable_lines = 0
         self._seconds_before = 0.0
@@ -152,7 +154,7 @@ class History:
         return self._seconds_before + self._seconds
 
     def add(self, record: Record) -> None:
-        """Take in a line of the file: of training, evaluation, or generations."""
+        """Take in a line of the file: of training, evaluation, generations, or a warning."""
         step = record["step"]
         self.last_step = max(self.last_step, step)
         for name in CURVES:
@@ -167,6 +169,9 @@ class History:
             self.generations.append({"step": step, "samples": record["generations"]})
         if record.get("dropped_tokens") is not None:
             self.dropped_tokens = (self.dropped_tokens or 0) + record["dropped_tokens"]
+        if "warning" in record:
+            self.warnings.append({"step": step, "text": record["warning"]})
+        self.skipped_steps += record.get("skipped_steps", 0)
         self.tokens += record.get("tokens", 0)
         if "epoch" in record:
             self.epoch, self.epoch_step = record["epoch"], step

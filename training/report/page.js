@@ -120,7 +120,14 @@ function tiles() {
     const kind = all.dropped_tokens === 0 ? "good" : "bad";
     tile("Dropped tokens", whole(all.dropped_tokens), "all logged steps", kind);
   }
+  if (all.skipped_steps > 0) tile("Skipped steps", whole(all.skipped_steps), "not finite", "bad");
   return made;
+}
+
+function warnings() {
+  if (run.warnings.length === 0) return null;
+  const lines = run.warnings.map((warning) => element("p", "", `Step ${whole(warning.step)}: ${warning.text}`));
+  return element("section", "", element("h2", "", "Warnings"), element("div", "card", ...lines));
 }
 
 // ---- Curves
@@ -604,7 +611,7 @@ function footer() {
 }
 
 const nothing = Object.keys(run.curves).length === 0 ? element("p", "quiet", "No step has been logged yet.") : null;
-const sections = [header(), nothing, curves(), expertLoad(), generations(), settings(), footer()];
+const sections = [header(), warnings(), nothing, curves(), expertLoad(), generations(), settings(), footer()];
 document.getElementById("report").replaceChildren(...sections.filter((section) => section !== null));
 
 function drawAll() {

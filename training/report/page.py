@@ -24,6 +24,8 @@ State = Literal["running", "stopped", "finished"]
 
 MAX_GENERATIONS = 20
 """Logged steps whose generations are shown, evenly spread from the first to the last."""
+MAX_WARNINGS = 50
+"""Warnings that are shown, the latest."""
 MAX_SAMPLES = 16
 """Generations of a logged step that are shown."""
 MAX_TEXT = 4000
@@ -98,6 +100,7 @@ def _content(
         "summary": _summary(history),
         "curves": {name: curve.downsampled() for name, curve in history.curves.items()},
         "load": None if history.load is None else history.load.summary(),
+        "warnings": history.warnings[-MAX_WARNINGS:],
         "generations": [_shown(logged) for logged in _spread(history.generations, MAX_GENERATIONS)],
         "num_generations": len(history.generations),
         "max_grad_norm": config.get("max_grad_norm"),
@@ -141,6 +144,7 @@ def _summary(history: History) -> dict[str, Any]:
         "wall_seconds": history.wall_seconds or None,
         "num_starts": history.num_starts,
         "dropped_tokens": history.dropped_tokens,
+        "skipped_steps": history.skipped_steps,
     }
 
 

@@ -1,0 +1,152 @@
+"""What several ranks hold copies of: checksums, which tensors are replicated, and what is said of bad ones."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import training.loop
+from checkpoints.training_state import whole_checkpoints
+from moe import ExpertMeshError
+from sharding import Topology, check_replicas, local_tensor, replicas
+from sharding.replicas import checksum, replicated_tensors
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, sharded_model
+from tests.distributed.test_resume import flags, run, shares
+from tests.distributed.test_train_ep import run_main
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+INV_FREQ = "model.rotary_emb.inv_freq"
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_counts(dtype: torch.dtype) -> None:
+    tensor = torch.randint(0, 2, (5, 7), generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = checksum(tensor)
+    assert checksum(tensor.clone()) == expected
+    assert checksum(tensor.t().contiguous().t()) == expected, "whatever the strides"
+    integers = tensor.view(-1).view(replicas._INTEGERS[dtype.itemsize])
+    for position in (0, 17, 34):
+        for bit in range(8 * dtype.itemsize):
+            mask = torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(integers.dtype)
+            integers[position] ^= mask
+            assert checksum(tensor) != expected
+            integers[position] ^= mask
+    assert checksum(tensor) == expected
+
+
+def test_positions_count() -> None:
+    tensor = torch.arange(1000.0)
+    swapped = tensor.clone()
+    swapped[[3, 700]] = swapped[[700, 3]]
+    assert checksum(swapped) != checksum(tensor)
+
+
+def test_checksum_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(1001).to(torch.bfloat16)
+    whole = checksum(tensor)
+    for size in (1, 10, 1000, 1001):
+        monkeypatch.setattr(replicas, "CHUNK", size)
+        assert checksum(tensor) == whole
+    assert checksum(tensor[:0]) == 0
+
+
+def flip(tensor: Tensor, ranks: list[int]) -> None:
+    """Change the last bit of the first element, on these ranks."""
+    if dist.get_rank() in ranks:
+        local_tensor(tensor.detach()).view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+def find(model_dir: Path, topology: Topology, flipped: dict[str, list[int]], rates: list[float]) -> tuple[Any, str]:
+    """Names of what is replicated, and what is said once these tensors were changed on these ranks."""
+    model, *_ = sharded_model(model_dir, topology, Case([]))
+    names = sorted(replicated_tensors(model))
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    cpu = torch.device("cpu")
+    check_replicas(model, cpu, 6, {"the rate": rates[0]})
+    for name, ranks in flipped.items():
+        flip(tensors[name], ranks)
+    try:
+        check_replicas(model, cpu, 7, {"the rate": rates[dist.get_rank()]})
+    except ExpertMeshError as error:
+        return names, str(error)
+    return names, ""
+
+
+def found(ranks: RankPool, model_dir: Path, topology: Topology, flipped: Any, rates: Any = None) -> tuple[Any, str]:
+    results = ranks.run(find, topology.world_size, model_dir, topology, flipped, rates or [1.0] * topology.world_size)
+    assert len({str(result) for result in results}) == 1, "not the same on all ranks"
+    return results[0]
+
+
+def test_hybrid_replicates_what_is_no_expert(ranks: RankPool, tiny_model: Path) -> None:
+    """Ranks (dp, ep) are (0, 1), (2, 3): copies are on 0 and 2, and on 1 and 3."""
+    names, told = found(ranks, tiny_model, Topology(4, 2, "hybrid"), {Q_PROJ: [3], INV_FREQ: [1, 2]})
+    assert {Q_PROJ, INV_FREQ, "lm_head.weight", "model.layers.0.mlp.router.weight"} < set(names)
+    assert not [name for name in names if ".experts." in name]
+    assert f"after step 7, 2 of {len(names) + 1} tensors are not the same" in told
+    assert f"{Q_PROJ} (rank 1 against rank 3)" in told
+    assert f"{INV_FREQ} (ranks 0, 3 against ranks 1, 2)" in told
+    assert "--resume auto" in told
+
+
+def test_of_three_replicas_the_odd_one_is_told(ranks: RankPool, tiny_model: Path) -> None:
+    _, told = found(ranks, tiny_model, Topology(6, 2, "hybrid"), {Q_PROJ: [2], "lm_head.weight": [1, 3, 5]})
+    assert f"{Q_PROJ} (rank 2 against ranks 0, 4)" in told
+    assert "lm_head.weight" not in told, "the same change on all replicas is none"
+
+
+@pytest.mark.parametrize("topology", [Topology(4, 2), Topology(4, 1), Topology(2, 2, "hybrid")])
+def test_full_shards_replicate_only_buffers(ranks: RankPool, tiny_model: Path, topology: Topology) -> None:
+    rates = [1.0] * (topology.world_size - 1) + [2.0]
+    names, told = found(ranks, tiny_model, topology, {Q_PROJ: [0]}, rates)
+    assert all("rotary_emb" in name for name in names)
+    assert Q_PROJ not in told
+    assert "1 of 3 tensors" in told
+    assert "the rate (rank" in told
+
+
+def test_one_rank_has_no_replicas(ranks: RankPool, tiny_model: Path) -> None:
+    assert found(ranks, tiny_model, Topology(1, 1), {Q_PROJ: [0]}) == ([], "")
+
+
+def run_flipped(argv: list[str], step: int) -> tuple[int, str]:
+    """train_ep.py on this rank; after a step, from 1 on, rank 2 has a bit of an attention weight changed."""
+    train_step, done = training.loop.train_step, 0
+
+    def flipping_train_step(model: Any, *args: Any) -> Any:
+        nonlocal done
+        result = train_step(model, *args)
+        done += 1
+        if done == step:
+            flip(model.get_parameter(Q_PROJ), [2])
+        return result
+
+    with patch.object(training.loop, "train_step", flipping_train_step):
+        return run_main(argv)
+
+
+def test_a_run_stops_before_it_saves_bad_replicas(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Checked every fifth step, and before the save at step 4; then the run goes on from the save at step 2."""
+    argv = flags(tiny_model, tiny_data, tmp_path / "run", *shares(4), "--ep-size", "2", "--dense-shard", "hybrid")
+    argv += ["--check-replicas", "5", "--save-steps", "2"]
+    results = ranks.run(run_flipped, 4, argv, 3, join_group=False)
+    assert [code for code, _ in results] == [2] * 4
+    assert "--check-replicas: after step 4, 1 of" in results[0][1]
+    assert f"{Q_PROJ} (rank 0 against rank 2)" in results[0][1]
+    assert [path.name for path in whole_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000002"]
+    run(ranks, 4, [*argv, "--resume", "auto"])
+
+
+def test_checked_every_so_many_steps(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    argv = flags(tiny_model, tiny_data, tmp_path, *shares(4), "--ep-size", "2", "--dense-shard", "hybrid")
+    results = ranks.run(run_flipped, 4, [*argv, "--check-replicas", "3", "--save-steps", "0"], 1, join_group=False)
+    assert [code for code, _ in results] == [2] * 4
+    assert "--check-replicas: after step 3, 1 of" in results[0][1]

@@ -1,0 +1,112 @@
+"""Loss spikes and router collapse: what is warned of, how often, and what is not."""
+
+import numpy as np
+import pytest
+
+from training import TrainConfig
+from training.alarms import LOSS_NEEDED, LOSS_WINDOW, LossAlarm, RouterAlarm
+from training.step import LossWeights
+
+EVEN = np.full((2, 4), 25)
+
+
+def loss_warnings(losses: list[float]) -> list[int]:
+    """Steps, from 1 on, that are warned of."""
+    alarm = LossAlarm(learning_rate=1e-3)
+    return [step for step, loss in enumerate(losses, start=1) if alarm.check(step, loss) is not None]
+
+
+def noisy(length: int, level: float = 2.0) -> list[float]:
+    return (level + 0.05 * np.random.default_rng(0).standard_normal(length)).tolist()
+
+
+def test_a_spike_is_warned_of_with_what_to_do() -> None:
+    alarm = LossAlarm(learning_rate=1e-3)
+    assert all(alarm.check(step, loss) is None for step, loss in enumerate(noisy(40)))
+    warning = alarm.check(41, 3.0)
+    assert warning is not None
+    assert warning.startswith("loss spike: 3.0000, after a mean of ")
+    assert "--learning-rate (now 0.001)" in warning
+
+
+@pytest.mark.parametrize(
+    ("losses", "warned"),
+    [
+        (noisy(300), []),
+        ([4.0 * 0.98**step for step in range(300)], []),
+        # a loss that hardly moves, and then moves by a hundredth; and by more than a tenth
+        ([1.0] * 50 + [1.01], []),
+        ([1.0] * 50 + [1.2], [51]),
+        # as much as six deviations, but not above them
+        ([1.0, 2.0] * 10 + [4.4], []),
+        ([1.0, 2.0] * 10 + [4.6], [21]),
+        # too little is known yet
+        (noisy(LOSS_NEEDED - 1) + [9.0], []),
+        (noisy(LOSS_NEEDED) + [9.0], [LOSS_NEEDED + 1]),
+        # of two spikes less than a window apart one, of those further apart both
+        (noisy(40) + [9.0] + noisy(LOSS_WINDOW - 2) + [90.0], [41]),
+        (noisy(40) + [9.0] + noisy(LOSS_WINDOW - 1) + [90.0], [41, 41 + LOSS_WINDOW]),
+    ],
+)
+def test_which_losses_are_spikes(losses: list[float], warned: list[int]) -> None:
+    assert loss_warnings(losses) == warned
+
+
+def router_alarm(top_k: int = 2, balance: float = 0.02, **settings: object) -> RouterAlarm:
+    config = TrainConfig(model="m", dataset=["d"], **{"router_warn_steps": 10, **settings})  # type: ignore[arg-type]
+    return RouterAlarm(config, LossWeights(balance, 0.0), top_k)
+
+
+def test_dead_experts_are_named_once() -> None:
+    alarm = router_alarm(top_k=1)
+    tokens_LE = np.array([[10, 0, 10, 20], [10, 10, 20, 0]])
+    assert alarm.check(9, tokens_LE) == []
+    (warning,) = alarm.check(1, tokens_LE)
+    assert "2 of 8 experts got no token in 10 steps (layer 0: 1; layer 1: 3)" in warning
+    assert "raise --router-aux-loss-coef (now 0.02), or --router-z-loss-coef (now 0)" in warning
+    assert all(alarm.check(10, tokens_LE) == [] for _ in range(5))
+
+
+def test_one_token_in_a_window_is_life() -> None:
+    alarm = router_alarm(top_k=1)
+    for first in (0, 1, 0, 1):
+        assert alarm.check(5, np.array([[first, 10, 10, 10]])) == []
+    # the window begins anew: what an expert got before it does not count
+    assert alarm.check(10, np.array([[0, 10, 10, 10]])) != []
+
+
+def test_many_dead_layers_are_not_all_named() -> None:
+    (warning,) = router_alarm(top_k=1).check(10, np.tile([0, 10, 10, 10], (6, 1)))
+    assert "(layer 0: 0; layer 1: 0; layer 2: 0; layer 3: 0; and in 2 more layers)" in warning
+
+
+@pytest.mark.parametrize(
+    ("top_k", "bound", "load", "warns"),
+    [
+        # halfway from 1 to E/K: 2.5 for one of four experts, 1.5 for two
+        (1, None, 2.4, False),
+        (1, None, 2.6, True),
+        (2, None, 1.4, False),
+        (2, None, 1.6, True),
+        (2, 1.8, 1.6, False),
+        (1, 1.1, 1.2, True),
+        # every expert always: no more than even is possible
+        (4, None, 1.0, False),
+    ],
+)
+def test_load_bound(top_k: int, bound: float | None, load: float, warns: bool) -> None:
+    others = (4 - load) / 3
+    tokens_LE = np.rint(300 * np.array([[1, 1, 1, 1], [others, others, load, others]])).astype(int)
+    warnings = router_alarm(top_k, router_warn_load=bound).check(10, tokens_LE)
+    assert len(warnings) == warns
+    if warns:
+        assert f"expert 2 of layer 1 got {load:.2f} times the mean in 10 steps, above --router-warn-load" in warnings[0]
+
+
+def test_without_a_balancing_loss_it_is_to_be_switched_on() -> None:
+    (warning,) = router_alarm(top_k=1, balance=0.0).check(10, np.array([[0, 1, 1, 1]]))
+    assert "switch the balancing loss on, by --router-aux-loss-coef 0.02" in warning
+
+
+def test_zero_steps_watches_nothing() -> None:
+    assert router_alarm(router_warn_steps=0).check(1000, np.array([[0, 0, 0, 1]])) == []
