@@ -211,6 +211,14 @@ def stands_still(bench: Bench) -> Outcome:
     )
 
 
+def freezes(bench: Bench) -> Outcome:
+    """One rank's process is stopped (SIGSTOP), its connections stay open, --ddp-timeout 1800."""
+    out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
+    run = expect(bench.run(out, fault=("freeze", rank, step)), None, f"misses rank {rank}: no sign of life")
+    # torchrun takes another 30 s until it kills what does not react to being asked to end
+    return Outcome("another rank misses it and ends the run", seconds_since_fault(run), bench.go_on(out))
+
+
 def poisons(bench: Bench) -> Outcome:
     """A gradient becomes NaN, --on-nonfinite stop --detect-anomaly."""
     out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
@@ -380,6 +388,7 @@ FAULTS = {
     "die": Fault(dies),
     "die-again": Fault(dies_again_and_again),
     "stand-still": Fault(stands_still, in_short=True),
+    "freeze": Fault(freezes),
     "nan-stop": Fault(poisons),
     "nan-skip": Fault(poisons_one_step),
     "bit-flip": Fault(flips, in_short=True),

@@ -22,6 +22,11 @@ def _die(model: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _freeze(model: Any) -> None:
+    """As a machine that stops: no connection is closed, nothing answers any more."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _raise(model: Any) -> None:
     raise OSError("an error made up by benchmarks.inject")
 
@@ -57,6 +62,7 @@ def _flip(model: Any) -> None:
 
 FAULTS: dict[str, Callable[[Any], None]] = {
     "die": _die,
+    "freeze": _freeze,
     "raise": _raise,
     "stand-still": _stand_still,
     "poison": _poison,

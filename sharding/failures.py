@@ -32,6 +32,7 @@ TORCHRUN_SECONDS = 3.0
 """How long a rank that was not the cause leaves it to torchrun to find the one that was and end the rest."""
 
 _FAILURE = "expertmesh/failure"
+_ALIVE = "expertmesh/alive"
 _STOPPED = "expertmesh/stopped"
 # gloo raises RuntimeError for everything
 _BROKEN = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -68,6 +69,16 @@ class Notices:
         """What the first rank to fail has told, if any has."""
         found = _limited(lambda: self.store.get(_FAILURE) if self.store.check([_FAILURE]) else None)
         return None if found is None else Notice(**json.loads(found))
+
+    def give_sign(self, sign: str) -> None:
+        """Leave a sign of life, another each time."""
+        _limited(lambda: self.store.set(f"{_ALIVE}/{self.rank}", sign))
+
+    def sign_of(self, rank: int) -> str | None:
+        """The latest sign of life of a rank; None where there is none, or the store does not answer."""
+        key = f"{_ALIVE}/{rank}"
+        found = _limited(lambda: self.store.get(key) if self.store.check([key]) else None)
+        return None if found is None else found.decode()
 
     def all_stopped(self) -> bool:
         """Whether all ranks come here within `TOGETHER_SECONDS`, as they do after an error that all of them met."""

@@ -40,6 +40,12 @@ DIRECTORY = "stuck"
 NOTICE_SECONDS = 2.0
 """How often a rank looks whether another has failed."""
 
+SILENT_SECONDS = 30.0
+"""For how long a rank may give no sign of life. Its threads give them whatever it computes or waits for."""
+
+OVER = "over"
+"""The sign of a rank that has come to the end of training, and gives no more."""
+
 FAREWELL_SECONDS = 5.0
 """How long a rank that stands still lets the others write where they are, and one that learns of a failure lets its
 main thread end by itself, before it ends the process."""
@@ -107,6 +113,8 @@ class Watchdog:
             hooks.append(layer.register_forward_hook(partial(self._leaves, index), prepend=True))
         self.at("the start of training")
         self.is_over.clear()
+        # already here: a rank that stops at once must be missed too
+        self.notices.give_sign("begun")
         for work in (self._watch, self._listen):
             threading.Thread(target=work, daemon=True).start()
         try:
@@ -158,13 +166,35 @@ class Watchdog:
 
     def _listen(self) -> None:
         """In a thread: end the process soon after another rank has failed, if the main thread does not, which may wait
-        for that rank in a collective."""
+        for that rank in a collective.
+
+        Of a failure tells a notice; of a rank that can leave none, as its machine has stopped, that it gives no sign of
+        life: every rank looks after the next one's. Over gloo, collectives mostly break by themselves then; over NCCL
+        they wait for their time limit.
+        """
+        next_rank = (self.rank + 1) % self.notices.world_size
+        sign, came = None, time.monotonic()
         while not self.is_over.wait(NOTICE_SECONDS):
             notice = self.notices.read()
             if notice is not None and notice.rank != self.rank and not self.is_over.wait(FAREWELL_SECONDS):
                 if notice.kind == "stuck":
                     self.end_as_stuck()
                 end_at_once(1)
+            self.notices.give_sign(str(time.monotonic()))
+            latest = self.notices.sign_of(next_rank)
+            # none can be read where the store is out of reach, which says nothing of that rank
+            if latest is None or latest != sign or self.limit is None:
+                sign, came = latest, time.monotonic()
+            elif sign != OVER and time.monotonic() - came > SILENT_SECONDS:
+                self._miss(next_rank)
+        self.notices.give_sign(OVER)
+
+    def _miss(self, rank: int) -> NoReturn:
+        what = f"no sign of life for {SILENT_SECONDS:.0f} s: its process or machine has stopped"
+        show(f"rank {self.rank}, in {self.where()}, misses rank {rank}: {what}")
+        self.notices.post(Notice(rank, "error", what))
+        time.sleep(FAREWELL_SECONDS)
+        end_at_once(1)
 
     def end_as_stuck(self, error: Exception | None = None) -> NoReturn:
         """Say and write down where this rank is, leave the others time to do the same, and end the process.

@@ -25,6 +25,13 @@ def test_the_first_notice_stands(three: list[Notices]) -> None:
     assert three[0].read() == first
 
 
+def test_signs_of_life(three: list[Notices]) -> None:
+    assert three[0].sign_of(1) is None
+    for sign in ("1", "2"):
+        three[1].give_sign(sign)
+        assert three[0].sign_of(1) == sign
+
+
 def all_stopped(ranks: list[Notices]) -> list[bool]:
     """What each of the ranks that come gets."""
     found: list[bool] = []
@@ -84,6 +91,7 @@ def test_a_store_that_is_gone_holds_nobody_up(answer: Callable[[], None], monkey
     mine = Notice(0, "error", "ValueError")
     assert notices.post(mine) == mine
     assert notices.read() is None
+    assert notices.sign_of(1) is None
     assert not notices.all_stopped()
 
 
