@@ -42,8 +42,9 @@ megablocks:
 demo: install
 	$(RUN) $(BIN)/python -m benchmarks.demo --output-dir demo-run
 
+# two at a time: many tests wait for processes that wait for one another
 test: lint
-	$(RUN) $(BIN)/python -m pytest
+	$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

@@ -397,7 +397,7 @@ FAULTS = {
     "output-gone": Fault(loses_its_output, in_short=True),
     "disk-full": Fault(fills_the_disk, is_possible=can_make_networks),
     "node-lost": Fault(loses_a_node, exact=False),
-    "link-cut": Fault(cuts_the_link, in_short=True, is_possible=can_make_networks),
+    "link-cut": Fault(cuts_the_link, is_possible=can_make_networks),
     "link-slow": Fault(slows_the_link, is_possible=can_make_networks),
 }
 

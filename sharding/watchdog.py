@@ -199,14 +199,18 @@ class Watchdog:
     def end_as_stuck(self, error: Exception | None = None) -> NoReturn:
         """Say and write down where this rank is, leave the others time to do the same, and end the process.
 
+        Of the main thread and the watching ones, the first to come does it; the others wait for the end here.
+
         Args:
             error: of the collective that was given up, where the main thread is no longer in it.
-
-        Of the main thread and the watching ones, the first to come does it; the others wait for the end here.
         """
         self.ending.acquire()
         still = time.monotonic() - self.since
-        show(self._standing(still, error) + self._written())
+        try:
+            show(self._standing(still, error) + self._written())
+        except Exception:
+            # whatever cannot be told, it must end
+            show(f"rank {self.rank} stands still in {self.where()}, and cannot tell more:\n{traceback.format_exc()}")
         self.notices.post(Notice(self.rank, "stuck", f"no progress for {still:.0f} s in {self.where()}"))
         time.sleep(FAREWELL_SECONDS)
         end_at_once(1)

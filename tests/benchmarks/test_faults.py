@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import faults
+from benchmarks.network import can_make_networks
 
 
 def test_short_form(capfd: pytest.CaptureFixture[str]) -> None:
@@ -12,3 +13,14 @@ def test_short_form(capfd: pytest.CaptureFixture[str]) -> None:
     # its rows: what was injected, how often, what happened, seconds, difference
     for name, fault in faults.FAULTS.items():
         assert (f"| {fault.what} | " in printed) == fault.in_short, name
+
+
+@pytest.mark.skipif(not can_make_networks(), reason="needs root and network namespaces")
+def test_two_nodes_of_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    """In network namespaces: the link between them is cut, which ends the run within its time limit, or slowed."""
+    flags = ["--faults", "link-cut", "link-slow", "--times", "1", "--ranks", "4", "--steps", "6"]
+    code = faults.main(flags)
+    printed = capfd.readouterr().out
+    assert code == 0, printed
+    assert "every rank tells where it stands" in printed
+    assert "it goes on, slower" in printed

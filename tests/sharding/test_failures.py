@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from sharding import failures
+from sharding import Topology, failures
 from sharding.failures import Notice, Notices, is_broken_collective, is_timeout
+from tests.distributed.pool import RankPool
 
 
 @pytest.fixture
@@ -110,3 +112,35 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 )
 def test_cause_or_consequence(error: Exception, broken: bool, late: bool) -> None:
     assert (is_broken_collective(error), is_timeout(error)) == (broken, late)
+
+
+@pytest.mark.gpu
+def test_the_recorder_knows_collectives_over_nccl(ranks: RankPool) -> None:
+    ranks.run(_reduce_on_a_gpu, 1, join_group=False)
+
+
+def _reduce_on_a_gpu() -> None:
+    from sharding import build_mesh, end_process_group, start_process_group
+    from sharding.collectives import recorded_collectives
+
+    ranks = start_process_group(use_cpu=False, timeout_seconds=60)
+    build_mesh("cuda", Topology(1, 1))
+    dist.all_reduce(torch.ones(3, device=ranks.device))
+    torch.cuda.synchronize()
+    latest = recorded_collectives()[-1]
+    assert (latest.name, latest.group, latest.sizes) == ("all_reduce", "all ranks", [[3]])
+    assert latest.state in ("scheduled", "started", "completed")
+    end_process_group()
+
+
+def test_the_recorder_knows_collectives_over_gloo(ranks: RankPool) -> None:
+    assert ranks.run(_gather_over_ep, 4) == ["all_gather over ep of Float [2]"] * 4
+
+
+def _gather_over_ep() -> str:
+    from sharding import build_mesh
+    from sharding.collectives import recorded_collectives
+
+    mesh = build_mesh("cpu", Topology(4, 2))
+    dist.all_gather([torch.empty(2), torch.empty(2)], torch.zeros(2), group=mesh.ep.get_group())
+    return str(recorded_collectives()[-1]).partition(", called")[0]
