@@ -7,6 +7,7 @@ process. It acts just before the collective's own time limit, which over NCCL wo
 
 import faulthandler
 import math
+import signal
 import sys
 import threading
 import time
@@ -49,6 +50,9 @@ OVER = "over"
 FAREWELL_SECONDS = 5.0
 """How long a rank that stands still lets the others write where they are, and one that learns of a failure lets its
 main thread end by itself, before it ends the process."""
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as shells have it."""
 
 NO_LIMIT_SECONDS = 24 * 3600
 
@@ -137,6 +141,9 @@ class Watchdog:
             if not self.notices.all_stopped():
                 self._end(error)
             raise
+        except KeyboardInterrupt:
+            show(f"rank {self.rank} was interrupted in {self.where()}")
+            end_at_once(INTERRUPTED)
         except Exception as error:
             self._end(error)
 
