@@ -9,6 +9,7 @@
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from checkpoints import (
 )
 from moe import ExpertMeshError, KernelChoice, build_model, choose_kernel, count_parameters
 from sharding import (
+    STUCK,
     Ranks,
     Topology,
     Watchdog,
@@ -84,12 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = start_process_group(config.use_cpu, collectives_limit(limit))
         watchdog = Watchdog(ranks, limit)
         try:
-            with watchdog.ending_clearly():
+            with watchdog.watching():
                 finished = run_training(config, ranks, watchdog)
+                end_process_group()
         except ExpertMeshError:
-            end_process_group()  # every rank raised it together
+            # every rank raised it; should one be gone by now, the error is still what to tell
+            with suppress(RuntimeError):
+                end_process_group()
             raise
-        end_process_group()
         return 0 if finished else STOPPED
     except ExpertMeshError as error:
         if local_rank == 0:
@@ -99,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
     """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step."""
-    watchdog.at("the checks before training")
+    watchdog.at("the checks before training", limited=False)
     if config.elastic:
         with raise_together():
             num_experts = open_source(resolve_model(config.model)).shape.num_experts
@@ -112,6 +116,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
     topology = Topology(ranks.world_size, config.ep_size, config.dense_shard)
     if not config.preview:
         output_dir = prepare_output(config, ranks)
+        watchdog.directory = output_dir / STUCK
+    watchdog.at("reading the data", limited=False)
     inputs = read_inputs(config, source, ranks)
     order = data_order(config, inputs.training, ranks.world_size)
     check_schedule(config, number_of_steps(config, order), config.evaluates)
@@ -129,7 +135,7 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
             memory.check(ranks.world_size)
     prompts = make_prompts(config, inputs)
     log = RunLog(config, output_dir, number_of_steps(config, order), ranks)
-    watchdog.at("loading the model")
+    watchdog.at("loading the model", limited=False)
     mesh = build_mesh(ranks.device.type, topology, collectives_limit(watchdog.limit))
     resume_from = find_resume(config, output_dir, ranks)
     checkpoint = shard_and_load(
@@ -145,12 +151,13 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
     )
     torch.manual_seed(config.seed + ranks.rank)
     saver = make_saver(config, output_dir, checkpoint, inputs, ranks)
-    with log:
+    # an error is told before the log is closed, which may wait for a tracker
+    with log, watchdog.ending_clearly():
         if inputs.training is not None:
             weights = loss_weights(config, source)
             top_k = source.shape.top_k
             run = Run(config, model, counts, top_k, inputs, order, prompts, weights, mesh, ranks, log, saver, watchdog)
-            with watchdog.watching(model, output_dir), debugging(config.debug_ranks, ranks, watchdog, output_dir):
+            with watchdog.following(model), debugging(config.debug_ranks, ranks, watchdog, output_dir):
                 finished = train(run, resume_from)
             log.line(memory.beside(measured_peak(ranks.device)))
             if not finished:
@@ -158,7 +165,7 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
                 log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
                 return False
         if config.export:
-            watchdog.at("the export")
+            watchdog.at("the export", limited=False)
             export_model(model, checkpoint, topology, output_dir / "hf", config.shard_bytes, inputs.saved_tokenizer)
             log.line(f"exported to {output_dir / 'hf'}")
         log.state = "finished"
@@ -195,7 +202,7 @@ def make_saver(
     directory = output_dir / "checkpoints"
     if ranks.rank == 0 and not config.resume:
         shutil.rmtree(directory, ignore_errors=True)
-    return Saver(directory, checkpoint, inputs.saved_tokenizer, config.save_total_limit, config.async_save)
+    return Saver(directory, checkpoint, inputs.saved_tokenizer, config.save_total_limit)
 
 
 def find_resume(config: TrainConfig, output_dir: Path, ranks: Ranks) -> Path | None:

@@ -31,7 +31,7 @@ from benchmarks.chaos import ROOT, environment, largest_difference, last_step, r
 from benchmarks.demo import save_random_model, save_tokenizer, write_tasks
 from benchmarks.network import Network, can_make_networks
 
-DDP_TIMEOUT = 10
+DDP_TIMEOUT = 30
 """Of runs that are to stand still, in seconds."""
 
 
@@ -125,7 +125,8 @@ def finish(process: "subprocess.Popen[str]", timeout: float = 300) -> Run:
     try:
         text, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired as error:
-        process.kill()
+        for pid in (process.pid, *worker_pids(process.pid)):
+            os.kill(pid, signal.SIGKILL)
         raise Unexpected(f"a run hangs: {process.args!r}") from error
     return Run(process.returncode, text, time.time())
 
@@ -277,15 +278,11 @@ def damages_a_checkpoint(bench: Bench) -> Outcome:
 def loses_its_output(bench: Bench) -> Outcome:
     """The output directory is deleted while the run writes to it."""
     out = bench.new_output()
-    process = bench.start(out)
-    wait_for_step(out, bench.rng.randint(1, bench.steps - 3), process)
-    gone = time.time()
-    out.rename(out.with_name("elsewhere"))
-    run = expect(finish(process), None, "--output-dir")
+    run = expect(bench.run(out, fault=("lose-output", 0, bench.some_step())), None, "--output-dir")
     if out.exists():
         raise Unexpected(f"{out} was made anew")
     out.with_name("elsewhere").rename(out)
-    return Outcome("one error names it", run.ended - gone, bench.go_on(out))
+    return Outcome("one error names it", seconds_since_fault(run), bench.go_on(out))
 
 
 def fills_the_disk(bench: Bench) -> Outcome:
@@ -447,7 +444,7 @@ def inject_and_check(fault: Fault, times: int, bench: Bench) -> bool:
     for number in range(times):
         try:
             outcomes.append(fault.inject(bench))
-        except Unexpected as error:
+        except (Unexpected, OSError) as error:
             print(f"| {fault.what} | {number + 1} | NOT AS IT SHOULD: {error} | | |", flush=True)
             return False
     took = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +61,12 @@ def _flip(model: Any) -> None:
     weight.view(torch.int32)[0, 0] ^= 1 << 20
 
 
+def _lose_output(model: Any) -> None:
+    """The output directory goes elsewhere."""
+    out = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+    out.rename(out.with_name("elsewhere"))
+
+
 FAULTS: dict[str, Callable[[Any], None]] = {
     "die": _die,
     "freeze": _freeze,
@@ -67,6 +74,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "stand-still": _stand_still,
     "poison": _poison,
     "flip": _flip,
+    "lose-output": _lose_output,
 }
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 from types import TracebackType
 
@@ -50,6 +51,8 @@ class Network:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name in self.names:
+            for pid in _run("ip", "netns", "pids", name).split():
+                os.kill(int(pid), signal.SIGKILL)
             _run("ip", "netns", "del", name)
 
     def cut(self) -> None:
@@ -63,5 +66,5 @@ class Network:
              "burst", "32k", "latency", "400ms")  # fmt: skip
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

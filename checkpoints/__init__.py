@@ -12,6 +12,7 @@ from checkpoints.training_state import (
     load_best_model,
     load_training_state,
     recorded_order,
+    whole_checkpoints,
 )
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "recorded_order",
     "resolve_model",
     "shard_and_load",
+    "whole_checkpoints",
     "write_errors",
 ]

@@ -17,6 +17,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from checkpoints.output import DTYPE_CODES, OutputTensor
 from checkpoints.reader import Piece
 from checkpoints.source import Checkpoint, Parameters, TensorInfo, open_source, read_json
 from moe import ExpertMeshError
-from sharding import raise_together, zeros_by_rows
+from sharding import NO_LIMIT_SECONDS, SAVERS, raise_together, zeros_by_rows
 
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
@@ -46,9 +47,10 @@ BEST = "best"
 class Progress:
     """Where a run stands.
 
-    step: updates made. tokens: seen, without padding. scheduler: the learning rate scheduler's state. order: what
-    decides the order of the data, to be compared on resume. settings: the run's resolved configuration. best: the
-    lowest evaluation loss so far, the "step" it was at, and what else the loop remembers of it; empty before the first.
+    step: steps made, with those whose update was skipped. tokens: seen, without padding. scheduler: the learning rate
+    scheduler's state. order: what decides the order of the data, to be compared on resume. settings: the run's resolved
+    configuration. best: the lowest evaluation loss so far, the "step" it was at, and what else the loop remembers of
+    it; empty before the first.
     """
 
     step: int
@@ -60,26 +62,22 @@ class Progress:
 
 
 class Saver:
-    """Saves training checkpoints into a directory, one at a time, by default in the background.
+    """Saves training checkpoints into a directory, one at a time, in the background.
 
     Args:
         directory: holds them all.
         origin: what the model was loaded from; its side files and its table of exported tensors go along.
         tokenizer: saved in place of the origin's own, if not None.
         limit: how many whole ones to keep; None keeps all.
-        in_background: let training go on while bytes are written.
     """
 
-    def __init__(
-        self, directory: Path, origin: Checkpoint, tokenizer: Any, limit: int | None, in_background: bool
-    ) -> None:
+    def __init__(self, directory: Path, origin: Checkpoint, tokenizer: Any, limit: int | None) -> None:
         self.directory = directory
         self.origin = origin
         self.tokenizer = tokenizer
         self.limit = limit
-        self.in_background = in_background
         # of its own, so that the background thread's collectives do not mix with training's
-        self.group = dist.new_group(backend="gloo", group_desc="the saver's ranks")
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=NO_LIMIT_SECONDS), group_desc=SAVERS)
         self.thread: threading.Thread | None = None
         self.problem: str | None = None
         self.broken: Exception | None = None
@@ -96,8 +94,6 @@ class Saver:
         future: Any = dcp.async_save(state, storage_writer=writer, process_group=self.group)
         self.thread = threading.Thread(target=self._finish_or_break, args=(future, partial, progress), daemon=True)
         self.thread.start()
-        if not self.in_background:
-            self.thread.join()
 
     def wait(self) -> str | None:
         """Until the checkpoint under way is whole; what went wrong with it, the same on all ranks, or None.
@@ -290,9 +286,9 @@ def whole_checkpoints(directory: Path) -> list[Path]:
     return sorted((path for path in found if (path / MARKER).is_file()), key=lambda p: int(p.name[5:]), reverse=True)
 
 
-def recorded_order(directory: Path) -> dict[str, int] | None:
-    """What decides the order of the data, of the newest checkpoint that tells it; None where none does."""
-    for path in whole_checkpoints(directory):
+def recorded_order(paths: Sequence[Path]) -> dict[str, int] | None:
+    """What decides the order of the data, of the first checkpoint that tells it; None where none does."""
+    for path in paths:
         try:
             order: dict[str, int] = read_marker(path)["order"]
             return order

@@ -16,9 +16,12 @@ from sharding.process import (
 )
 from sharding.replicas import check_replicas
 from sharding.topology import DenseShard, Topology, check_ep_size
-from sharding.watchdog import Watchdog, collectives_limit
+from sharding.watchdog import NO_LIMIT_SECONDS, SAVERS, STUCK, Watchdog, collectives_limit
 
 __all__ = [
+    "NO_LIMIT_SECONDS",
+    "SAVERS",
+    "STUCK",
     "Checkpointing",
     "DenseShard",
     "Mesh",

@@ -16,8 +16,7 @@ _GROUPS = {"default_pg": "all ranks", "mesh_fsdp": "all ranks", "undefined": ""}
 @dataclass(frozen=True)
 class Collective:
     """name: such as all_to_all. group: its ranks' part of the mesh, or the group's number. sizes, dtypes: of what goes
-    in. began: seconds ago. state: scheduled, started or completed; empty over gloo, which does not keep it up. thread:
-    that called it."""
+    in. began: seconds ago. state: scheduled, started or completed; empty over gloo, which does not keep it up."""
 
     name: str
     group: str
@@ -25,7 +24,6 @@ class Collective:
     dtypes: list[str]
     began: float
     state: str
-    thread: int
 
     def __str__(self) -> str:
         what = ", ".join(f"{dtype} {size}" for size, dtype in zip(self.sizes, self.dtypes, strict=False))
@@ -54,5 +52,4 @@ def _collective(entry: dict[str, Any], now: int) -> Collective:
         entry["input_dtypes"],
         (now - int(entry["time_created_ns"])) / 1e9,
         "" if backend == "gloo" else entry["state"],
-        int(entry.get("thread_id", 0)),
     )

@@ -69,10 +69,10 @@ def debugging(debug_ranks: Collection[int], ranks: Ranks, watchdog: Watchdog, lo
             f"--debug-ranks {' '.join(map(str, debug_ranks))}: the ranks are 0 to {ranks.world_size - 1}"
         )
     before = sys.breakpointhook
-    # Whatever has become of sys.stdin, what torchrun was given stays file number 0. One object for all debuggers: each
-    # would read ahead of what it uses.
-    make_debugger = partial(RankDebugger, lock, watchdog, os.fdopen(os.dup(0)))
     if ranks.rank in debug_ranks:
+        # Whatever has become of sys.stdin, what torchrun was given stays file number 0. One object for all debuggers:
+        # each would read ahead of what it uses.
+        make_debugger = partial(RankDebugger, lock, watchdog, os.fdopen(os.dup(0)))
         sys.breakpointhook = lambda *args, **kwargs: make_debugger().set_trace(sys._getframe(1))
         # of whoever has the `with` statement, contextlib between them
         caller = sys._getframe(2)

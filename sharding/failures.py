@@ -25,7 +25,7 @@ from moe import ExpertMeshError
 STORE_SECONDS = 3.0
 """How long a rank that ends waits for the store."""
 
-TOGETHER_SECONDS = 10.0
+TOGETHER_SECONDS = 15.0
 """How long a rank that stops with an error waits for the others to stop with it."""
 
 TORCHRUN_SECONDS = 3.0
@@ -58,51 +58,64 @@ class Notices:
         self.world_size = world_size
         self.store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self.store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        self.is_lost = False
+        self.pending: threading.Thread | None = None
 
     def post(self, notice: Notice) -> Notice:
         """Tell the others of a failure; the notice that stands, which is an earlier one where there is one."""
         text = json.dumps(asdict(notice))
-        found = _limited(lambda: self.store.compare_set(_FAILURE, "", text))
+        found = self._limited(lambda: self.store.compare_set(_FAILURE, "", text))
         return notice if found is None else Notice(**json.loads(found))
 
     def read(self) -> Notice | None:
         """What the first rank to fail has told, if any has."""
-        found = _limited(lambda: self.store.get(_FAILURE) if self.store.check([_FAILURE]) else None)
+        found = self._limited(lambda: self.store.get(_FAILURE) if self.store.check([_FAILURE]) else None)
         return None if found is None else Notice(**json.loads(found))
 
-    def give_sign(self, sign: str) -> None:
-        """Leave a sign of life, another each time."""
-        _limited(lambda: self.store.set(f"{_ALIVE}/{self.rank}", sign))
+    def give_sign(self, sign: str) -> bool:
+        """Leave a sign of life, another each time; whether it has arrived."""
+
+        def leave() -> bool:
+            self.store.set(f"{_ALIVE}/{self.rank}", sign)
+            return True
+
+        return self._limited(leave) is not None
 
     def sign_of(self, rank: int) -> str | None:
         """The latest sign of life of a rank; None where there is none, or the store does not answer."""
         key = f"{_ALIVE}/{rank}"
-        found = _limited(lambda: self.store.get(key) if self.store.check([key]) else None)
+        found = self._limited(lambda: self.store.get(key) if self.store.check([key]) else None)
         return None if found is None else found.decode()
 
     def all_stopped(self) -> bool:
-        """Whether all ranks come here within `TOGETHER_SECONDS`, as they do after an error that all of them met."""
+        """Whether all ranks come here within `TOGETHER_SECONDS`, as they do after an error that all of them met, and
+        none has given up waiting."""
         deadline = time.monotonic() + TOGETHER_SECONDS
-        count = _limited(lambda: self.store.add(_STOPPED, 1))
+        count = self._limited(lambda: self.store.add(_STOPPED, 1))
         while count is not None and count < self.world_size and time.monotonic() < deadline and self.read() is None:
             time.sleep(0.05)
-            count = _limited(lambda: self.store.add(_STOPPED, 0))
-        return count == self.world_size
+            count = self._limited(lambda: self.store.add(_STOPPED, 0))
+        return count == self.world_size and self.read() is None
 
+    def _limited(self, work: Callable[[], T]) -> T | None:
+        """What a use of the store gives; None where it fails or takes too long, as over a link that is down.
 
-def _limited(work: Callable[[], T]) -> T | None:
-    """What a use of the store gives; None where it fails or takes too long, as over a link that is down."""
-    result: list[T] = []
+        A store that has failed is not asked again, nor is one that still owes an answer.
+        """
+        result: list[T] = []
 
-    def run() -> None:
-        # the process that held the store may be gone
-        with contextlib.suppress(RuntimeError):
-            result.append(work())
+        def run() -> None:
+            try:
+                result.append(work())
+            except RuntimeError:
+                self.is_lost = True  # the process that held it is gone
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(STORE_SECONDS)
-    return result[0] if result else None
+        if self.is_lost or (self.pending is not None and self.pending.is_alive()):
+            return None
+        self.pending = threading.Thread(target=run, daemon=True)
+        self.pending.start()
+        self.pending.join(STORE_SECONDS)
+        return result[0] if result else None
 
 
 def is_broken_collective(error: BaseException) -> bool:
@@ -118,9 +131,10 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def show(text: str) -> None:
-    """On standard error, at once and in one piece."""
-    sys.stderr.write(text.rstrip("\n") + "\n")
-    sys.stderr.flush()
+    """On standard error, at once and in one piece, if anybody is there to read it."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text.rstrip("\n") + "\n")
+        sys.stderr.flush()
 
 
 def end_as_cause(error: BaseException, where: str, notices: Notices) -> NoReturn:
@@ -135,13 +149,13 @@ def end_as_cause(error: BaseException, where: str, notices: Notices) -> NoReturn
     end_at_once(1)
 
 
-def end_as_consequence(where: str, notices: Notices) -> NoReturn:
-    """End the process after another rank's failure, which is named only where that rank could not do so itself."""
-    notice = notices.read()
-    if notice is None:
+def end_as_consequence(error: BaseException, where: str, notices: Notices) -> NoReturn:
+    """End the process after another rank's failure, which is told of only where that rank has not done so itself."""
+    if notices.read() is None:
         show(
-            f"rank {notices.rank} lost the connection to another rank in {where}; that one has ended without a word: "
-            "killed (for want of memory?), or its node is gone"
+            f"rank {notices.rank} lost the connection to another rank in {where}. Unless an error of another rank "
+            "stands above, that one has ended without a word: killed (for want of memory?), or its node is gone. "
+            f"{type(error).__name__}: {error}"
         )
     time.sleep(TORCHRUN_SECONDS)
     end_at_once(1)
@@ -149,6 +163,7 @@ def end_as_consequence(where: str, notices: Notices) -> NoReturn:
 
 def end_at_once(code: int) -> NoReturn:
     """End without Python's own farewell, which would wait for threads that wait for ranks that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)

@@ -35,13 +35,13 @@ from sharding.failures import (
 )
 from sharding.process import Ranks
 
-DIRECTORY = "stuck"
+STUCK = "stuck"
 """Of the output directory: where each rank writes where it was."""
 
 NOTICE_SECONDS = 2.0
 """How often a rank looks whether another has failed."""
 
-SILENT_SECONDS = 30.0
+SILENT_SECONDS = 60.0
 """For how long a rank may give no sign of life. Its threads give them whatever it computes or waits for."""
 
 OVER = "over"
@@ -56,7 +56,11 @@ INTERRUPTED = 128 + signal.SIGINT
 
 NO_LIMIT_SECONDS = 24 * 3600
 
+SAVERS = "the saver's ranks"
+"""What the group of ranks is called that writes checkpoints in the background, apart from the main thread's work."""
+
 _COLLECTIVES_TOLD = 20
+_ROOT = Path(__file__).parents[1]
 
 
 def collectives_limit(limit_seconds: int | None) -> int:
@@ -77,13 +81,16 @@ class Watchdog:
         self.rank = ranks.rank
         self.limit = limit_seconds
         self.notices = Notices(ranks.store, ranks.rank, ranks.world_size)
+        # for what is told of a rank that stands still; set once the run has an output directory
         self.directory: Path | None = None
         self.step: int | None = None
         self.doing = "start-up"
         self.since = time.monotonic()
-        self.is_limited = True
+        # reading a large model or data set may take longer than any step
+        self.is_limited = False
         self.ending = threading.Lock()
         self.is_over = threading.Event()
+        self.judged: ExpertMeshError | None = None
 
     def at(self, doing: str, step: int | None = None, limited: bool = True) -> None:
         """The main thread tells where it is, and that it has come so far.
@@ -102,35 +109,37 @@ class Watchdog:
         return self.doing if self.step is None else f"step {self.step}, {self.doing}"
 
     @contextmanager
-    def watching(self, model: Any, output_dir: Path) -> Iterator[None]:
-        """Inside, the model's layers tell where they are, and threads watch over this rank and listen to the others.
-
-        Args:
-            model: of Hugging Face, sharded.
-            output_dir: of the run; gets a directory `stuck` when it comes to that.
-        """
-        self.directory = output_dir / DIRECTORY
+    def following(self, model: Any) -> Iterator[None]:
+        """Inside, the layers of a model of Hugging Face, sharded, tell where they are."""
         hooks = []
         for index, layer in enumerate(decoder_layers(model)):
             # first of all hooks: FSDP's own gathers parameters, which is where a rank may come to wait
             hooks.append(layer.register_forward_pre_hook(partial(self._enters, index), prepend=True))
             hooks.append(layer.register_forward_hook(partial(self._leaves, index), prepend=True))
         self.at("the start of training")
-        self.is_over.clear()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the whole run, from the process group's start on: threads watch over this rank and listen to the
+        others, and an error ends it as `ending_clearly` says."""
         # already here: a rank that stops at once must be missed too
         self.notices.give_sign("begun")
         for work in (self._watch, self._listen):
             threading.Thread(target=work, daemon=True).start()
         try:
-            yield
+            with self.ending_clearly():
+                yield
         finally:
             self.is_over.set()
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def ending_clearly(self) -> Iterator[None]:
-        """Around the whole run, from the process group's start on.
+        """Around work whose errors are to be told before anything that is outside is closed, which may take its time.
 
         What is raised goes on to the caller only if it is an ExpertMeshError that all ranks have met, as of a flag that
         will not do. Any other error ends the process here.
@@ -138,8 +147,9 @@ class Watchdog:
         try:
             yield
         except ExpertMeshError as error:
-            if not self.notices.all_stopped():
+            if error is not self.judged and not self.notices.all_stopped():
                 self._end(error)
+            self.judged = error
             raise
         except KeyboardInterrupt:
             show(f"rank {self.rank} was interrupted in {self.where()}")
@@ -152,7 +162,7 @@ class Watchdog:
         if is_timeout(error) or (notice is not None and notice.kind == "stuck"):
             self.end_as_stuck(error)
         if notice is not None or is_broken_collective(error):
-            end_as_consequence(self.where(), self.notices)
+            end_as_consequence(error, self.where(), self.notices)
         end_as_cause(error, self.where(), self.notices)
 
     def _enters(self, index: int, layer: Any, inputs: Any) -> None:
@@ -168,8 +178,11 @@ class Watchdog:
     def _watch(self) -> None:
         """In a thread: end the process once the main thread has stood still for too long."""
         while self.limit is not None and not self.is_over.wait(min(1.0, self.limit / 10)):
+            # should the main thread hang with Python's lock in its hands, no thread of Python's can end it
+            faulthandler.dump_traceback_later(self.limit + SILENT_SECONDS, exit=True, file=2)
             if self.is_limited and time.monotonic() - self.since > self.limit:
                 self.end_as_stuck()
+        faulthandler.cancel_dump_traceback_later()
 
     def _listen(self) -> None:
         """In a thread: end the process soon after another rank has failed, if the main thread does not, which may wait
@@ -187,10 +200,10 @@ class Watchdog:
                 if notice.kind == "stuck":
                     self.end_as_stuck()
                 end_at_once(1)
-            self.notices.give_sign(str(time.monotonic()))
+            arrived = self.notices.give_sign(str(time.monotonic()))
             latest = self.notices.sign_of(next_rank)
-            # none can be read where the store is out of reach, which says nothing of that rank
-            if latest is None or latest != sign or self.limit is None:
+            # where the store is out of reach, that says nothing of the other rank
+            if not arrived or latest is None or latest != sign or self.limit is None:
                 sign, came = latest, time.monotonic()
             elif sign != OVER and time.monotonic() - came > SILENT_SECONDS:
                 self._miss(next_rank)
@@ -215,15 +228,15 @@ class Watchdog:
         still = time.monotonic() - self.since
         try:
             show(self._standing(still, error) + self._written())
+            self.notices.post(Notice(self.rank, "stuck", f"no progress for {still:.0f} s in {self.where()}"))
+            time.sleep(FAREWELL_SECONDS)
         except Exception:
-            # whatever cannot be told, it must end
             show(f"rank {self.rank} stands still in {self.where()}, and cannot tell more:\n{traceback.format_exc()}")
-        self.notices.post(Notice(self.rank, "stuck", f"no progress for {still:.0f} s in {self.where()}"))
-        time.sleep(FAREWELL_SECONDS)
-        end_at_once(1)
+        finally:
+            end_at_once(1)
 
     def _standing(self, still: float, error: Exception | None) -> str:
-        own = [str(c) for c in recorded_collectives() if c.thread in (0, threading.main_thread().ident)]
+        own = [str(collective) for collective in recorded_collectives() if collective.group != SAVERS]
         return (
             f"rank {self.rank} has made no progress for {still:.0f} s (--ddp-timeout {self.limit}): {self.where()}, in "
             f"{_innermost_line(error)}" + (f"; its latest collective is {own[-1]}" if own else "")
@@ -251,12 +264,18 @@ class Watchdog:
 
 
 def _innermost_line(error: Exception | None) -> str:
-    """What the main thread executes, or where it met an error: function, file and line, of Python the innermost."""
+    """What the main thread executes, or where it met an error: function, file and line of our own code if it is there,
+    else of Python the innermost."""
     if error is not None:
-        frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+        steps = list(traceback.walk_tb(error.__traceback__))
     else:
         ident = threading.main_thread().ident
         assert ident is not None
-        frame = sys._current_frames()[ident]
-        line = frame.f_lineno
+        steps = list(traceback.walk_stack(sys._current_frames()[ident]))[::-1]
+    own = [(frame, line) for frame, line in steps if _is_own(Path(frame.f_code.co_filename))]
+    frame, line = (own or steps)[-1]
     return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})"
+
+
+def _is_own(file: Path) -> bool:
+    return file.is_relative_to(_ROOT) and "site-packages" not in file.parts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from checkpoints import recorded_order
+from checkpoints import recorded_order, whole_checkpoints
 from moe import ExpertMeshError
 from sharding import Ranks, raise_together
 from training.config import TrainConfig
@@ -19,7 +19,7 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     `ep_size` becomes the largest that divides the experts and the ranks and is no larger than was asked for. A larger
     one never takes more memory (a rank's part of the experts depends on all ranks alone, what is gathered for a layer
     falls with it), so if this one does not fit, none does. The global batch stays what the run began with, in as many
-    forwards of `per_device_train_batch_size` rows as it takes.
+    forwards of `per_device_train_batch_size` rows as it takes. (A balancing loss depends on how it is cut.)
 
     Returns:
         It, and what is not as it was asked for, in words. All ranks call it together and get the same.
@@ -32,11 +32,11 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     )
     found: list[int | None] = [None]
     with raise_together():
-        if ranks.rank == 0:
-            found = [rows_a_step_before(Path(config.output_dir))]
+        if ranks.rank == 0 and config.global_batch_size is None:
+            found = [rows_a_step_before(config.resume, Path(config.output_dir))]
     dist.broadcast_object_list(found, src=0)
     fitting = replace(config, ep_size=ep_size)
-    if found[0] is not None and config.global_batch_size is None:
+    if found[0] is not None:
         fitting = replace(fitting, global_batch_size=found[0], gradient_accumulation_steps=1)
     changes = []
     if ep_size != config.ep_size:
@@ -45,12 +45,16 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     if forwards != asked:
         rows = fitting.rows_a_step(ranks.world_size)
         changes.append(f"{forwards} forwards a step in place of {asked}, for a global batch of {rows} rows as before")
+        if config.router_aux_loss_coef != 0:
+            changes.append(
+                "a balancing loss, if there is one, is the mean over the forwards, and so not quite the same"
+            )
     return fitting, changes
 
 
-def rows_a_step_before(output_dir: Path) -> int | None:
-    """The global batch of the run in a directory; None where there is none yet."""
-    order = recorded_order(output_dir / "checkpoints")
+def rows_a_step_before(resume: str, output_dir: Path) -> int | None:
+    """The global batch of the run that `--resume` means; None where there is none yet."""
+    order = recorded_order([Path(resume)] if resume != "auto" else whole_checkpoints(output_dir / "checkpoints"))
     if order is not None:
         return order["global_batch_size"]
     try:
@@ -61,5 +65,6 @@ def rows_a_step_before(output_dir: Path) -> int | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ExpertMeshError(
-            f"--elastic: {output_dir / ENVIRONMENT} does not tell the global batch: {error!r}"
+            f"--elastic: {output_dir / ENVIRONMENT} does not tell the global batch ({error!r}); "
+            "give it, by --global-batch-size"
         ) from error

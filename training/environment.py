@@ -47,7 +47,10 @@ def write_environment(output_dir: Path, facts: dict[str, str | int]) -> None:
         ExpertMeshError: it cannot be written.
     """
     with write_errors(output_dir):
-        (output_dir / FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        # whole or not at all: a run that is resumed may read it
+        partial = output_dir / (FILE + ".part")
+        partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        partial.rename(output_dir / FILE)
 
 
 def _version(package: str) -> str | None:

@@ -3,9 +3,12 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from checkpoints import ModelSource, Progress, Saver, load_best_model, load_training_state
 from moe import ExpertMeshError, ParameterCounts
@@ -22,7 +25,7 @@ from training.meter import Meter
 from training.nonfinite import NonFiniteGuard
 from training.optimizer import build_optimizer
 from training.preemption import StopRequest
-from training.schedule import build_scheduler, resume_scheduler, step_scheduler
+from training.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
 from training.step import LossWeights, train_step
 
 
@@ -81,19 +84,24 @@ def train(run: Run, resume_from: Path | None) -> bool:
         ExpertMeshError: on all ranks, when the checkpoint does not fit the run, training diverges, replicas differ, or
             a checkpoint cannot be saved and --on-save-error says stop.
     """
+    optimizer = build_optimizer(run.model, run.config, run.mesh)
+    scheduler = build_scheduler(optimizer, run.config, run.log.num_steps)
+    try:
+        stopped = _train(run, optimizer, scheduler, resume_from)
+    except ExpertMeshError:
+        # what all ranks have met leaves them all there to finish the checkpoint under way
+        with suppress(RuntimeError):
+            _wait(run)
+        raise
+    return not stopped
+
+
+def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resume_from: Path | None) -> bool:
+    """Whether a signal stopped it."""
     config, log, watchdog = run.config, run.log, run.watchdog
-    optimizer = build_optimizer(run.model, config, run.mesh)
-    scheduler = build_scheduler(optimizer, config, log.num_steps)
     first_step, tokens, best = 0, 0, Best()
     if resume_from is not None:
-        progress = load_training_state(resume_from, run.model, optimizer)
-        _check_order(progress, run, resume_from)
-        _check_optimizer(progress, config, resume_from)
-        resume_scheduler(optimizer, scheduler, config, progress)
-        first_step, tokens, best = progress.step, progress.tokens, Best(**progress.best)
-        if run.saver is not None and not run.saver.restore_best(resume_from, progress.best) and progress.best:
-            log.line(f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone")
-        log.line(f"resumed from {resume_from}, step {first_step}")
+        first_step, tokens, best = _resume(run, optimizer, scheduler, resume_from)
     run.model.train()
     log.keep_until(first_step)
     stopping, enough = False, _had_enough(config, best)
@@ -106,9 +114,7 @@ def train(run: Run, resume_from: Path | None) -> bool:
             watchdog.at("reading the batch", done)
             learning_rate = scheduler.get_last_lr()[0]
             batches = _batches(run, step)
-            watchdog.at("the step's beginning")
-            result = train_step(run.model, optimizer, batches, run.mesh, run.weights, config.max_grad_norm)
-            watchdog.at("after the update")
+            result = train_step(run.model, optimizer, batches, run.mesh, run.weights, config.max_grad_norm, watchdog.at)
             tokens += result.tokens
             guard.check(done, result)
             alarms.step(done, result)
@@ -142,8 +148,10 @@ def train(run: Run, resume_from: Path | None) -> bool:
                 facts = _order_facts(run)
                 progress = Progress(done, tokens, scheduler.state_dict(), facts, asdict(config), best.state())
                 _handle(_wait(run), run)
-                watchdog.at("the beginning of a checkpoint")
+                watchdog.at("the beginning of a checkpoint", limited=False)
                 run.saver.save(run.model, optimizer, progress)
+                if not config.async_save:
+                    _handle(_wait(run), run)
             if stopping or enough:
                 break
             meter.pause(time.perf_counter() - paused)
@@ -155,10 +163,24 @@ def train(run: Run, resume_from: Path | None) -> bool:
                 + (f"the best is {best.loss:.4f}, of step {best.step}" if best.step else "none had a finite loss")
             )
         _handle(_wait(run), run)
-    watchdog.at("the end of training")
+    watchdog.at("the end of training", limited=False)
     if config.load_best_model_at_end and not stopping:
         _load_best(run, best)
-    return not stopping
+    return stopping
+
+
+def _resume(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, path: Path) -> tuple[int, int, Best]:
+    """Put model, optimizer and schedule where a checkpoint has them: steps and tokens so far, the best evaluation."""
+    run.watchdog.at("reading the checkpoint", limited=False)
+    progress = load_training_state(path, run.model, optimizer)
+    _check_order(progress, run, path)
+    _check_optimizer(progress, run.config, path)
+    resume_scheduler(optimizer, scheduler, run.config, progress)
+    best = Best(**progress.best)
+    if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
+        run.log.line(f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone")
+    run.log.line(f"resumed from {path}, step {progress.step}")
+    return progress.step, progress.tokens, best
 
 
 def _had_enough(config: TrainConfig, best: Best) -> bool:
@@ -276,7 +298,7 @@ def _check_order(progress: Progress, run: Run, path: Path) -> None:
             raise ExpertMeshError(
                 f"--resume {path}: that run had {name.replace('_', ' ')} {there}, this one has {here[name]}; "
                 "with other batches it would not be the same run"
-                + ("; --elastic keeps it on any number of ranks" if name == "global_batch_size" else "")
+                + (f"; --global-batch-size {there} keeps it" if name == "global_batch_size" else "")
             )
 
 

@@ -6,7 +6,7 @@ Shape suffixes: L MoE layers, E experts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -114,14 +114,22 @@ def train_step(
     mesh: Mesh,
     weights: LossWeights,
     max_grad_norm: float,
+    at: Callable[[str], object] = lambda doing: None,
 ) -> StepResult:
     """Gradients from zero, clipped over all meshes at once, then one update.
 
     Without the update, on all ranks alike, where the result is not finite: weights and optimizer state are as before.
+
+    Args:
+        at: is told what comes next, beside the layers.
     """
     optimizer.zero_grad()
+    at("the step's beginning")
     figures = compute_gradients(model, batches, weights)
+    at("the gradient norm")
     result = replace(figures, grad_norm=clip_grad_norm(model, mesh, max_grad_norm))
+    at("the optimizer's update")
     if result.is_finite:
         optimizer.step()
+    at("what follows the update")
     return result

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moe import ExpertMeshError
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import assert_equal_weights
@@ -37,15 +38,21 @@ def test_goes_on_with_fewer_and_more_ranks(ranks: RankPool, common: list[object]
 
 
 def test_same_batch_before_the_first_checkpoint(tmp_path: Path) -> None:
-    assert rows_a_step_before(tmp_path) is None
+    assert rows_a_step_before("auto", tmp_path) is None
+    (tmp_path / "environment.json").write_text("{")
+    with pytest.raises(ExpertMeshError, match="give it, by --global-batch-size"):
+        rows_a_step_before("auto", tmp_path)
     (tmp_path / "environment.json").write_text(json.dumps({"global_batch_size": 24}))
-    assert rows_a_step_before(tmp_path) == 24
+    assert rows_a_step_before("auto", tmp_path) == 24
 
 
 def test_other_ranks_without_it_are_refused(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
     common += ["--output-dir", tmp_path, "--resume", "auto", "--save-steps", 1, "--max-steps", 1]
     assert start(ranks, 4, *common) == [(0, "")] * 4
-    for more, said in (((), "--ep-size 4 does not divide the 2 ranks"), (("--ep-size", 2), "--elastic keeps it")):
+    for more, said in (
+        ((), "--ep-size 4 does not divide the 2 ranks"),
+        (("--ep-size", 2), "--global-batch-size 8 keeps it"),
+    ):
         code, errors = start(ranks, 2, *common, *more)[0]
         assert code == 2
         assert said in errors
