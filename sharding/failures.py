@@ -59,7 +59,8 @@ class Notices:
         self.store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self.store.set_timeout(timedelta(seconds=STORE_SECONDS))
         self.is_lost = False
-        self.pending: threading.Thread | None = None
+        # of the listening thread and the main one; also held by a use that does not come back
+        self.turn = threading.Lock()
 
     def post(self, notice: Notice) -> Notice:
         """Tell the others of a failure; the notice that stands, which is an earlier one where there is one."""
@@ -109,12 +110,14 @@ class Notices:
                 result.append(work())
             except RuntimeError:
                 self.is_lost = True  # the process that held it is gone
+            finally:
+                self.turn.release()
 
-        if self.is_lost or (self.pending is not None and self.pending.is_alive()):
+        if self.is_lost or not self.turn.acquire(timeout=STORE_SECONDS):
             return None
-        self.pending = threading.Thread(target=run, daemon=True)
-        self.pending.start()
-        self.pending.join(STORE_SECONDS)
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(STORE_SECONDS)
         return result[0] if result else None
 
 
