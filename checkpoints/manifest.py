@@ -182,11 +182,8 @@ def _check_files(path: Path, files: dict[str, Any]) -> dict[str, dict[str, Tenso
         if file.stat().st_size != entry["bytes"]:
             raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MANIFEST} says {entry['bytes']}")
         of_header = entry.get("header_xxh3_128")
-        if of_header is None:
-            damaged = file_checksum(file) != entry["xxh3_128"]
-        else:
-            damaged = _header_checksum(file) != of_header
-        if damaged:
+        sums = (file_checksum(file), entry["xxh3_128"]) if of_header is None else (_header_checksum(file), of_header)
+        if sums[0] != sums[1]:
             raise ExpertMeshError(f"{file}: is damaged: its checksum is not the one in {MANIFEST}")
         if of_header is not None:
             headers[name] = read_header(file)

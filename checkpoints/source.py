@@ -80,9 +80,13 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
         ExpertMeshError: it is neither, or cannot be fetched.
     """
     path = Path(model)
-    if path.is_dir():
-        return path
-    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+    try:
+        if path.is_dir():
+            return path
+        exists = path.exists()
+    except OSError as error:  # a name too long for any file
+        raise ExpertMeshError(f"{flag} {model:.80}...: {error.strerror}") from error
+    if exists or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ExpertMeshError(f"{flag} {model}: no such directory")
     from huggingface_hub import snapshot_download
 

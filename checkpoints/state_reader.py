@@ -18,14 +18,22 @@ from checkpoints.paths import check_regular, named_file
 from moe import ExpertMeshError
 
 METADATA = ".metadata"
+_TABLE = (
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
 _NAMES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(("torch.distributed.checkpoint.metadata", name) for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex")),
-    *(("torch.distributed.checkpoint.metadata", name) for name in ("StorageMeta", "TensorProperties")),
-    *(("torch.distributed.checkpoint.metadata", name) for name in ("TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
-    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+    *(("torch.distributed.checkpoint.metadata", name) for name in _TABLE),
 }
 
 

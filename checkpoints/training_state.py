@@ -31,8 +31,8 @@ from checkpoints.files import copy_side_files, temporary_beside
 from checkpoints.manifest import exported_from
 from checkpoints.mapping import DiskTensor, Region
 from checkpoints.output import DTYPE_CODES, OutputTensor
-from checkpoints.reader import Piece
 from checkpoints.paths import named_file
+from checkpoints.reader import Piece
 from checkpoints.source import Checkpoint, Parameters, TensorInfo, check_fields, open_source, read_json, well_formed
 from checkpoints.state_reader import METADATA, StateReader, brief, load_state
 from moe import ExpertMeshError
@@ -113,7 +113,7 @@ class Saver:
         made: list[str | None] = [None, None]
         if dist.get_rank() == 0:
             try:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                self.directory.mkdir(exist_ok=True)  # not its parents: a run's directory that is gone must be told
                 partial = temporary_beside(self.directory / checkpoint_name(step))
                 made[0] = str(partial)
                 (partial / "model").mkdir()
@@ -152,10 +152,7 @@ class Saver:
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[0] is not None:
             # torch reports a full disk as a position it did not expect: say how full it is
-            free = shutil.disk_usage(self.directory).free
-            self.problem = (
-                f"checkpoint of step {progress.step}: {outcome[0]} ({self.directory} has {free / 1e6:,.1f} MB free)"
-            )
+            self.problem = f"checkpoint of step {progress.step}: {outcome[0]} ({_room(self.directory)})"
             dist.barrier(group=self.group)
             if rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -201,7 +198,7 @@ class Saver:
         there = [found is not None]
         with raise_together():
             if dist.get_rank() == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                self.directory.mkdir(exist_ok=True)
                 (self.directory / BEST).unlink(missing_ok=True)
                 if found is not None:
                     self._link_best(Path(name) if found == places[0] else found)
@@ -213,6 +210,13 @@ class Saver:
         link.unlink(missing_ok=True)
         link.symlink_to(target)
         link.rename(self.directory / BEST)
+
+
+def _room(directory: Path) -> str:
+    try:
+        return f"{directory} has {shutil.disk_usage(directory).free / 1e6:,.1f} MB free"
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
 
 
 def _discard(path: Path) -> None:
