@@ -101,7 +101,9 @@ def family_of(model_type: Any, where: str) -> Family:
         ExpertMeshError: the family is unknown; the message lists those that are known.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ExpertMeshError(f"{where}: model_type is {model_type!r:.80}; known MoE families are {', '.join(FAMILIES)}")
+        raise ExpertMeshError(
+            f"{where}: model_type is {model_type!r:.80}; known MoE families are {', '.join(FAMILIES)}"
+        )
     return FAMILIES[model_type]
 
 
@@ -172,7 +174,9 @@ def _check_heads(config: Any, where: str) -> None:
 
 def _check_whole(where: str, field: str, value: Any, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
-        raise ExpertMeshError(f"{where}: {field} is {_brief(value)}; it must be a whole number above 0, at most {most:,}")
+        raise ExpertMeshError(
+            f"{where}: {field} is {_brief(value)}; it must be a whole number above 0, at most {most:,}"
+        )
 
 
 def _check_number(where: str, field: str, value: Any, low: float, high: float) -> None:

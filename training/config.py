@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -142,7 +143,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, low in _AT_LEAST.items():
             value = getattr(self, name)
-            if value is not None and not low <= value < 2**63:  # not true of NaN
+            most = 2**63 if isinstance(value, int) else math.inf
+            if value is not None and not low <= value < most:  # not true of NaN
                 raise ExpertMeshError(f"{_as_flag(name)} {value}: must be {low} or more")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
