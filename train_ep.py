@@ -8,6 +8,7 @@
 
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -166,6 +167,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
                 return False
         if config.export:
             watchdog.at("the export", limited=False)
+            with raise_together():
+                log.check_directory()
             export_model(model, checkpoint, topology, output_dir / "hf", config.shard_bytes, inputs.saved_tokenizer)
             log.line(f"exported to {output_dir / 'hf'}")
         log.state = "finished"
@@ -216,19 +219,32 @@ def find_resume(config: TrainConfig, output_dir: Path, ranks: Ranks) -> Path | N
     return found
 
 
+def _goes_on(config: TrainConfig, output_dir: Path) -> bool:
+    """Whether the run goes on with the one that the output directory holds, or may begin it anew: killed before its
+    first checkpoint, it has exported nothing."""
+    directory = output_dir / "checkpoints"
+    if config.resume == "auto":
+        return any(directory.glob("step-*")) or not (output_dir / "hf").exists()
+    # one that is not there is told where it is looked for
+    path = Path(config.resume or directory)
+    return bool(config.resume) and (path.resolve().is_relative_to(directory.resolve()) or not path.exists())
+
+
 def prepare_output(config: TrainConfig, ranks: Ranks) -> Path:
     """Make the output directory, refusing one that holds another run's results."""
     output_dir = Path(config.output_dir)
     with raise_together(), write_errors(output_dir):
         if ranks.rank == 0:
             taken = [name for name in ("hf", "metrics.jsonl", "config.yaml") if (output_dir / name).exists()]
-            taken += [path.name for path in (output_dir / "checkpoints").glob("step-*")]
-            if taken and not config.overwrite_output_dir and not config.resume:
+            # a new run clears away all of checkpoints/, be it an earlier run's or something else
+            taken += sorted(path.name for path in (output_dir / "checkpoints").glob("*"))
+            if taken and not config.overwrite_output_dir and not _goes_on(config, output_dir):
                 raise ExpertMeshError(
-                    f"--output-dir {output_dir}: already holds {', '.join(taken)}; "
+                    f"--output-dir {output_dir}: already holds {', '.join(taken[:8])}; "
                     "choose another, go on with --resume auto, or replace them with --overwrite-output-dir"
                 )
             output_dir.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=output_dir).close()  # better told now than after the model is loaded
     return output_dir
 
 

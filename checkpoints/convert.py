@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from checkpoints.checksums import file_checksum
-from checkpoints.files import copy_side_files
+from checkpoints.files import copy_side_files, write_errors
 from checkpoints.manifest import MANIFEST, FileSum, check_all_bytes, make_manifest, shard_files
 from checkpoints.opening import Readable, open_readable, parameter_dtypes
 from checkpoints.output import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
@@ -54,16 +54,17 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: torch.dtype | Non
     exported = [OutputTensor(o.tensor, dtype or o.dtype) for o in checkpoint.exported]
     files = shard_files(parameters, dtypes, source, ep_size, how.max_shard_size)
 
-    _prepare(out, MANIFEST, how.overwrite)
+    _prepare(source_path, out, MANIFEST, how.overwrite)
     records = _write(files, out, readable, how)
-    copy_side_files(source.path, out)
-    sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
-    for file in sorted(out.iterdir()):
-        if file.name not in sums and file.suffix != ".done":
-            sums[file.name] = FileSum(file.stat().st_size, file_checksum(file), None)
-    row_sums = {name: value for r in records for name, value in r.row_sums.items()}
-    manifest = make_manifest(source, ep_size, files, sums, row_sums, exported, origin=source_path.name)
-    _finish(out, MANIFEST, json.dumps(manifest, indent=1))
+    with write_errors(out):
+        copy_side_files(source.path, out)
+        sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
+        for file in sorted(out.iterdir()):
+            if file.name not in sums and file.suffix != ".done":
+                sums[file.name] = FileSum(file.stat().st_size, file_checksum(file), None)
+        row_sums = {name: value for r in records for name, value in r.row_sums.items()}
+        manifest = make_manifest(source, ep_size, files, sums, row_sums, exported, origin=source_path.name)
+        _finish(out, MANIFEST, json.dumps(manifest, indent=1))
 
 
 def export_offline(source_path: Path, out: Path, how: HowToWrite, any_owner: bool = False) -> None:
@@ -77,15 +78,20 @@ def export_offline(source_path: Path, out: Path, how: HowToWrite, any_owner: boo
     check_all_bytes(source_path)
     files = plan_hf_files(source.checkpoint.exported, how.max_shard_size)
     last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
-    _prepare(out, last, how.overwrite)
+    _prepare(source_path, out, last, how.overwrite)
     _write(files, out, source, how)
-    copy_side_files(source.checkpoint.source.path, out)
-    _finish(out, last, hf_index(files) if len(files) > 1 else None)
+    with write_errors(out):
+        copy_side_files(source.checkpoint.source.path, out)
+        _finish(out, last, hf_index(files) if len(files) > 1 else None)
 
 
-def _prepare(out: Path, last: str, overwrite: bool) -> None:
+def _prepare(source_path: Path, out: Path, last: str, overwrite: bool) -> None:
     """Make `out`. A whole one, which has the file `last`, is replaced only if told so; a begun one is gone on with."""
-    begun = any(out.glob("*.done")) or any(out.glob("*.part"))
+    if source_path.resolve().is_relative_to(out.resolve()):
+        raise ExpertMeshError(f"{out}: holds the source, {source_path}; choose another directory to write to")
+    if out.exists() and not out.is_dir():
+        raise ExpertMeshError(f"{out}: is no directory; choose another")
+    begun = any(out.glob("*.safetensors.done")) or any(out.glob("*.safetensors.part"))
     if (out / last).exists() and not begun and not overwrite:
         raise ExpertMeshError(f"{out}: is there already, and whole; choose another, or replace it with --overwrite")
     if out.exists() and not begun and not overwrite and any(out.iterdir()):

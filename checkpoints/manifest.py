@@ -19,7 +19,18 @@ import xxhash
 from checkpoints.checksums import check_seal, file_checksum, seal
 from checkpoints.mapping import DiskTensor, Region, disk_tensors, names_on_disk
 from checkpoints.output import DTYPE_CODES, DTYPES, OutputFile, OutputTensor, plan_files
-from checkpoints.source import Checkpoint, ModelSource, Parameters, TensorInfo, read_header, read_json, tied_head
+from checkpoints.paths import named_file
+from checkpoints.source import (
+    Checkpoint,
+    ModelSource,
+    Parameters,
+    TensorInfo,
+    check_fields,
+    read_header,
+    read_json,
+    tied_head,
+    well_formed,
+)
 from moe import ExpertMeshError
 
 MANIFEST = "manifest.json"
@@ -114,6 +125,9 @@ def make_manifest(
     )
 
 
+_FIELDS = {"family": str, "source": str, "ep_size": int, "tensors": list, "files": dict, "exported": list}
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """manifest.json of a directory, its own checksum checked.
 
@@ -128,6 +142,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"this version reads {FORMAT!r} version 1"
         )
     check_seal(manifest, file)
+    check_fields(manifest, _FIELDS, file)
     return manifest
 
 
@@ -143,36 +158,36 @@ def open_shards(source: ModelSource, parameters: Parameters) -> Checkpoint:
         )
     manifest = read_manifest(source.path)
     tensors, infos, row_sums = [], {}, {}
-    _check_files(source.path, manifest["files"])
-    headers = {file: read_header(source.path / file) for file in {entry["file"] for entry in manifest["tensors"]}}
-    for entry in manifest["tensors"]:
-        name, shape, file = entry["name"], tuple(entry["shape"]), entry["file"]
-        if headers[file].get(name) != TensorInfo(file, shape, DTYPES[entry["dtype"]]):
-            raise ExpertMeshError(f"{source.path / file}: tensor {name} is not as {MANIFEST} has it")
-        tensors.append(DiskTensor(name, shape, (Region(entry["parameter"], range(*entry["rows"])),)))
-        infos[name] = headers[file][name]
-        row_sums[name] = int(entry["row_sum"], 16)
-    _check_coverage(source, tensors, parameters)
-    exported = exported_from(manifest["exported"], source, parameters)
+    headers = _check_files(source.path, manifest["files"])
+    with well_formed(source.path / MANIFEST):
+        for entry in manifest["tensors"]:
+            name, shape, file = entry["name"], tuple(entry["shape"]), entry["file"]
+            if headers[file].get(name) != TensorInfo(file, shape, DTYPES[entry["dtype"]]) or name in infos:
+                raise ExpertMeshError(f"{source.path / file}: tensor {name} is not as {MANIFEST} has it")
+            tensors.append(DiskTensor(name, shape, (Region(entry["parameter"], range(*entry["rows"])),)))
+            infos[name] = headers[file][name]
+            row_sums[name] = int(entry["row_sum"], 16)
+        _check_coverage(source, tensors, parameters)
+        exported = exported_from(manifest["exported"], source, parameters)
     files = sorted(source.path / file for file in headers)
     return Checkpoint(source, tensors, [], infos, exported, row_sums, files)
 
 
-def _check_files(path: Path, files: dict[str, Any]) -> None:
+def _check_files(path: Path, files: dict[str, Any]) -> dict[str, dict[str, TensorInfo]]:
+    """The header of each safetensors file that the manifest lists, all listed files being there and whole."""
+    headers = {}
     for name, entry in files.items():
-        file = path / name
-        if Path(name).name != name:
-            raise ExpertMeshError(f"{path / MANIFEST}: names {name!r}; only files beside it are read")
-        if not file.is_file():
-            raise ExpertMeshError(f"{file}: is missing, though {MANIFEST} lists it")
+        file = named_file(path, name, MANIFEST)
+        check_fields(entry, {"bytes": int, "xxh3_128": str}, path / MANIFEST)
         if file.stat().st_size != entry["bytes"]:
             raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MANIFEST} says {entry['bytes']}")
-        if entry["header_xxh3_128"] is None:
-            damaged = file_checksum(file) != entry["xxh3_128"]
-        else:
-            damaged = _header_checksum(file) != entry["header_xxh3_128"]
-        if damaged:
+        of_header = entry.get("header_xxh3_128")
+        sums = (file_checksum(file), entry["xxh3_128"]) if of_header is None else (_header_checksum(file), of_header)
+        if sums[0] != sums[1]:
             raise ExpertMeshError(f"{file}: is damaged: its checksum is not the one in {MANIFEST}")
+        if of_header is not None:
+            headers[name] = read_header(file)
+    return headers
 
 
 def check_all_bytes(path: Path) -> None:
@@ -184,7 +199,7 @@ def check_all_bytes(path: Path) -> None:
     if not (path / MANIFEST).exists():
         return
     for name, entry in read_manifest(path)["files"].items():
-        if file_checksum(path / name) != entry["xxh3_128"]:
+        if file_checksum(named_file(path, name, MANIFEST)) != entry["xxh3_128"]:
             raise ExpertMeshError(f"{path / name}: is damaged: its checksum is not the one in {MANIFEST}")
 
 
@@ -201,7 +216,8 @@ def _check_coverage(source: ModelSource, tensors: list[DiskTensor], parameters: 
     rows: dict[str, list[range]] = {name: [] for name in parameters}
     for tensor in tensors:
         (region,) = tensor.regions
-        if region.parameter not in parameters or tensor.shape[1:] != parameters[region.parameter][1:]:
+        shape = (len(region.rows), *parameters.get(region.parameter, ())[1:])
+        if region.parameter not in parameters or tensor.shape != shape or region.rows.step != 1:
             raise ExpertMeshError(
                 f"{source.path}: tensor {tensor.name} does not fit the model that config.json describes"
             )
@@ -217,9 +233,15 @@ def _check_coverage(source: ModelSource, tensors: list[DiskTensor], parameters: 
 
 
 def exported_from(table: Sequence[dict[str, str]], source: ModelSource, parameters: Parameters) -> list[OutputTensor]:
-    """The tensors of this model's Hugging Face form, from a saved list of their names and dtypes."""
+    """The tensors of this model's Hugging Face form, from a saved list of their names and dtypes.
+
+    Raises:
+        ValueError, LookupError, TypeError: the list is of another model, or no such list.
+    """
     names = names_on_disk([entry["name"] for entry in table], source.family)
     tensors = disk_tensors(parameters, source.family, source.shape, names)
     tensors += tied_head(parameters, [entry["name"] for entry in table])
     by_name = {tensor.name: tensor for tensor in tensors}
+    if sorted(by_name) != sorted(entry["name"] for entry in table):
+        raise ValueError("what it says that an export holds is not this model")
     return [OutputTensor(by_name[entry["name"]], DTYPES[entry["dtype"]]) for entry in table]

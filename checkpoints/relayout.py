@@ -83,11 +83,10 @@ def _write_or_skip(
     advance: Callable[[int], None],
 ) -> FileRecord:
     note = out / (file.name + ".done")
-    if note.exists() and (out / file.name).exists():
-        content = json.loads(note.read_text())
-        if content["fingerprint"] == fingerprint:
-            advance(sum(output.num_bytes for output in file.tensors))
-            return FileRecord(**content["record"])
+    record = _finished(note, fingerprint) if (out / file.name).exists() else None
+    if record is not None:
+        advance(sum(output.num_bytes for output in file.tensors))
+        return record
     partial = out / (file.name + ".part")
     reader = make_reader()
     with open(partial, "wb") as stream:
@@ -96,6 +95,15 @@ def _write_or_skip(
     os.replace(partial, out / file.name)
     note.write_text(json.dumps({"fingerprint": fingerprint, "record": asdict(record)}))
     return record
+
+
+def _finished(note: Path, fingerprint: str) -> FileRecord | None:
+    """What an earlier call has noted of a file; None if it was another call, or was killed while it wrote the note."""
+    try:
+        content = json.loads(note.read_text())
+        return FileRecord(**content["record"]) if content["fingerprint"] == fingerprint else None
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _write_file(

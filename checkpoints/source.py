@@ -5,7 +5,8 @@ Only JSON and safetensors are read; nothing is unpickled, and no path from an in
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.mapping import DiskTensor, Region, disk_tensors, names_on_disk
 from checkpoints.output import DTYPES, INDEX_NAME, SINGLE_NAME, OutputTensor
+from checkpoints.paths import check_regular, named_file
 from moe import ExpertMeshError, Family, MoEShape, check_config, family_of
 
 # not "*.safetensors": some repositories hold the weights a second time, as consolidated*.safetensors
 _HUB_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+# parsed it takes some twenty times as much memory; the largest index and manifest of today have a few MB
+_MOST_JSON_BYTES = 64 * 2**20
 
 Parameters = dict[str, tuple[int, ...]]
 """Global shape of every parameter of a model, by name; a tied one appears once."""
@@ -76,9 +80,13 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
         ExpertMeshError: it is neither, or cannot be fetched.
     """
     path = Path(model)
-    if path.is_dir():
-        return path
-    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+    try:
+        if path.is_dir():
+            return path
+        exists = path.exists()
+    except OSError as error:  # a name too long for any file
+        raise ExpertMeshError(f"{flag} {model:.80}...: {error.strerror}") from error
+    if exists or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ExpertMeshError(f"{flag} {model}: no such directory")
     from huggingface_hub import snapshot_download
 
@@ -113,17 +121,44 @@ def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        ExpertMeshError: the file is missing, unreadable, no JSON, or no object.
+        ExpertMeshError: the file is missing, unreadable, too large, no JSON, or no object.
     """
+    check_regular(file)
+    if file.stat().st_size > _MOST_JSON_BYTES:
+        raise ExpertMeshError(f"{file}: has {file.stat().st_size:,} bytes; more than {_MOST_JSON_BYTES:,} are not read")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ExpertMeshError(f"{file}: no such file") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, or a number without end
         raise ExpertMeshError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ExpertMeshError(f"{file}: holds a {type(content).__name__}, not an object")
     return content
+
+
+def check_fields(table: Any, wanted: dict[str, type], file: Path) -> None:
+    """
+    Raises:
+        ExpertMeshError: a table read from `file` lacks a field, or has something else in its place.
+    """
+    for name, kind in wanted.items():
+        found = table.get(name) if isinstance(table, dict) else None
+        if type(found) is not kind:
+            raise ExpertMeshError(f"{file}: {name} is {found!r:.80} where a {kind.__name__} should be")
+
+
+@contextmanager
+def well_formed(file: Path) -> Iterator[None]:
+    """Around picking apart a table that was read from `file`.
+
+    Raises:
+        ExpertMeshError: it is not built as this version builds it: an entry is missing, or is something else.
+    """
+    try:
+        yield
+    except ExpertMeshError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ExpertMeshError(f"{file}: is not as this version writes it: {type(error).__name__}: {error}") from error
 
 
 def open_hf(source: ModelSource, parameters: Parameters, strict: bool = True) -> Checkpoint:
@@ -198,23 +233,17 @@ def _weight_map(path: Path) -> dict[str, str] | None:
     weight_map = read_json(path / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ExpertMeshError(f"{path / INDEX_NAME}: weight_map is no table from tensor names to file names")
-    for name, file in weight_map.items():
-        if Path(file).name != file or file in ("", ".", ".."):
-            raise ExpertMeshError(
-                f"{path / INDEX_NAME}: tensor {name} points to {file!r}; only files beside it are read"
-            )
     return weight_map
 
 
 def _files(path: Path, weight_map: dict[str, str] | None) -> list[str]:
     if weight_map is None:
-        if not (path / SINGLE_NAME).is_file():
+        if not (path / SINGLE_NAME).exists():
             raise ExpertMeshError(f"{path}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
         return [SINGLE_NAME]
     files = sorted(set(weight_map.values()))
     for file in files:
-        if not (path / file).is_file():
-            raise ExpertMeshError(f"{path / INDEX_NAME}: points to {file}, which is not there")
+        named_file(path, file, INDEX_NAME)
     return files
 
 
@@ -243,6 +272,7 @@ def open_safetensors(file: Path) -> Any:
     Raises:
         ExpertMeshError: the file is missing, truncated or no safetensors file.
     """
+    check_regular(file)
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

@@ -25,15 +25,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 
 from checkpoints.checksums import check_seal, file_checksum, seal
 from checkpoints.files import copy_side_files, temporary_beside
 from checkpoints.manifest import exported_from
 from checkpoints.mapping import DiskTensor, Region
 from checkpoints.output import DTYPE_CODES, OutputTensor
+from checkpoints.paths import named_file
 from checkpoints.reader import Piece
-from checkpoints.source import Checkpoint, Parameters, TensorInfo, open_source, read_json
+from checkpoints.source import Checkpoint, Parameters, TensorInfo, check_fields, open_source, read_json, well_formed
+from checkpoints.state_reader import METADATA, StateReader, brief, load_state
 from moe import ExpertMeshError
 from sharding import NO_LIMIT_SECONDS, SAVERS, raise_together, zeros_by_rows
 
@@ -114,7 +116,7 @@ class Saver:
         made: list[str | None] = [None, None]
         if dist.get_rank() == 0:
             try:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                self.directory.mkdir(exist_ok=True)  # not its parents: a run's directory that is gone must be told
                 partial = temporary_beside(self.directory / checkpoint_name(step))
                 made[0] = str(partial)
                 (partial / "model").mkdir()
@@ -122,7 +124,7 @@ class Saver:
             except OSError as error:
                 if made[0] is not None:
                     shutil.rmtree(made[0], ignore_errors=True)
-                made = [None, f"checkpoint of step {step}: {_brief(error)}"]
+                made = [None, f"checkpoint of step {step}: {brief(error)}"]
         dist.broadcast_object_list(made, src=0)
         path, problem = made
         return (None if path is None else Path(path)), problem
@@ -145,7 +147,7 @@ class Saver:
                 mine += [partial / "state" / ".metadata", *(partial / "model").iterdir()]
             sums = {str(file.relative_to(partial)): _describe(file) for file in mine}
         except BaseException as error:
-            problem = _brief(error)
+            problem = brief(error)
         shares: list[tuple[dict[str, Any], str | None]] = [({}, None)] * dist.get_world_size()
         dist.all_gather_object(shares, (sums, problem), group=self.group)
         problem = next((p for _, p in shares if p is not None), None)
@@ -155,14 +157,11 @@ class Saver:
                 files = {name: entry for share, _ in shares for name, entry in share.items()}
                 self._complete(partial, progress, files)
             except BaseException as error:
-                outcome = [_brief(error)]
+                outcome = [brief(error)]
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[0] is not None:
             # torch reports a full disk as a position it did not expect: say how full it is
-            free = shutil.disk_usage(self.directory).free
-            self.problem = (
-                f"checkpoint of step {progress.step}: {outcome[0]} ({self.directory} has {free / 1e6:,.1f} MB free)"
-            )
+            self.problem = f"checkpoint of step {progress.step}: {outcome[0]} ({_room(self.directory)})"
             dist.barrier(group=self.group)
             if rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -208,7 +207,7 @@ class Saver:
         there = [found is not None]
         with raise_together():
             if dist.get_rank() == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                self.directory.mkdir(exist_ok=True)
                 (self.directory / BEST).unlink(missing_ok=True)
                 if found is not None:
                     self._link_best(Path(name) if found == places[0] else found)
@@ -220,6 +219,13 @@ class Saver:
         link.unlink(missing_ok=True)
         link.symlink_to(target)
         link.rename(self.directory / BEST)
+
+
+def _room(directory: Path) -> str:
+    try:
+        return f"{directory} has {shutil.disk_usage(directory).free / 1e6:,.1f} MB free"
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
 
 
 def _discard(path: Path) -> None:
@@ -253,16 +259,6 @@ def _rng_state() -> dict[str, Tensor]:
 
 def _describe(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "xxh3_128": file_checksum(file)}
-
-
-def _brief(error: BaseException) -> str:
-    """The innermost cause in a line: DCP wraps what each rank met in several layers."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        first = failures[min(failures)]
-        error = first[0] if isinstance(first, tuple) else first
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
 
 
 def _write_durably(file: Path, text: str) -> None:
@@ -358,6 +354,18 @@ def _check_together(path: Path, any_owner: bool) -> str | None:
     return None
 
 
+_FIELDS = {
+    "world_size": int,
+    "step": int,
+    "tokens": int,
+    "scheduler": dict,
+    "order": dict,
+    "settings": dict,
+    "exported": list,
+    "files": dict,
+}
+
+
 def read_marker(path: Path) -> dict[str, Any]:
     """checkpoint.json of a training checkpoint, its own checksum checked.
 
@@ -370,6 +378,9 @@ def read_marker(path: Path) -> dict[str, Any]:
     if marker.get("format") != FORMAT or marker.get("version") != 1:
         raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version 1")
     check_seal(marker, path / MARKER)
+    check_fields(marker, _FIELDS, path / MARKER)
+    if f"state/{METADATA}" not in marker["files"]:
+        raise ExpertMeshError(f"{path / MARKER}: does not list state/{METADATA}: not a whole training checkpoint")
     return marker
 
 
@@ -390,11 +401,10 @@ def check_owner(path: Path, any_owner: bool) -> None:
 def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
     """
     Raises:
-        ExpertMeshError: the file is missing, or its size or content is not as the marker has it.
+        ExpertMeshError: the file is missing or elsewhere, or its size or content is not as the marker has it.
     """
-    file = path / name
-    if not file.is_file():
-        raise ExpertMeshError(f"{file}: is missing, though {MARKER} lists it")
+    file = named_file(path, name, MARKER, depth=2)
+    check_fields(entry, {"bytes": int, "xxh3_128": str}, path / MARKER)
     if file.stat().st_size != entry["bytes"]:
         raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MARKER} says {entry['bytes']}")
     if file_checksum(file) != entry["xxh3_128"]:
@@ -409,15 +419,14 @@ def load_training_state(path: Path, model: nn.Module, optimizer: torch.optim.Opt
         ExpertMeshError: the checkpoint is of another model or optimizer.
     """
     marker = read_marker(path)
-    reader = FileSystemReader(path / "state")
-    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    saved: dict[str, Any] = StateReader(path / "state").read_metadata().state_dict_metadata
     state = _state_to_fill(path, saved, model, optimizer)
     own_rng = f"rng.{dist.get_rank()}."
     if marker["world_size"] == dist.get_world_size():
         state.update(
             {name: torch.empty(saved[name].size, dtype=torch.uint8) for name in saved if name.startswith(own_rng)}
         )
-    dcp.load(state, storage_reader=reader)
+    load_state(state, path / "state")
     fields = ("step", "tokens", "scheduler", "order", "settings")
     progress = Progress(**{key: marker[key] for key in fields}, best=marker.get("best", {}))
     if own_rng + "cpu" in state:
@@ -451,7 +460,7 @@ def load_best_model(directory: Path, model: nn.Module, step: int, any_owner: boo
     if problem is not None:
         raise ExpertMeshError(f"--load-best-model-at-end: {link}: {problem}")
     state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    dcp.load(state, storage_reader=FileSystemReader(link / "state"))
+    load_state(state, link / "state")
     return link.resolve()
 
 
@@ -499,7 +508,7 @@ class TrainingReader:
         if parameter != self.parameter:
             self.content = torch.empty(tensor.shape, dtype=self.checkpoint.infos[parameter].dtype)
             state = {f"model.{parameter}": self.content}
-            dcp.load(state, storage_reader=FileSystemReader(self.path / "state"), no_dist=True)
+            load_state(state, self.path / "state", no_dist=True)
             self.parameter = parameter
         yield Piece(rows, self.content[rows.start : rows.stop], tensor, self.path / "state")
 
@@ -522,7 +531,7 @@ def open_training(path: Path, parameters_of: Callable[[Any], Parameters], any_ow
         check_file(path, file, described)
     source = open_source(path / "model")
     parameters = parameters_of(source)
-    saved = FileSystemReader(path / "state").read_metadata().state_dict_metadata
+    saved = StateReader(path / "state").read_metadata().state_dict_metadata
     tensors, infos = [], {}
     for name, shape in parameters.items():
         entry: Any = saved.get(f"model.{name}")
@@ -530,6 +539,7 @@ def open_training(path: Path, parameters_of: Callable[[Any], Parameters], any_ow
             raise ExpertMeshError(f"{path}: {name} is missing or of another shape than model/config.json asks for")
         tensors.append(DiskTensor(name, shape, (Region(name, range(shape[0])),)))
         infos[name] = TensorInfo("state", shape, entry.properties.dtype)
-    exported: Sequence[OutputTensor] = exported_from(marker["exported"], source, parameters)
+    with well_formed(path / MARKER):
+        exported: Sequence[OutputTensor] = exported_from(marker["exported"], source, parameters)
     files = [path / name for name in marker["files"] if name.startswith("state/")]
     return Checkpoint(source, tensors, [], infos, list(exported), files=files)

@@ -5,6 +5,7 @@ Orientation (which matrix is gate, up or down, and which is transposed) always c
 its shape: F < D exists.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,24 +100,89 @@ def family_of(model_type: Any, where: str) -> Family:
     Raises:
         ExpertMeshError: the family is unknown; the message lists those that are known.
     """
-    if model_type not in FAMILIES:
-        raise ExpertMeshError(f"{where}: model_type is {model_type!r}; known MoE families are {', '.join(FAMILIES)}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ExpertMeshError(
+            f"{where}: model_type is {model_type!r:.80}; known MoE families are {', '.join(FAMILIES)}"
+        )
     return FAMILIES[model_type]
 
 
+# Far beyond any model there is, and near enough that a damaged config has no modules or tables built without end.
+_MOST = {
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**31,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+}
+_MOST_OF_MOE = {"model_width": 2**20, "expert_width": 2**20, "num_experts": 2**12, "top_k": 2**12}
+_MOST_EXPERTS = 2**17
+"""Of all layers."""
+_MOST_HEAD_WIDTH = 2**14
+# bounds of what need not be whole
+_RANGES = {
+    "rms_norm_eps": (0.0, 1.0),
+    "attention_dropout": (0.0, 1.0),
+    "router_jitter_noise": (0.0, 1.0),
+    "router_aux_loss_coef": (0.0, 1e6),
+}
+
+
 def check_config(family: Family, config: Any, where: str) -> MoEShape:
-    """The MoE sizes of a config, checked.
+    """The MoE sizes of a config, checked, and whether its other sizes can be those of a model.
 
     Raises:
-        ExpertMeshError: a size is not positive, top-k exceeds the experts, or the activation is not SiLU.
+        ExpertMeshError: a size is not positive, or beyond any model's; top-k exceeds the experts; heads do not divide
+            what they share; a number is not finite or out of its range; or the activation is not SiLU.
     """
     shape = family.shape(config)
-    for field in ("model_width", "expert_width", "num_experts", "top_k"):
-        value = getattr(shape, field)
-        if not isinstance(value, int) or value < 1:
-            raise ExpertMeshError(f"{where}: {field.replace('_', ' ')} is {value!r}; it must be a whole number above 0")
+    for field, most in _MOST_OF_MOE.items():
+        _check_whole(where, field.replace("_", " "), getattr(shape, field), most)
+    for field, most in _MOST.items():
+        _check_whole(where, field, getattr(config, field), most)
     if shape.top_k > shape.num_experts:
         raise ExpertMeshError(f"{where}: {shape.top_k} experts a token, but only {shape.num_experts} experts")
+    if shape.num_experts * config.num_hidden_layers > _MOST_EXPERTS:
+        raise ExpertMeshError(
+            f"{where}: {shape.num_experts} experts in each of {config.num_hidden_layers} layers are more than "
+            f"{_MOST_EXPERTS:,}, and than any model has"
+        )
+    _check_heads(config, where)
+    if config.sliding_window is not None:
+        _check_whole(where, "sliding_window", config.sliding_window, 2**31)
+    for field, (low, high) in _RANGES.items():
+        _check_number(where, field, getattr(config, field), low, high)
+    for field, value in (config.rope_parameters or {}).items():
+        if isinstance(value, int | float):
+            _check_number(where, f"rope_parameters.{field}", value, 0.0, 1e30)
     if config.hidden_act not in ("silu", "swish"):
-        raise ExpertMeshError(f"{where}: hidden_act is {config.hidden_act!r}; the expert kernels know only 'silu'")
+        raise ExpertMeshError(f"{where}: hidden_act is {config.hidden_act!r:.80}; the expert kernels know only 'silu'")
     return shape
+
+
+def _check_heads(config: Any, where: str) -> None:
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    if heads % shared:
+        raise ExpertMeshError(f"{where}: num_key_value_heads {shared} does not divide num_attention_heads {heads}")
+    if config.head_dim is None and config.hidden_size % heads:
+        raise ExpertMeshError(f"{where}: num_attention_heads {heads} does not divide hidden_size {config.hidden_size}")
+    width = config.hidden_size // heads if config.head_dim is None else config.head_dim
+    _check_whole(where, "head_dim", width, _MOST_HEAD_WIDTH)
+    if width % 2:
+        raise ExpertMeshError(f"{where}: a head's width is {width}; rotary position embedding needs an even one")
+
+
+def _check_whole(where: str, field: str, value: Any, most: int) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ExpertMeshError(
+            f"{where}: {field} is {_brief(value)}; it must be a whole number above 0, at most {most:,}"
+        )
+
+
+def _check_number(where: str, field: str, value: Any, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or not low <= value <= high:  # not true of NaN
+        raise ExpertMeshError(f"{where}: {field} is {_brief(value)}; it must be a number from {low:g} to {high:g}")
+
+
+def _brief(value: Any) -> str:
+    return f"10^{math.log10(abs(value)):.0f}" if isinstance(value, int) and abs(value) > 2**64 else f"{value!r:.80}"

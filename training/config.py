@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -171,7 +172,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, low in _AT_LEAST.items():
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= low):
+            most = 2**63 if isinstance(value, int) else math.inf
+            if value is not None and not low <= value < most:  # not true of NaN
                 raise ExpertMeshError(f"{_as_flag(name)} {value}: must be {low} or more")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
@@ -288,6 +290,10 @@ _AT_LEAST = {
 }
 
 
+# more than a hundred times what all settings take
+_MOST_YAML_BYTES = 2**20
+
+
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ExpertMeshError(message)
@@ -322,8 +328,12 @@ def _checkpointing(text: str) -> str:
 def _yaml_arguments(parser: _Parser, file: Path) -> list[str]:
     """The file's entries as flags, so that both go through the same checks."""
     try:
+        if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:
+            raise ExpertMeshError(f"--config {file}: is no file of at most {_MOST_YAML_BYTES:,} bytes")
         content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except ExpertMeshError:
+        raise
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ExpertMeshError(f"--config {file}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ExpertMeshError(f"--config {file}: holds a {type(content).__name__}, not a table of settings")
@@ -333,6 +343,10 @@ def _yaml_arguments(parser: _Parser, file: Path) -> list[str]:
         name = str(key).replace("-", "_")
         if name not in known:
             raise ExpertMeshError(f"--config {file}: " + _unknown("key", str(key), known))
+        if not _is_setting(value):
+            raise ExpertMeshError(f"--config {file}: {name} is no text, number, list of these, or table of these")
+        if isinstance(value, list) and any(str(item).startswith("-") for item in value):
+            raise ExpertMeshError(f"--config {file}: {name} has an entry that begins with a dash, as flags do")
         if isinstance(value, list):
             arguments += [f"--{name}", *map(str, value)] if value else []
         elif isinstance(value, dict):
@@ -344,6 +358,23 @@ def _yaml_arguments(parser: _Parser, file: Path) -> list[str]:
     except ExpertMeshError as error:
         raise ExpertMeshError(f"--config {file}: {error}") from error
     return arguments
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether it is as flat as settings are: of a few bytes, YAML's aliases make lists of lists without end."""
+    if isinstance(value, dict):
+        return all(map(_is_scalar, value)) and all(map(_is_scalar_or_list, value.values()))
+    return _is_scalar_or_list(value)
+
+
+def _is_scalar_or_list(value: Any) -> bool:
+    return all(map(_is_scalar, value)) if isinstance(value, list) else _is_scalar(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" not in value
+    return value is None or isinstance(value, int | float | date)
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:

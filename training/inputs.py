@@ -20,6 +20,7 @@ from training.data import (
     prompt_tokens,
     set_chat_template,
 )
+from training.data.limits import bounded
 
 _NUM_PROMPTS = 3
 
@@ -100,8 +101,14 @@ def load_tokenizer(where: str, source: ModelSource) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        tokenizer("a")  # a damaged one may fail only when it is used
+        highest = max(tokenizer.get_vocab().values(), default=-1)
     except Exception as error:
         raise ExpertMeshError(f"{where}: no tokenizer there; name one with --tokenizer ({error})") from error
+    if highest >= source.config.vocab_size:
+        raise ExpertMeshError(
+            f"{where}: the tokenizer has a token {highest}, the model only {source.config.vocab_size}, from 0 on"
+        )
     if len(tokenizer) > source.config.vocab_size:
         raise ExpertMeshError(
             f"{where}: the tokenizer has {len(tokenizer)} tokens, the model only {source.config.vocab_size}"
@@ -142,7 +149,11 @@ def question_tokens(config: TrainConfig, tokenizer: Any, question: str) -> list[
     if tokenizer.chat_template is None:
         return prompt_tokens(tokenizer, "{prompt}", question)
     message = {"role": "user", "content": question}
-    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    try:
+        with bounded():
+            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        raise ExpertMeshError(f"--generate-prompts: the chat template refuses {question!r:.80}: {error}") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens
 

@@ -6,6 +6,7 @@ Only the main process writes.
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -45,9 +46,11 @@ class RunLog:
         self.config = config
         self.ranks = ranks
         self.output_dir = output_dir
+        self.path = output_dir / "metrics.jsonl"
         self.num_steps = num_steps
         self.state: State = "running"
         self.file: TextIO | None = None
+        self.opened: os.stat_result | None = None
         self.bar: Any = None
 
     def __enter__(self) -> "RunLog":
@@ -57,8 +60,8 @@ class RunLog:
                 self.config.save(self.output_dir / "config.yaml")
                 write_environment(self.output_dir, facts)
                 # a resumed run keeps what the one before it has logged: see keep_until
-                path = self.output_dir / "metrics.jsonl"
-                self.file = path.open("a" if self.config.resume else "w", encoding="utf-8")
+                self.file = self.path.open("a" if self.config.resume else "w", encoding="utf-8")
+                self.opened = os.fstat(self.file.fileno())
         settings = {k: v for k, v in asdict(self.config).items() if isinstance(v, int | float | str)}
         self.accelerator.init_trackers(self.config.run_name, config=settings)
         return self
@@ -73,7 +76,11 @@ class RunLog:
             tracker.finish()
         if self.is_main:
             assert self.file is not None
-            self.file.close()
+            try:
+                self.file.close()
+            except OSError as closing:  # what could not be written has been told
+                if error is None:
+                    raise ExpertMeshError(f"{self.path}: cannot be written: {closing.strerror}") from closing
             self._write_report()
 
     def line(self, text: str) -> None:
@@ -103,21 +110,42 @@ class RunLog:
         if numbers:
             self.accelerator.log(numbers, step=metrics["step"])
         if self.is_main:
+            self.check_directory()
             assert self.file is not None
-            self.file.write(json.dumps(metrics, allow_nan=False) + "\n")
-            self.file.flush()
+            with write_errors(self.path):
+                self.file.write(json.dumps(metrics, allow_nan=False) + "\n")
+                self.file.flush()
+
+    def check_directory(self) -> None:
+        """Whether what is written still goes to where --output-dir is: a file that was deleted takes all silently.
+
+        Raises:
+            ExpertMeshError: on the main process, when it does not.
+        """
+        if self.is_main:
+            assert self.opened is not None
+            try:
+                is_there = os.path.samestat(self.opened, self.path.stat())
+            except OSError:
+                is_there = False
+            if not is_there:
+                raise ExpertMeshError(
+                    f"--output-dir {self.output_dir}: was deleted, moved or replaced while the run was going on: "
+                    f"{self.path.name} is no longer the file that it began"
+                )
 
     def _write_report(self) -> None:
         """report.html of all that has been logged so far. That it cannot be written stops no training."""
         if self.is_main:
             try:
+                self.check_directory()
                 write_report(self.output_dir, self.state)
             except (ExpertMeshError, OSError) as error:
                 self.line(f"warning: report.html was not written: {error}")
 
     def keep_until(self, step: int) -> None:
         """Forget what an earlier attempt has logged after `step`: those steps are about to be made again."""
-        path = self.output_dir / "metrics.jsonl"
+        path = self.path
         if self.is_main and path.stat().st_size > 0:
             kept = []
             for line in path.read_text(encoding="utf-8").splitlines():

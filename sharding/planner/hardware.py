@@ -92,6 +92,17 @@ def preset(gpu: str, network: str) -> Hardware:
     return Hardware(f"{gpu}, {NODE_LINK[gpu]}, {network}", DEVICES[gpu], LINKS[NODE_LINK[gpu]], LINKS[network])
 
 
+def _check_rates(table: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: a rate, size or share is no number above 0, or too large to reckon with.
+    """
+    for name, value in table.items():
+        least = 0 if name in ("latency", "memory") else 1e-30  # no memory is told of what is no GPU
+        if not isinstance(value, int | float) or not least <= value < 1e30:
+            raise ValueError(f"{name} is no number above 0")
+
+
 def save_measured(hardware: Hardware, file: Path) -> None:
     file.write_text(json.dumps(asdict(hardware), indent=2) + "\n", encoding="utf-8")
 
@@ -106,8 +117,11 @@ def load_measured(file: Path) -> Hardware:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         device = Device(**content.pop("device"))
         inside, between = (Link(**content.pop(name)) for name in ("inside", "between"))
-        return Hardware(device=device, inside=inside, between=between, **content)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        hardware = Hardware(device=device, inside=inside, between=between, **content)
+        _check_rates(vars(device) | vars(inside) | {"matrix_share": hardware.matrix_share})
+        _check_rates(vars(between) | {"memory_share": hardware.memory_share, "link_share": hardware.link_share})
+        return hardware
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ExpertMeshError(
             f"--calibrate {file}: is not what `python -m sharding mesh --check --json` writes: {error}"
         ) from error

@@ -115,6 +115,8 @@ def read_config(model: str) -> tuple[Any, str]:
         raise ExpertMeshError(f"--model {model}: no such file or directory; give one, a config.json, or a hub id")
     if path.is_dir() and not (path / "config.json").exists():
         raise ExpertMeshError(f"--model {model}: the directory has no config.json")
+    if path.exists() and not (path / "config.json" if path.is_dir() else path).is_file():
+        raise ExpertMeshError(f"--model {model}: config.json is no file")
     try:
         return AutoConfig.from_pretrained(str(path) if path.exists() else model, trust_remote_code=False), model
     except Exception as error:

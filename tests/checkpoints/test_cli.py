@@ -200,8 +200,8 @@ def test_a_changed_source_is_converted_anew(tiny_model: Path, tmp_path: Path) ->
     [
         (["convert", "{model}", "{out}", "--ep-size", "3"], "--ep-size 3 does not divide the 8 experts"),
         (["convert", "/no/such", "{out}", "--ep-size", "2"], "convert /no/such: no such directory"),
-        (["convert", "{model}", "{model}", "--ep-size", "2"], "holds other files"),
-        (["export", "{shards}", "{shards}"], "holds other files"),
+        (["convert", "{model}", "{model}", "--ep-size", "2"], "holds the source"),
+        (["export", "{shards}", "{shards}"], "holds the source"),
         (["convert", "{model}", "{shards}", "--ep-size", "2"], "is there already, and whole"),
         (["export", "/no/such", "{out}"], "/no/such: no such directory"),
         (["export", "{shards}", "{out}", "--max-shard-size", "x"], "--max-shard-size x"),

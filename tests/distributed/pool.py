@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 MAX_RANKS = 8
-_PRELOAD = [
+PRELOAD = [
     "accelerate",
     "datasets",
     "transformers.models.mixtral.modeling_mixtral",
@@ -38,7 +38,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(_PRELOAD)
+        self.context.set_forkserver_preload(PRELOAD)
         self.workers: list[tuple[Any, Connection]] = []
 
     def run(

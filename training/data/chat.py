@@ -1,5 +1,6 @@
 """From a conversation to tokens, and which of them are trained on, through the tokenizer's chat template."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, Literal
 
 from moe import ExpertMeshError
 from training.data.formats import Conversation
+from training.data.limits import bounded, check_template
 
 TrainOn = Literal["all", "assistant", "last"]
 
@@ -88,6 +90,12 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
         ExpertMeshError: there is no such template, or it is no Jinja.
     """
     if not wanted and tokenizer.chat_template:
+        try:
+            check_template(tokenizer.chat_template)
+        except ValueError as error:
+            raise ExpertMeshError(
+                f"the tokenizer's chat template cannot be used: {error}; give a --chat-template"
+            ) from error
         return "the tokenizer's own"
     if not wanted:
         name = "chatml" if "<|im_start|>" in tokenizer.get_vocab() else "mistral"
@@ -97,13 +105,17 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
         tokenizer.chat_template = TEMPLATES[wanted]
         return f"built-in {wanted}"
     try:
+        if not Path(wanted).is_file():
+            raise FileNotFoundError("no such file")
         tokenizer.chat_template = Path(wanted).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ExpertMeshError(
             f"--chat-template {wanted}: neither a built-in one ({', '.join(TEMPLATES)}) nor a readable file: {error}"
         ) from error
     try:
-        _render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None, False)
+        check_template(tokenizer.chat_template)
+        with bounded():
+            _render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None, False)
     except Exception as error:
         raise ExpertMeshError(f"--chat-template {wanted}: cannot be used: {error}") from error
     return wanted
@@ -121,8 +133,20 @@ def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Ren
     """The conversation in the tokenizer's chat template.
 
     Raises:
-        ValueError: the template refuses the conversation, or changes a message so that it cannot be found again.
+        ValueError: the template refuses the conversation, changes a message so that it cannot be found again, or takes
+            too long or too much memory.
     """
+    try:
+        with bounded():
+            rendered = _rendered(tokenizer, conversation, train_on)
+    except (TimeoutError, MemoryError) as error:
+        raise ValueError(f"the chat template takes too much for this conversation: {error or 'memory'}") from error
+    if re.search("[\ud800-\udfff]", rendered.text):
+        raise ValueError("the chat template writes a lone surrogate, which is no character")
+    return rendered
+
+
+def _rendered(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Rendered:
     try:
         text = _render(tokenizer, conversation.messages, conversation.tools, False)
     except Exception as error:
@@ -146,15 +170,27 @@ def trained_messages(conversation: Conversation, train_on: TrainOn) -> list[bool
     return [i in default if said is None else said for i, said in enumerate(conversation.is_trained)]
 
 
-def tokenize(tokenizer: Any, rendered: Sequence[Rendered]) -> list[tuple[list[int], list[bool]]]:
-    """Tokens of each text, and whether each is trained on. Nothing is added: templates write the special tokens.
+def beginning(tokenizer: Any, text: str, max_length: int) -> str:
+    """The text; of one far longer than `max_length` tokens, a part that has more than so many: a token takes hundreds
+    of bytes while a text is tokenised, and what is beyond is cut off later. Tokens near the part's end may be others
+    than those of the whole, so that it ends well behind."""
+    length = max(64 * max_length, 2**16)
+    while length < len(text) and len(tokenizer(text[:length], add_special_tokens=False)["input_ids"]) < max_length + 64:
+        length *= 4
+    return text[:length]
+
+
+def tokenize(tokenizer: Any, rendered: Sequence[Rendered], max_length: int) -> list[tuple[list[int], list[bool]]]:
+    """Tokens of each text (of its `beginning`), and whether each is trained on. Nothing is added: templates write the
+    special tokens.
 
     A token belongs where its last character does, so one that begins in a question's closing bracket and ends in the
     answer is part of the answer.
     """
     if not rendered:
         return []
-    encoded = tokenizer([r.text for r in rendered], add_special_tokens=False, return_offsets_mapping=True)
+    texts = [beginning(tokenizer, r.text, max_length) for r in rendered]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     return [
         (tokens, _inside(offsets, r.trained))
         for tokens, offsets, r in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)

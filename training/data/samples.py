@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe import ExpertMeshError
-from training.data.chat import TrainOn, render, tokenize
+from training.data.chat import TrainOn, beginning, render, tokenize
 from training.data.files import DatasetSpec, RowSource, open_rows, parse_datasets
 from training.data.formats import Columns, Conversation, Format, RowError, find_format, read_row
 
@@ -19,6 +20,8 @@ from training.data.formats import Columns, Conversation, Format, RowError, find_
 _VERSION = 1
 # one process tokenises this many rows in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
+_SURROGATE = re.compile(r"\\ud[89a-f]")
+_BATCH_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
         tokens = rows.map(
             _tokenize_batch(tokenizer, options),
             batched=True,
-            batch_size=500,
+            batch_size=_batch_size(rows),
             remove_columns=rows.column_names,
             num_proc=_workers(len(rows), options.num_workers),
             new_fingerprint=_fingerprint(rows._fingerprint, settings, backend, specials),
@@ -217,6 +220,11 @@ def _own_error(error: BaseException) -> BaseException:
     return cause or error
 
 
+def _batch_size(rows: Any) -> int:
+    """Rows that are tokenised together: fewer where they are long."""
+    return min(max(_BATCH_BYTES * len(rows) // max(rows.data.nbytes, 1), 1), 500)
+
+
 def _workers(num_rows: int, wanted: int | None) -> int | None:
     most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = wanted if wanted is not None else min(most, num_rows // _ROWS_A_WORKER, 16)
@@ -233,24 +241,41 @@ def _records(source: RowSource, flag: str, columns: Columns) -> Iterator[dict[st
             content = json.dumps(said if isinstance(said, str) else asdict(said))
         except (RowError, TypeError) as error:
             raise ExpertMeshError(f"{place} {error}") from error
+        except RecursionError as error:
+            raise ExpertMeshError(f"{place} is nested too deeply") from error
+        # JSON can write half of a surrogate pair, which is no character and has no token
+        if _SURROGATE.search(content) and not _is_text(json.loads(content)):
+            raise ExpertMeshError(f"{place} has a lone surrogate, which is no character: its text was cut or damaged")
         yield {"place": place, "format": found.name, "content": content}
     if found is None:
         raise ExpertMeshError(f"{flag} {source.name}: has no rows")
 
 
+def _is_text(value: Any) -> bool:
+    """Whether all strings in what JSON can hold are Unicode text."""
+    if isinstance(value, dict):
+        return all(map(_is_text, value)) and all(map(_is_text, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_text, value))
+    return not (isinstance(value, str) and re.search("[\ud800-\udfff]", value))
+
+
 def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+    longest = options.max_seq_length
+
     def as_tokens(place: str, said: Any) -> tuple[list[int], list[bool]] | None:
         """What needs no chat template; None for what does."""
         if isinstance(said, str):
-            tokens = _with_end(tokenizer, tokenizer(said)["input_ids"])
+            tokens = _with_end(tokenizer, tokenizer(beginning(tokenizer, said, longest))["input_ids"])
             return tokens, [True] * len(tokens)
         if not options.prompt_template:
             return None
         pair = Conversation(**said).as_prompt_and_response
         if pair is None:
             raise ExpertMeshError(f"{place}: --prompt-template is for one question and its answer; this row has more")
-        prompt = prompt_tokens(tokenizer, options.prompt_template, pair[0])
-        response = _with_end(tokenizer, tokenizer(pair[1], add_special_tokens=False)["input_ids"])
+        question, answer = (beginning(tokenizer, text, longest) for text in pair)
+        prompt = prompt_tokens(tokenizer, options.prompt_template, question)
+        response = _with_end(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
         return prompt + response, [options.train_on == "all"] * len(prompt) + [True] * len(response)
 
     def tokenize_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -264,8 +289,8 @@ def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str,
                     rendered.append(render(tokenizer, Conversation(**said), options.train_on))
                 except ValueError as error:
                     raise ExpertMeshError(f"{place}: {error}") from error
-        templated = iter(tokenize(tokenizer, rendered))
-        return _table([result or next(templated) for result in results], options.max_seq_length)
+        templated = iter(tokenize(tokenizer, rendered, longest))
+        return _table([result or next(templated) for result in results], longest)
 
     return tokenize_batch
 

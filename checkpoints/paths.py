@@ -1,0 +1,57 @@
+"""Which files a checkpoint's own tables can have us open: whole, regular ones inside its directory."""
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from moe import ExpertMeshError
+
+
+def check_regular(file: Path) -> None:
+    """Before a file is opened: to open a named pipe or a device could wait, or give data, without end.
+
+    Raises:
+        ExpertMeshError: there is no such file, or it is a directory, pipe, socket or device.
+    """
+    try:
+        mode = file.stat().st_mode
+    except FileNotFoundError as error:
+        raise ExpertMeshError(f"{file}: no such file") from error
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL in it
+        raise ExpertMeshError(f"{file}: cannot be opened: {error}") from error
+    if not stat.S_ISREG(mode):
+        raise ExpertMeshError(f"{file}: is a directory, pipe or device, not a file")
+
+
+def named_file(directory: Path, name: Any, named_by: str, depth: int = 1) -> Path:
+    """The file that a table in a checkpoint calls `name`.
+
+    A link is followed within the directory; and out of a snapshot in the hub's cache, `snapshots/REVISION`, to the
+    `blobs` beside it, where the cache keeps what its links stand for.
+
+    Args:
+        named_by: the table's file, for the error.
+        depth: the most parts that the name may have.
+
+    Raises:
+        ExpertMeshError: the name or a link leads out of the directory, or there is no regular file.
+    """
+    parts = name.split("/") if isinstance(name, str) else []
+    if not 1 <= len(parts) <= depth or any(part in ("", ".", "..") for part in parts):
+        raise ExpertMeshError(
+            f"{directory / named_by}: names the file {name!r:.200}; only files in its directory are read"
+        )
+    file = directory / name
+    try:
+        check_regular(file)
+    except ExpertMeshError as error:
+        raise ExpertMeshError(f"{error} (named in {named_by})") from error
+    root, target = Path(os.path.realpath(directory)), Path(os.path.realpath(file))
+    roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    if not any(target.is_relative_to(inside) for inside in roots):
+        raise ExpertMeshError(
+            f"{file}: is a link to {target}, outside of {directory}; copy the file to where the link is, or give the "
+            "directory in which all files lie"
+        )
+    return file

@@ -1,0 +1,50 @@
+"""Small models of every form, and what the product loads from a directory."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoints import load_model
+from checkpoints.opening import open_readable
+from checkpoints.training_state import MARKER
+from moe import KERNELS, build_model
+from sharding import Topology, materialize
+
+SMALL: dict[str, Any] = dict(
+    hidden_size=8, intermediate_size=4, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    num_local_experts=2, vocab_size=10,
+)  # fmt: skip
+Tensors = dict[str, torch.Tensor]
+
+
+def loaded_model(path: Path) -> Any:
+    """The model in a directory of Hugging Face form or EP shards, loaded as for training on one rank."""
+    readable = open_readable(path)
+    source = readable.checkpoint.source
+    model = build_model(source.family, source.config, KERNELS["loop"])
+    materialize(model, torch.device("cpu"))
+    load_model(model, readable.checkpoint, Topology(1, 1))
+    return model
+
+
+def loaded(path: Path) -> Tensors:
+    """Its parameters; those of a training checkpoint as an export reads them."""
+    if not (path / MARKER).exists():
+        return {name: parameter.detach() for name, parameter in loaded_model(path).named_parameters()}
+    readable = open_readable(path)
+    reader = readable.make_reader()
+    found = {}
+    for name, shape in readable.parameters.items():
+        found[name] = torch.cat([piece.data.clone() for piece in reader.pieces(name, range(shape[0]))])
+        assert found[name].shape == shape
+    reader.close()
+    return found
+
+
+def same_bits(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype
+        and torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8))
+        for name in a
+    )

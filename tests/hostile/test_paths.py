@@ -1,0 +1,216 @@
+"""Names and links that lead out of the directory, things that are no files, and code beside the weights."""
+
+import functools
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import find_checkpoint
+from checkpoints.checksums import seal
+from checkpoints.manifest import MANIFEST
+from checkpoints.training_state import MARKER
+from tests.hostile.harness import Refused, Watch
+from tests.hostile.models import loaded, loaded_model, same_bits
+from tests.hostile.mutations import dumped
+from tests.hostile.test_data_files import tokenizer_of
+from tests.hostile.test_model_directory import INDEX, in_parts, small
+from tests.hostile.test_tables import saved, shards
+
+__all__ = ["in_parts", "saved", "shards", "small"]
+
+ELSEWHERE = [
+    "../outside/{}",
+    "{outside}/{}",
+    "../../x/{}",
+    "./../outside/{}",
+    "sub/../../outside/{}",
+    "..",
+    ".",
+    "",
+    "/",
+]
+NO_FILES = ["a\0b", "x" * 300, "x/" * 3000, "\ud800", "sub", "pipe", "link", "loop", "device", "nowhere"]
+
+
+def _spoil(path: Path, watch: Watch, file: Path) -> Path:
+    """Put a directory, pipe, links and device into `path`, and the file's twin outside of it."""
+    outside = watch.directory / "outside"
+    outside.mkdir(exist_ok=True)
+    shutil.copy(file, outside / file.name)
+    (path / "sub").mkdir()
+    os.mkfifo(path / "pipe")
+    (path / "link").symlink_to(outside / file.name)
+    (path / "loop").symlink_to("loop")
+    (path / "device").symlink_to("/dev/zero")
+    watch.forbid(outside)
+    return outside
+
+
+def names_in_tables(watch: Watch, _: int, in_parts: Path, shards: Path, saved: Path) -> None:
+    """Each table in turn names, for a file of its own, another."""
+    for origin, table_name, read in (
+        (in_parts, INDEX, loaded),
+        (shards, MANIFEST, loaded),
+        (saved, MARKER, lambda path: find_checkpoint(str(path), path.parent, any_owner=False)),
+    ):
+        path = watch.directory / table_name.removesuffix(".json")
+        shutil.copytree(origin, path)
+        table = json.loads((path / table_name).read_text())
+        file = {INDEX: "model-00001-of-00003.safetensors", MANIFEST: "config.json", MARKER: "state/__0_0.distcp"}[
+            table_name
+        ]
+        assert (path / file).exists()
+        outside = _spoil(path, watch, path / file)
+        for template in ELSEWHERE + NO_FILES:
+            name = template.format(Path(file).name, outside=outside)
+            text = json.dumps({key: value for key, value in table.items() if key != "checksum"})
+            changed = json.loads(text.replace(json.dumps(file), json.dumps(name)))
+            (path / table_name).write_bytes(dumped(changed if table_name == INDEX else seal(changed)))
+            watch.refuse(f"{table_name} names {name!r:.60}", functools.partial(read, path), str(path))
+
+
+def links(watch: Watch, _: int, in_parts: Path, shards: Path, saved: Path) -> None:
+    """A link under a listed name: out of the directory it is refused, within it or into the hub's cache it is not."""
+    outside = watch.directory / "outside"
+    outside.mkdir()
+    for origin, file in (
+        (in_parts, "model-00001-of-00003.safetensors"),
+        (shards, "config.json"),
+        (shards, "dense-00001-of-00002.safetensors"),
+        (saved, "state/__0_0.distcp"),
+        (saved, "state/.metadata"),
+        (saved, "model/config.json"),
+    ):
+        expected = loaded(origin)
+        shutil.rmtree(outside)
+        shutil.copytree(origin, outside)
+        for target, is_refused in ((outside / file, True), (f"{Path(file).name}.moved", False)):
+            path = watch.directory / "linked"
+            shutil.copytree(origin, path)
+            (path / file).rename(path / f"{file}.moved")
+            (path / file).symlink_to(target)
+            found = watch.attempt(f"{file} is a link to {target}", functools.partial(loaded, path), "outside of")
+            assert isinstance(found, Refused) == is_refused, (file, target)
+            assert is_refused or same_bits(found, expected)
+            shutil.rmtree(path)
+
+
+def hub_cache(watch: Watch, _: int, in_parts: Path) -> None:
+    """As `huggingface_hub` lays it out; and a snapshot that borrows from another model's blobs."""
+    expected = loaded(in_parts)
+    ours, theirs = (watch.directory / "hub" / f"models--x--{name}" for name in ("ours", "theirs"))
+    for repository, blobs, is_refused in ((ours, ours, False), (theirs, ours, True)):
+        snapshot = repository / "snapshots" / "0123abc"
+        snapshot.mkdir(parents=True)
+        (blobs / "blobs").mkdir(parents=True, exist_ok=True)
+        for number, file in enumerate(sorted(in_parts.iterdir())):
+            shutil.copy(file, blobs / "blobs" / str(number))
+            (snapshot / file.name).symlink_to(os.path.relpath(blobs / "blobs" / str(number), snapshot))
+        found = watch.attempt(f"snapshot of {repository}", functools.partial(loaded, snapshot), "outside of")
+        assert isinstance(found, Refused) == is_refused
+        assert is_refused or same_bits(found, expected)
+
+
+def things_that_are_no_files(watch: Watch, _: int, small: Path, saved: Path) -> None:
+    """Under the names that are always read."""
+    for name in ("config.json", INDEX, "model.safetensors", MANIFEST, MARKER):
+        for thing in ("directory", "pipe", "device", "dangling link", "loop"):
+            path = watch.directory / "model"
+            shutil.copytree(small, path)
+            (path / name).unlink(missing_ok=True)
+            if thing == "directory":
+                (path / name).mkdir()
+            elif thing == "pipe":
+                os.mkfifo(path / name)
+            else:
+                target = {"device": "/dev/zero", "dangling link": "nowhere", "loop": name}[thing]
+                (path / name).symlink_to(target)
+            found = watch.attempt(f"{name} is a {thing}", functools.partial(loaded, path), str(path))
+            # what is not there is not missed where the directory has another form
+            assert isinstance(found, Refused) or thing in ("dangling link", "loop"), (name, thing)
+            shutil.rmtree(path)
+
+
+CODE = """
+import pathlib
+pathlib.Path({canary!r}).touch()
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+class Config(MixtralConfig): pass
+class Model(MixtralForCausalLM): pass
+class Tokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+class _Touch:
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+def code_beside_weights(watch: Watch, _: int, small: Path, saved: Path) -> None:
+    canary = watch.directory / "canary"
+    path = watch.directory / "model"
+    shutil.copytree(small, path)
+    for file in (saved / "model").glob("tokenizer*"):
+        shutil.copy(file, path)
+    code = CODE.format(canary=str(canary))
+    for name in ("modeling_x.py", "configuration_x.py", "tokenization_x.py", "__init__.py", "torch.py", "json.py"):
+        (path / name).write_text(code)
+    for name in ("pytorch_model.bin", "tokenizer.pkl", "training_args.bin", "optimizer.pt"):
+        (path / name).write_bytes(pickle.dumps(_Touch(canary)))
+    config = json.loads((path / "config.json").read_text())
+    config["vocab_size"] = 10
+    of_tokenizer = json.loads((path / "tokenizer_config.json").read_text())
+    maps: list[Any] = [
+        {"AutoConfig": "configuration_x.Config", "AutoModelForCausalLM": "modeling_x.Model"},
+        {"AutoConfig": "../model/configuration_x.Config", "AutoTokenizer": ["tokenization_x.Tokenizer", None]},
+        {"AutoConfig": "other/repository--configuration_x.Config"},
+        {"AutoTokenizer": ["tokenization_x.Tokenizer", "tokenization_x.Tokenizer"]},
+        {"AutoTokenizer": "tokenization_x.Tokenizer", "AutoConfig": 3},
+        "configuration_x.Config",
+        [],
+    ]
+    others: list[dict[str, Any]] = [
+        {"architectures": ["modeling_x.Model"]},
+        {"_attn_implementation": "kernels-community/x", "attn_implementation": "other/kernel"},
+        {"custom_pipelines": {"x": {"impl": "modeling_x.Model"}}},
+        {"quantization_config": {"quant_method": "x", "modules_to_not_convert": "modeling_x"}},
+        {"tokenizer_class": "Tokenizer", "transformers_version": "9" * 50},
+        {"dtype": "os.system", "torch_dtype": "load"},
+    ]
+    for changes in [{"auto_map": auto_map} for auto_map in maps] + others:
+        (path / "config.json").write_bytes(dumped({**config, **changes}))
+        watch.attempt(f"config {changes}", lambda: loaded_model(path), str(path))
+        (path / "tokenizer_config.json").write_bytes(dumped({**of_tokenizer, **changes}))
+        watch.attempt(f"tokenizer {changes}", lambda: tokenizer_of(path), str(path))
+        assert not canary.exists(), f"{changes}: ran code"
+    # without weights in safetensors, the pickled ones are no substitute
+    (path / "model.safetensors").unlink()
+    torch.save({"x": torch.zeros(1)}, path / "model.safetensors.bin")
+    watch.refuse("only pytorch_model.bin", lambda: loaded(path), str(path))
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("table_campaign", [names_in_tables, links])
+def test_tables(
+    campaign: Callable[..., None], in_parts: Path, shards: Path, saved: Path, table_campaign: Callable[..., None]
+) -> None:
+    campaign(table_campaign, in_parts, shards, saved)
+
+
+def test_hub_cache(campaign: Callable[..., None], in_parts: Path) -> None:
+    campaign(hub_cache, in_parts)
+
+
+@pytest.mark.parametrize("model_campaign", [things_that_are_no_files, code_beside_weights])
+def test_models(campaign: Callable[..., None], small: Path, saved: Path, model_campaign: Callable[..., None]) -> None:
+    campaign(model_campaign, small, saved)

@@ -1,0 +1,191 @@
+"""Broken and hostile EP shards and training checkpoints: manifest.json, checkpoint.json, and the files they list."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from checkpoints import find_checkpoint
+from checkpoints.__main__ import main
+from checkpoints.checksums import file_checksum, seal
+from checkpoints.inspection import describe
+from checkpoints.manifest import MANIFEST, check_all_bytes
+from checkpoints.opening import open_readable
+from checkpoints.training_state import MARKER
+from tests.distributed.pool import RankPool
+from tests.distributed.test_train_ep import run_main
+from tests.hostile.harness import Refused, Watch, fuzz
+from tests.hostile.models import SMALL, Tensors, loaded, same_bits
+from tests.hostile.mutations import BROKEN_TEXTS, HOSTILE_VALUES, changed_bytes, changed_document, dumped
+from tests.tiny import save_model, save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shards")
+    save_model(path / "hf", **SMALL)
+    command = ["convert", str(path / "hf"), str(path / "ep2"), "--ep-size", "2", "--max-shard-size", "1KB"]
+    assert main(command) == 0
+    return path / "ep2"
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training checkpoint of one step."""
+    path = tmp_path_factory.mktemp("saved")
+    save_model(path / "hf", **{**SMALL, "vocab_size": 320})
+    save_tokenizer(path / "hf")
+    argv = ["--model", str(path / "hf"), "--dataset", str(tiny_data), "--output-dir", str(path), "--use-cpu"]
+    argv += ["--max-steps", "1", "--save-steps", "1", "--export", "false", "--overwrite-output-dir"]
+    ((code, errors),) = ranks.run(run_main, 1, argv, join_group=False)
+    assert code == 0, errors
+    return path / "checkpoints" / "step-00000001"
+
+
+def described(path: Path) -> Tensors:
+    """What is in a checkpoint, after `inspect` has told it and every byte was held against the checksums."""
+    readable = open_readable(path)
+    assert list(describe(path, readable.checkpoint, readable.parameters, True))
+    check_all_bytes(path)
+    return loaded(path)
+
+
+def manifests(watch: Watch, num_cases: int, shards: Path) -> None:
+    _tables(watch, num_cases, shards, MANIFEST, described)
+
+
+def markers(watch: Watch, num_cases: int, saved: Path) -> None:
+    def resumed(path: Path) -> Tensors:
+        assert find_checkpoint(str(path), path.parent, any_owner=False) == (path, [])
+        return described(path)
+
+    _tables(watch, num_cases, saved, MARKER, resumed)
+
+
+def _tables(watch: Watch, num_cases: int, origin: Path, name: str, read: Callable[[Path], Tensors]) -> None:
+    """Mutations of a sealed table: its bytes, its content, and its content with a seal to match."""
+    path = watch.directory / "checkpoint"
+    shutil.copytree(origin, path)
+    expected = read(path)
+    original = (path / name).read_bytes()
+    table = {key: value for key, value in json.loads(original).items() if key != "checksum"}
+
+    def attempt(case: str, content: bytes) -> None:
+        (path / name).write_bytes(content)
+        found = watch.attempt(case, lambda: read(path), str(path))
+        if not isinstance(found, Refused):
+            assert same_bits(found, expected), f"{case}: another model"
+
+    def sealed(document: Any) -> bytes:
+        return dumped(seal(document))
+
+    for text_name, text in BROKEN_TEXTS.items():
+        attempt(text_name, text)
+    for number, key in enumerate(table):
+        for value in HOSTILE_VALUES[number % 3 :: 3]:
+            attempt(f"{key} = {value!r:.60}", sealed({**table, key: value}))
+    contents = st.one_of(
+        changed_document(table).map(sealed), changed_document(json.loads(original)).map(dumped), changed_bytes(original)
+    )
+    fuzz(num_cases, contents, lambda content: attempt(f"{content!r:.2000}", content))
+
+
+def damaged_shards(watch: Watch, num_cases: int, shards: Path) -> None:
+    """Any change of a shard's bytes is found when it is loaded."""
+    _damaged(watch, num_cases, shards, sorted(file.name for file in shards.glob("*.safetensors")))
+
+
+def damaged_states(watch: Watch, num_cases: int, saved: Path) -> None:
+    _damaged(watch, num_cases, saved, ["state/.metadata", "state/__0_0.distcp", "model/config.json"])
+
+
+def _damaged(watch: Watch, num_cases: int, origin: Path, names: list[str]) -> None:
+    path = watch.directory / "checkpoint"
+    shutil.copytree(origin, path)
+    originals = {name: (path / name).read_bytes() for name in names}
+
+    def attempt(change: tuple[str, bytes]) -> None:
+        name, content = change
+        (path / name).write_bytes(content)
+        found = watch.attempt(f"{name}: {content!r:.300}", lambda: loaded(path), Path(name).name)
+        assert isinstance(found, Refused) == (content != originals[name]), f"{name}: {content!r:.300}"
+        (path / name).write_bytes(originals[name])
+
+    changes = [st.tuples(st.just(name), changed_bytes(content)) for name, content in originals.items()]
+    fuzz(num_cases, st.one_of(changes), attempt)
+
+
+def forged_states(watch: Watch, num_cases: int, saved: Path) -> None:
+    """A changed state with checksums to match: whoever can write them can also write other weights, but run no code."""
+    path = watch.directory / "checkpoint"
+    shutil.copytree(saved, path)
+    names = ["state/.metadata", "state/__0_0.distcp"]
+    originals = {name: (path / name).read_bytes() for name in names}
+    canary = watch.directory / "canary"
+
+    def attempt(change: tuple[str, bytes]) -> None:
+        name, content = change
+        (path / name).write_bytes(content)
+        _reseal(path, name)
+        watch.attempt(f"{name}: {content!r:.300}", lambda: loaded(path), str(path))
+        (path / name).write_bytes(originals[name])
+        assert not canary.exists(), f"{name}: ran code"
+        _reseal(path, name)
+
+    for payload in (
+        _Call(os.system, f"touch {canary}"),
+        _Call(canary.touch),
+        _Call(eval, f"open({str(canary)!r}, 'w')"),
+    ):
+        attempt((names[0], pickle.dumps(payload)))
+        attempt((names[1], pickle.dumps(payload)))
+    for text in BROKEN_TEXTS.values():
+        attempt((names[0], text))
+    elsewhere = originals[names[0]].replace(b"__0_0.distcp", b"../../secret")
+    assert elsewhere != originals[names[0]]
+    attempt((names[0], elsewhere))
+    changes = [st.tuples(st.just(name), changed_bytes(content)) for name, content in originals.items()]
+    fuzz(num_cases, st.one_of(changes), attempt)
+
+
+class _Call:
+    """Pickled, it is a call that is made by whoever unpickles it."""
+
+    def __init__(self, function: Any, *args: Any):
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def _reseal(path: Path, name: str) -> None:
+    marker = {key: value for key, value in json.loads((path / MARKER).read_text()).items() if key != "checksum"}
+    file = path / name
+    marker["files"][name] = {"bytes": file.stat().st_size, "xxh3_128": file_checksum(file)}
+    (path / MARKER).write_bytes(dumped(seal(marker)))
+
+
+def test_manifests(campaign: Callable[..., None], shards: Path) -> None:
+    campaign(manifests, shards)
+
+
+def test_markers(campaign: Callable[..., None], saved: Path) -> None:
+    campaign(markers, saved)
+
+
+def test_damaged_shards(campaign: Callable[..., None], shards: Path) -> None:
+    campaign(damaged_shards, shards)
+
+
+def test_damaged_states(campaign: Callable[..., None], saved: Path) -> None:
+    campaign(damaged_states, saved)
+
+
+def test_forged_states(campaign: Callable[..., None], saved: Path) -> None:
+    campaign(forged_states, saved)
