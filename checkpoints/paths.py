@@ -41,7 +41,7 @@ def named_file(directory: Path, name: Any, named_by: str, depth: int = 1, entry:
     parts = name.split("/") if isinstance(name, str) else []
     if not 1 <= len(parts) <= depth or any(part in ("", ".", "..") for part in parts):
         raise ExpertMeshError(
-            f"{directory / named_by}: {entry or 'it'} names the file {name!r:.200}; only files in its directory are read"
+            f"{directory / named_by}: {entry or 'it'} names {name!r:.200}; only files in its directory are read"
         )
     file = directory / name
     try:
