@@ -24,7 +24,7 @@ def check_regular(file: Path) -> None:
         raise ExpertMeshError(f"{file}: is a directory, pipe or device, not a file")
 
 
-def named_file(directory: Path, name: Any, named_by: str, depth: int = 1) -> Path:
+def named_file(directory: Path, name: Any, named_by: str, depth: int = 1, entry: str = "") -> Path:
     """The file that a table in a checkpoint calls `name`.
 
     A link is followed within the directory; and out of a snapshot in the hub's cache, `snapshots/REVISION`, to the
@@ -33,6 +33,7 @@ def named_file(directory: Path, name: Any, named_by: str, depth: int = 1) -> Pat
     Args:
         named_by: the table's file, for the error.
         depth: the most parts that the name may have.
+        entry: what in the table has the name, for the error, as in "tensor x".
 
     Raises:
         ExpertMeshError: the name or a link leads out of the directory, or there is no regular file.
@@ -40,13 +41,13 @@ def named_file(directory: Path, name: Any, named_by: str, depth: int = 1) -> Pat
     parts = name.split("/") if isinstance(name, str) else []
     if not 1 <= len(parts) <= depth or any(part in ("", ".", "..") for part in parts):
         raise ExpertMeshError(
-            f"{directory / named_by}: names the file {name!r:.200}; only files in its directory are read"
+            f"{directory / named_by}: {entry or 'it'} names {name!r:.200}; only files in its directory are read"
         )
     file = directory / name
     try:
         check_regular(file)
     except ExpertMeshError as error:
-        raise ExpertMeshError(f"{error} (named in {named_by})") from error
+        raise ExpertMeshError(f"{error} (named in {named_by}{f' for {entry}' * bool(entry)})") from error
     root, target = Path(os.path.realpath(directory)), Path(os.path.realpath(file))
     roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     if not any(target.is_relative_to(inside) for inside in roots):

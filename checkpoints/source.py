@@ -241,10 +241,10 @@ def _files(path: Path, weight_map: dict[str, str] | None) -> list[str]:
         if not (path / SINGLE_NAME).exists():
             raise ExpertMeshError(f"{path}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
         return [SINGLE_NAME]
-    files = sorted(set(weight_map.values()))
-    for file in files:
-        named_file(path, file, INDEX_NAME)
-    return files
+    some_tensor = {file: name for name, file in weight_map.items()}
+    for file, name in some_tensor.items():
+        named_file(path, file, INDEX_NAME, entry=f"tensor {name:.200}")
+    return sorted(some_tensor)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -172,9 +172,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, low in _AT_LEAST.items():
             value = getattr(self, name)
-            most = 2**63 if isinstance(value, int) else math.inf
-            if value is not None and not low <= value < most:  # not true of NaN
+            if value is not None and not low <= value < math.inf:  # not true of NaN
                 raise ExpertMeshError(f"{_as_flag(name)} {value}: must be {low} or more")
+            if isinstance(value, int) and value >= 2**63:
+                raise ExpertMeshError(f"{_as_flag(name)} {value}: must be below 2^63")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ExpertMeshError(f"{_as_flag(name)} {getattr(self, name)}: must be in [0, 1)")

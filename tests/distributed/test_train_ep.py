@@ -260,7 +260,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "YAML": (_yaml("a: [1"), ["run.yaml", "cannot be read"]),
     "no model": (_flags("--model", "/no/such/model"), ["--model /no/such/model: no such directory"]),
     "truncated file": (_truncate, ["model.safetensors", "not a whole safetensors file"]),
-    "missing file": (_index_to_missing, ["index.json", "model-00002-of-00002.safetensors", "not there"]),
+    "missing file": (_index_to_missing, ["index.json", "model-00002-of-00002.safetensors", "no such file"]),
     "path out of the directory": (_index_to_outside, ["index.json", "lm_head.weight", "../secret.safetensors"]),
     "not finite": (_nan, ["model.layers.1.block_sparse_moe.experts.7.w3.weight", "not finite"]),
     "unknown family": (_other_family, ["config.json", "'llama'", "mixtral"]),
