@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,6 +38,7 @@ from sharding import (
     collectives_limit,
     debugging,
     device_type,
+    end_at_once,
     end_process_group,
     raise_together,
     read_environment,
@@ -248,5 +249,11 @@ def prepare_output(config: TrainConfig, ranks: Ranks) -> Path:
     return output_dir
 
 
+def script() -> NoReturn:
+    """`main` as a process of its own. Not by way of sys.exit: of torch's threads some now and then abort a process in
+    Python's farewell, after a run in which nothing was wrong."""
+    end_at_once(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

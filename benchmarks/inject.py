@@ -16,7 +16,7 @@ from torch import nn
 
 import train_ep
 from moe import decoder_layers, moe_blocks
-from sharding import local_tensor
+from sharding import end_at_once, local_tensor
 
 
 def _die(model: Any) -> None:
@@ -106,4 +106,4 @@ def inject(fault: Callable[[Any], None], rank: int, step: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_at_once(main())

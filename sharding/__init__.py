@@ -3,6 +3,7 @@
 from sharding.checkpointing import Checkpointing, checkpoint_layers
 from sharding.clipping import clip_grad_norm
 from sharding.debugger import debugging
+from sharding.failures import end_at_once
 from sharding.mesh import Mesh, build_mesh
 from sharding.parallelize import fsdp_units, is_expert, local_tensor, materialize, parallelize, zeros_by_rows
 from sharding.process import (
@@ -36,6 +37,7 @@ __all__ = [
     "collectives_limit",
     "debugging",
     "device_type",
+    "end_at_once",
     "end_process_group",
     "fsdp_units",
     "is_expert",
