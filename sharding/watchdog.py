@@ -249,7 +249,7 @@ class Watchdog:
             return ""
         file = self.directory / f"rank-{self.rank:05d}.txt"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(exist_ok=True)
             with file.open("w", encoding="utf-8") as stream:
                 stream.write(f"rank {self.rank}: {self.where()}, for {time.monotonic() - self.since:.1f} s\n")
                 stream.write("\nthe latest collectives, oldest first:\n")
