@@ -103,7 +103,10 @@ def load_tokenizer(where: str, source: ModelSource) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         tokenizer("a")  # a damaged one may fail only when it is used
         highest = max(tokenizer.get_vocab().values(), default=-1)
-    except Exception as error:
+    except BaseException as error:
+        # the Rust library panics at some damaged files, which is no Exception and has no class that can be imported
+        if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+            raise
         raise ExpertMeshError(f"{where}: no tokenizer there; name one with --tokenizer ({error})") from error
     if highest >= source.config.vocab_size:
         raise ExpertMeshError(

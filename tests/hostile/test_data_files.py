@@ -168,6 +168,9 @@ def tokenizer_files(watch: Watch, num_cases: int, tokenizer_directory: Path) -> 
     for name in names:
         for case, text in BROKEN_TEXTS.items():
             attempt(case, name, text)
+    panics = json.loads(originals["tokenizer.json"])
+    panics["model"]["continuing_subword_prefix"] = "x" * 9
+    attempt("a prefix longer than a token", "tokenizer.json", dumped(panics))
     changes = [
         st.tuples(st.just(name), changed_document(json.loads(content)).map(dumped))
         for name, content in originals.items()
