@@ -22,9 +22,16 @@ def torchrun_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store
     """The store at MASTER_ADDR and MASTER_PORT, under a prefix of this attempt's own where torchrun shares it.
 
     Raises:
-        ExpertMeshError: not all ranks come together in time.
+        ExpertMeshError: the store cannot be reached, or not all ranks come together in time.
     """
-    store: dist.Store = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))[0]
+    try:
+        store: dist.Store = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))[0]
+    except dist.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ExpertMeshError(
+            f"rank {rank} does not reach the store at {address} (MASTER_ADDR, MASTER_PORT) within "
+            f"{timeout.total_seconds():g} s: {str(error).splitlines()[0]}"
+        ) from error
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return store
     return dist.PrefixStore(agree_on_prefix(store, rank, world_size, timeout), store)

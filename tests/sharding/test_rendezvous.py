@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from moe import ExpertMeshError
-from sharding.rendezvous import agree_on_prefix
+from sharding.rendezvous import agree_on_prefix, torchrun_store
 
 
 def attempt(store: dist.Store, late: dict[int, float], world_size: int = 3) -> list[str]:
@@ -38,3 +38,10 @@ def test_every_attempt_gets_a_prefix_of_its_own(late: dict[int, float]) -> None:
         seen.add(prefixes[0])
         with pytest.raises(ExpertMeshError, match="rank 1: not all 3 ranks"):
             agree_on_prefix(store, 1, 3, timedelta(seconds=0.1))
+
+
+def test_no_store_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ExpertMeshError, match=r"rank 1 does not reach the store at 127\.0\.0\.1:9 .* within 1 s"):
+        torchrun_store(1, 2, timedelta(seconds=1))
