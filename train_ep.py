@@ -106,14 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
     """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step."""
     watchdog.at("the checks before training", limited=False)
+    with raise_together():
+        source = open_source(resolve_model(config.model))
     if config.elastic:
-        with raise_together():
-            num_experts = open_source(resolve_model(config.model)).shape.num_experts
-        config, changes = fit_to_ranks(config, num_experts, ranks)
+        config, changes = fit_to_ranks(config, source.shape.num_experts, ranks)
         if ranks.rank == 0 and changes:
             print(f"elastic: {ranks.world_size} ranks: {'; '.join(changes)}", flush=True)
     with raise_together():
-        source, model, kernel = build(config, ranks)
+        model, kernel = build(config, source, ranks)
     counts = count_parameters(model, source.shape)
     topology = Topology(ranks.world_size, config.ep_size, config.dense_shard)
     if not config.preview:
@@ -176,9 +176,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
     return True
 
 
-def build(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, Any, KernelChoice]:
-    """What the model is read from; the model on the meta device, with our MoE layers and head; the expert kernel."""
-    source = open_source(resolve_model(config.model))
+def build(config: TrainConfig, source: ModelSource, ranks: Ranks) -> tuple[Any, KernelChoice]:
+    """The model on the meta device, with our MoE layers and head; the expert kernel."""
     check_ep_size(config.ep_size, ranks.world_size, source.shape.num_experts)
     kernel = choose_kernel(
         config.expert_kernel,
@@ -194,7 +193,7 @@ def build(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, Any, KernelCh
     attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
     if config.optim == "adamw_bf16":
         model.to(torch.bfloat16)
-    return source, model, kernel
+    return model, kernel
 
 
 def make_saver(

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from benchmarks.demo import save_random_model, save_tokenizer, write_tasks
+from benchmarks.demo import make_inputs
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,9 +48,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_tasks(directory / "data.jsonl")
-        save_tokenizer(directory / "model", directory / "data.jsonl")
-        save_random_model(directory / "model")
+        make_inputs(directory / "model", directory / "data.jsonl")
         print(
             f"{arguments.ranks} ranks, ep {arguments.ep_size}, {arguments.steps} steps, a checkpoint after each, "
             f"{arguments.kills} kills, seed {arguments.seed}",

@@ -70,9 +70,7 @@ def main() -> int:
     out.mkdir(parents=True)
     marker.touch()
 
-    held_out = write_tasks(data)
-    save_tokenizer(model, data)
-    save_random_model(model)
+    held_out = make_inputs(model, data)
     print(f"made {model} and {data} ({TRAIN_ROWS:,} rows)", flush=True)
     before = accuracy(model, held_out)
     train(model, data, run, arguments.max_steps)
@@ -85,6 +83,14 @@ def main() -> int:
         print(f"demo: error: only {after[easiest][0]:.0%} of {easiest!r} right after training", file=sys.stderr)
         return 1
     return 0
+
+
+def make_inputs(model: Path, data: Path) -> dict[str, list[tuple[str, str]]]:
+    """Write the training rows, and a random model with a tokenizer made for them; the rows held out, by task."""
+    held_out = write_tasks(data)
+    save_tokenizer(model, data)
+    save_random_model(model)
+    return held_out
 
 
 def write_tasks(file: Path) -> dict[str, list[tuple[str, str]]]:

@@ -22,13 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos import ROOT, environment, largest_difference, last_step, run_and_kill, worker_pids
-from benchmarks.demo import save_random_model, save_tokenizer, write_tasks
+from benchmarks.demo import make_inputs
 from benchmarks.network import Network, can_make_networks
 
 DDP_TIMEOUT = 30
@@ -191,7 +190,7 @@ def dies_again_and_again(bench: Bench) -> Outcome:
     kills, _ = run_and_kill(bench.directory, out, arguments)
     if len(kills) != arguments.kills:
         raise Unexpected(f"{len(kills)} kills, not {arguments.kills}")
-    arguments.kills, arguments.save = 0, 0
+    arguments.kills = 0
     run_and_kill(bench.directory, whole, arguments)
     return Outcome(
         f"{len(kills)} kills, each time it goes on by itself", None, largest_difference(whole / "hf", out / "hf")
@@ -417,24 +416,14 @@ def main(argv: list[str] | None = None) -> int:
     names = arguments.faults or [name for name, fault in FAULTS.items() if fault.in_short or not arguments.short]
     if arguments.short:
         arguments.times, arguments.ranks, arguments.steps = 1, 2, 6
-    with bench_in_temporary_directory(arguments) as bench:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        bench = Bench(Path(directory), arguments.ranks, arguments.steps, random.Random(arguments.seed))
+        make_inputs(bench.directory / "model", bench.directory / "data.jsonl")
         print(
             f"{bench.ranks} ranks, ep {bench.ep_size}, {bench.steps} steps, a checkpoint every 2, seed {arguments.seed}"
         )
         results = [inject_and_check(FAULTS[name], arguments.times, bench) for name in names]
     return 0 if all(results) else 1
-
-
-@contextmanager
-def bench_in_temporary_directory(arguments: argparse.Namespace) -> Iterator[Bench]:
-    directory = Path(tempfile.mkdtemp())
-    try:
-        write_tasks(directory / "data.jsonl")
-        save_tokenizer(directory / "model", directory / "data.jsonl")
-        save_random_model(directory / "model")
-        yield Bench(directory, arguments.ranks, arguments.steps, random.Random(arguments.seed))
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def inject_and_check(fault: Fault, times: int, bench: Bench) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos import ROOT, environment, last_step, worker_pids
-from benchmarks.demo import save_random_model, save_tokenizer, write_tasks
+from benchmarks.demo import make_inputs
 
 SAMPLE_SECONDS = 10.0
 
@@ -50,9 +50,7 @@ def main() -> int:
         directory = Path(name)
         out, temporary = directory / "out", directory / "tmp"
         temporary.mkdir()
-        write_tasks(directory / "data.jsonl")
-        save_tokenizer(directory / "model", directory / "data.jsonl")
-        save_random_model(directory / "model")
+        make_inputs(directory / "model", directory / "data.jsonl")
         with (directory / "log").open("w") as log:
             launcher = subprocess.Popen(
                 launch(directory, out, arguments), cwd=ROOT, env={**environment(), "TMPDIR": str(temporary)},

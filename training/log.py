@@ -145,16 +145,15 @@ class RunLog:
 
     def keep_until(self, step: int) -> None:
         """Forget what an earlier attempt has logged after `step`: those steps are about to be made again."""
-        path = self.path
-        if self.is_main and path.stat().st_size > 0:
+        if self.is_main and self.path.stat().st_size > 0:
             kept = []
-            for line in path.read_text(encoding="utf-8").splitlines():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
                 try:
                     if json.loads(line)["step"] <= step:
                         kept.append(line + "\n")
                 except ValueError:
                     continue  # the last line of a killed run may be cut off
-            path.write_text("".join(kept), encoding="utf-8")
+            self.path.write_text("".join(kept), encoding="utf-8")
 
     def steps(self, start: int) -> Iterator[int]:
         """The steps from `start` on, counted off on the progress bar; off a terminal, a line a logged step instead."""
