@@ -1,0 +1,164 @@
+"""What the READMEs say of files, flags, commands and links is so, and each folder's README names all that is in it."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from training import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("*.py", "*.yaml", "*.sh", "*.sbatch", "*.html", "*.css", "*.js")
+FOLDERS = sorted(
+    path
+    for path in ROOT.iterdir()
+    if path.is_dir() and not path.name.startswith(".") and (any(path.glob("*.py")) or any(path.glob("*.yaml")))
+)
+READMES = [ROOT / "README.md", *sorted(file for folder in FOLDERS for file in folder.rglob("README.md"))]
+FOREIGN_FLAGS = {"--numprocesses"}
+"""Of tools that are not ours, but for torchrun's: pytest-xdist."""
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def code(readme: Path) -> list[str]:
+    """Its command lines and code spans."""
+    text = readme.read_text(encoding="utf-8")
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return commands(readme) + [" ".join(span.split()) for span in spans]
+
+
+def commands(readme: Path) -> list[str]:
+    """The lines of its blocks of shell code, those that end in a backslash joined with the next."""
+    blocks = re.findall(r"```sh\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def flags(text: str) -> list[str]:
+    return re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", text)
+
+
+@cache
+def options_of(module: str) -> set[str]:
+    """The flags of `python -m module`, by the `add_argument` calls in its source: most parsers live inside a `main`."""
+    file = ROOT / module.replace(".", "/")
+    source = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
+    calls = [node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    added = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
+    texts = [a.value for call in added for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return {text for text in texts if text.startswith("--")} | {"--help"}
+
+
+def training_options() -> set[str]:
+    names = {"config", *(f.name for f in fields(TrainConfig))}
+    names |= {f"no_{f.name}" for f in fields(TrainConfig) if f.default is True}
+    return {"--" + name.replace("_", "-") for name in names} | {"--help"}
+
+
+TORCHRUN = {option for action in get_args_parser()._actions for option in action.option_strings}
+MODULES = sorted(
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    for folder in FOLDERS
+    for file in folder.rglob("*.py")
+    if folder.name != "tests" and '\nif __name__ == "__main__"' in file.read_text(encoding="utf-8")
+)
+
+
+def options_for(command: str) -> set[str]:
+    """What flags a command line may have: those of all programs in it."""
+    known = set(FOREIGN_FLAGS)
+    if "torchrun" in command:
+        known |= TORCHRUN
+    if "train_ep.py" in command or "torchrun.sh" in command or "slurm.sbatch" in command:
+        known |= training_options()
+    for module in re.findall(r"-m ([\w.]+)", command):
+        known |= options_of(module) if module in MODULES else set()
+    return known
+
+
+def slugs(readme: Path) -> set[str]:
+    """The anchors of a README's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", readme.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def sources() -> Iterator[Path]:
+    for folder in FOLDERS:
+        for pattern in SOURCES:
+            yield from (file for file in folder.rglob(pattern) if file.name != "__init__.py")
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
+def test_every_folder_has_a_readme(folder: Path) -> None:
+    assert (folder / "README.md") in READMES
+
+
+def test_every_file_is_named_by_the_readme_above_it() -> None:
+    unnamed = []
+    for file in sources():
+        readme = next(folder / "README.md" for folder in file.parents if (folder / "README.md").exists())
+        spans = [Path(span.rstrip("/")).name for span in code(readme)]
+        if readme == ROOT / "README.md" or file.name not in spans:
+            unnamed.append(f"{name_of(file)} in {name_of(readme)}")
+    assert not unnamed
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_links_lead_somewhere(readme: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", readme.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        file = readme.parent / path if path else readme
+        assert file.is_file(), f"{target}: no such file"
+        if anchor:
+            assert anchor in slugs(file), f"{target}: has no such heading"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_files_that_are_named_exist(readme: Path) -> None:
+    """What looks like a source file or a folder of the project: the path itself, or, for a bare name, one in here."""
+    for span in code(readme):
+        for word in re.findall(r"[\w./-]+\.(?:py|sh|sbatch|js|css)\b", span):
+            near = [readme.parent / word, ROOT / word]
+            found = any(path.exists() for path in near) or (
+                "/" not in word and (any(readme.parent.rglob(word)) or word == "train_ep.py")
+            )
+            assert found, f"{word}: no such file"
+        if re.fullmatch(r"(?:moe|sharding|checkpoints|training|configs|benchmarks|tests)(?:/\w+)+/?", span):
+            assert (ROOT / span).exists() or (ROOT / f"{span}.py").exists(), f"{span}: no such file or folder"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_flags_are_known(readme: Path) -> None:
+    """In a command line to that command, be it in a remark behind it; elsewhere to any."""
+    everything = training_options() | TORCHRUN | FOREIGN_FLAGS
+    for module in MODULES:
+        everything |= options_of(module)
+    for span in code(readme):
+        for flag in flags(span):
+            assert flag.replace("_", "-") in everything, f"{flag}: no command has it"
+    for command in commands(readme):
+        for flag in flags(command):
+            assert flag in options_for(command), f"{flag}: not a flag of: {command}"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_commands_exist(readme: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    for span in code(readme):
+        for target in re.findall(r"\bmake ([a-z]+)", span):
+            assert target in targets, f"make {target}: the Makefile has no such target"
+        for module in re.findall(r"-m ((?:moe|sharding|checkpoints|training|benchmarks)[\w.]*)", span):
+            assert module in MODULES, f"{module}: cannot be run"
+        for module in re.findall(r"^(benchmarks\.\w+)", span):
+            assert module in MODULES, f"{module}: cannot be run"
+
+
+def test_the_root_readme_is_for_the_first_day() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
