@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import platform
+import resource
 import shutil
 import signal
 import sys
@@ -319,11 +320,11 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
     else:
         restart_peak()
     traffic = CountTraffic()
-    losses, seconds, cpu_seconds = [], [], []
+    losses, seconds, used = [], [], []
     batch = make_batch(work, vocabulary, ranks)
     for step in range(warm_up + num_steps):
         settle(ranks.device)
-        begin, cpu_begin = time.perf_counter(), time.process_time()
+        begin, used_before = time.perf_counter(), processor_use()
         if step == 0:
             with traffic:
                 losses.append(arm.make_step(batch))
@@ -331,7 +332,7 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
             losses.append(arm.make_step(batch))
         settle(ranks.device)
         seconds.append(time.perf_counter() - begin)
-        cpu_seconds.append(time.process_time() - cpu_begin)
+        used.append(processor_use() - used_before)
     if work.compile and compilation().graphs == 0:
         raise ExpertMeshError(f"{name}: --compile compiled nothing")
     peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else resident("VmHWM")
@@ -339,14 +340,17 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
     highest = torch.tensor([peak, base], dtype=torch.float64)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     counted = torch.tensor([[traffic.sent[k], traffic.calls[k]] for k in KINDS], dtype=torch.float64)
-    cpu = torch.tensor(cpu_seconds, dtype=torch.float64)
+    used_3 = torch.stack(used, dim=1)
     dist.all_reduce(counted)
-    dist.all_reduce(cpu)
+    dist.all_reduce(used_3)
     counted /= ranks.world_size
+    cpu_seconds, system_seconds, faults = used_3[:, warm_up:].tolist()
     device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
     return Figures(
         seconds[warm_up:],
-        cpu.tolist()[warm_up:],
+        cpu_seconds,
+        system_seconds,
+        faults,
         losses,
         float(highest[0]) / MB,
         float(highest[1]) / MB,
@@ -354,6 +358,12 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
         dict(zip(KINDS, counted[:, 1].tolist(), strict=True)),
         device,
     )
+
+
+def processor_use() -> torch.Tensor:
+    """Of this process so far: seconds of CPU time, those of them that the kernel took, minor page faults."""
+    use = resource.getrusage(resource.RUSAGE_SELF)
+    return torch.tensor([use.ru_utime + use.ru_stime, use.ru_stime, use.ru_minflt], dtype=torch.float64)
 
 
 def end_with_parent() -> None:

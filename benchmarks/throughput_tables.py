@@ -21,13 +21,17 @@ KIND_COLORS = dict(zip(KINDS, ("#1f5a96", "#7fb2e5", "#c98a2b", "#8a8a8a", "#d0d
 class Figures:
     """One arm in one round.
 
-    seconds, cpu_seconds, losses: a step each; CPU time of all ranks together. peak_mb: of the largest rank during the
-    steps, 10^6 bytes: on a GPU what torch held there, else resident memory, of which base_mb before there was a model.
+    seconds, cpu_seconds, system_seconds, faults: a timed step each, the last three of all ranks together:
+    system_seconds are those of the CPU time that the kernel took, faults minor page faults. losses: of all steps.
+    peak_mb: of the largest rank during the steps, 10^6 bytes: on a GPU what torch held there, else resident memory, of
+    which base_mb before there was a model.
     sent, calls: by kind of collective, in one step, of the mean rank. problem: why there are no figures.
     """
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
+    system_seconds: list[float] = field(default_factory=list)
+    faults: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_mb: float = 0.0
     base_mb: float = 0.0
@@ -114,7 +118,8 @@ def short(figures: Figures) -> str:
     """What one arm did in one round, in a line."""
     return (
         f"{statistics.median(figures.seconds):.2f} s and {statistics.median(figures.cpu_seconds):.2f} CPU-s a step, "
-        f"peak {figures.peak_mb:,.0f} MB, loss {figures.losses[-1]:.5f}"
+        f"{statistics.median(figures.system_seconds):.2f} of them the kernel's, "
+        f"{statistics.median(figures.faults):,.0f} faults, peak {figures.peak_mb:,.0f} MB, loss {figures.losses[-1]:.5f}"
     )
 
 

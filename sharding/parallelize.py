@@ -17,6 +17,7 @@ from moe import decoder_layers, moe_blocks
 from moe.dispatch import AllToAllDispatcher
 from moe.layer import ExpertMLP
 from sharding.checkpointing import Checkpointing, checkpoint_layers
+from sharding.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
 from sharding.mesh import Mesh
 
 
@@ -52,6 +53,8 @@ def parallelize(
     # over gloo nothing overlaps: it would only cost the memory of another layer
     if mesh.grid.device_type == "cuda":
         prefetch_layers(model)
+    else:
+        communicate_over_gloo(model)
 
 
 def place_experts(model: nn.Module, mesh: Mesh) -> None:
@@ -98,6 +101,14 @@ def prefetch_layers(model: nn.Module) -> None:
         layer.set_modules_to_forward_prefetch(following)
     for (layer, *_), preceding in pairwise(reversed(layers)):
         layer.set_modules_to_backward_prefetch(preceding)
+
+
+def communicate_over_gloo(model: nn.Module) -> None:
+    """Give every FSDP unit the collectives of `sharding.gloo`, and all of them the same memory for what they send."""
+    memory = SharedMemory()
+    for unit in fsdp_units(model):
+        unit.set_custom_all_gather(GlooAllGather(memory))
+        unit.set_custom_reduce_scatter(GlooReduceScatter(memory))
 
 
 def _sum_gradients(unit: FSDPModule) -> None:
