@@ -3,8 +3,9 @@
 First a run that nobody disturbs, for its weights. Then the same run, which saves every step, under
 `torchrun --max-restarts` with `--resume auto`, while a random rank gets SIGKILL at random moments, during saves
 included. After the last kill it is left to finish. Prints each kill (the rank, the step logged last, whether a
-checkpoint was being written), the steps made twice, and the largest difference between the two runs' weights: 0 on one
-arrangement of ranks. Exits with 1 where it is not, or where anything half-written was left behind.
+checkpoint was being written), the steps made twice, whether metrics.jsonl tells of every step once, with the other
+run's figures, and the largest difference between the two runs' weights: 0 on one arrangement of ranks. Exits with 1
+where it is not, where the metrics are not complete, or where anything half-written was left behind.
 """
 
 import argparse
@@ -23,8 +24,13 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from benchmarks.demo import make_inputs
+from moe.whole import whole
 
 ROOT = Path(__file__).parents[1]
+FIGURES = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "expert_tokens")
+"""Of a step, in metrics.jsonl: those that are the same however often the run was killed."""
+OUTPUTS = {"checkpoints", "config.yaml", "environment.json", "hf", "metrics.jsonl", "report.html"}
+CHECKPOINTS = re.compile(r"latest|step-\d+")
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,12 @@ def main() -> int:
         kills, output = run_and_kill(directory, disturbed, arguments)
         seconds = time.perf_counter() - begin
         difference = largest_difference(undisturbed / "hf", disturbed / "hf")
-        figures = report(kills, output, disturbed, difference, seconds)
+        figures = report(kills, output, undisturbed, disturbed, difference, seconds)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2))
-    return 0 if difference == 0 and len(kills) == arguments.kills and not figures["left_behind"] else 1
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps(figures, indent=2))
+    is_well = difference == 0 and figures["metrics_complete"] and not figures["left_behind"]
+    return 0 if is_well and len(kills) == arguments.kills else 1
 
 
 def launch(directory: Path, out: Path, arguments: argparse.Namespace, restarts: int, save_steps: int) -> list[str]:
@@ -124,17 +132,15 @@ def run_and_kill(directory: Path, out: Path, arguments: argparse.Namespace) -> t
 
 
 def wait_for_progress(out: Path, steps: int, process: "subprocess.Popen[bytes]", deadline: float) -> None:
-    """Until workers run, have resumed, and have logged so many steps more."""
-    while not worker_pids(process.pid):
-        _pause(process, deadline)
+    """Until workers run, have resumed, and have logged so many steps more; or until the run has ended."""
+    while process.poll() is None and not worker_pids(process.pid):
+        _pause(deadline)
     start = last_step(out)
-    while last_step(out) < start + steps:
-        _pause(process, deadline)
+    while process.poll() is None and last_step(out) < start + steps:
+        _pause(deadline)
 
 
-def _pause(process: "subprocess.Popen[bytes]", deadline: float) -> None:
-    if process.poll() is not None:
-        return
+def _pause(deadline: float) -> None:
     if time.monotonic() > deadline:
         raise TimeoutError("the run makes no progress")
     time.sleep(0.02)
@@ -175,19 +181,42 @@ def largest_difference(a: Path, b: Path) -> float:
     return max(float((tensors_a[name] - tensors_b[name]).abs().max()) for name in tensors_a)
 
 
-def report(kills: list[Kill], output: str, out: Path, difference: float, seconds: float) -> dict[str, object]:
+def is_complete(metrics: Path, undisturbed: Path) -> bool:
+    """Whether one metrics.jsonl has each step of another's once, in order and with the same figures.
+
+    Lines of events are left out: the watch on the routers begins anew when a run resumes, and so may warn at another
+    step, or once more.
+    """
+    steps, expected = (
+        [
+            {name: record[name] for name in FIGURES}
+            for record in map(json.loads, file.read_text().splitlines())
+            if "loss" in record
+        ]
+        for file in (metrics, undisturbed)
+    )
+    return steps == expected
+
+
+def left_behind(out: Path) -> list[str]:
+    """What a finished run does not consist of."""
+    left = [path.name for path in out.iterdir() if path.name not in OUTPUTS]
+    return left + [path.name for path in (out / "checkpoints").iterdir() if not CHECKPOINTS.fullmatch(path.name)]
+
+
+def report(
+    kills: list[Kill], output: str, undisturbed: Path, out: Path, difference: float, seconds: float
+) -> dict[str, object]:
     resumed = [int(step) for step in re.findall(r"resumed from .*, step (\d+)", output)]
     logged = [int(step) for step in re.findall(r"^step (\d+)/", output, re.MULTILINE)]
-    left = [path.name for path in (out / "checkpoints").iterdir() if not re.fullmatch(r"latest|step-\d+", path.name)]
-    lines = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     figures: dict[str, object] = {
         "kills": len(kills),
         "kills_while_saving": sum(kill.while_saving for kill in kills),
         "resumes": len(resumed),
         "steps_made_twice": len(logged) - len(set(logged)),
         "damaged_or_partial_skipped": output.count("is skipped"),
-        "left_behind": left,
-        "metrics_complete": lines == list(range(1, len(lines) + 1)),
+        "left_behind": left_behind(out),
+        "metrics_complete": is_complete(out / "metrics.jsonl", undisturbed / "metrics.jsonl"),
         "largest_weight_difference": difference,
         "seconds": round(seconds, 1),
     }

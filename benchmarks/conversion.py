@@ -29,6 +29,7 @@ from checkpoints.manifest import MANIFEST
 from checkpoints.opening import parameter_dtypes
 from checkpoints.reader import SafetensorsReader
 from moe import KERNELS, build_model
+from moe.whole import whole
 from sharding import Topology, build_mesh, end_process_group, local_tensor, start_process_group
 
 ARMS = ("cp -r", "convert", "export", "start")
@@ -72,7 +73,8 @@ def main() -> int:
             print_table(cache, figures[cache])
         figures["startup"] = startup_reads(directory, arguments.ep_size)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2))
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps(figures, indent=2))
     return 0
 
 

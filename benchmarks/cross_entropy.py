@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.load_memory import MB, resident
+from moe.whole import whole
 from training import choose_cross_entropy
 from training.data import IGNORED
 from training.head import LOSS_SUMS, Targets
@@ -53,7 +54,8 @@ def main() -> int:
     figures = {kind: summarize(kind, rounds) for kind in kinds}
     print_table(figures)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2))
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps(figures, indent=2))
     return 0
 
 

@@ -51,6 +51,7 @@ from benchmarks.load_memory import MB, resident, restart_peak
 from moe import DroplessMoE, ExpertMeshError, MoEShape, choose_kernel, original_dmoe
 from moe.kernels import Kernel
 from moe.matmul import matmul
+from moe.whole import whole
 
 REFERENCE = "loop"
 KERNEL_ARMS = (REFERENCE, "torch-grouped", "megablocks-sparse", "megablocks-grouped")
@@ -224,9 +225,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "targets": targets,
             "results": [{**asdict(r), "median_ms": median_of(r.ms), "tflops": r.tflops} for r in results],
         }
-        arguments.json.write_text(json.dumps(figures, indent=2))
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps(figures, indent=2))
     if arguments.picture is not None:
-        arguments.picture.write_text(draw(results, f"{BOTH}, {arguments.dtype}", hardware))
+        with whole(arguments.picture) as partial:
+            partial.write_text(draw(results, f"{BOTH}, {arguments.dtype}", hardware))
     return 0
 
 

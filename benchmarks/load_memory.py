@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from checkpoints import export_model, open_source, shard_and_load
 from moe import KERNELS, build_model
+from moe.whole import whole
 from sharding import (
     Topology,
     build_mesh,
@@ -55,7 +56,8 @@ def main() -> int:
         figures = start_ranks(Path(directory), arguments.ranks, arguments.ep_size)
     print_table(figures)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2))
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps(figures, indent=2))
     return 0 if all(f["within_bound"] for f in figures) else 1
 
 

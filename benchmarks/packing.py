@@ -31,6 +31,7 @@ import torch.nn.functional as F
 
 from checkpoints import open_source, shard_and_load
 from moe import build_model, choose_kernel
+from moe.whole import whole
 from sharding import Topology, build_mesh, end_process_group, start_process_group
 from training import TrainConfig, attach_loss_head
 from training.attention import PACKED
@@ -80,7 +81,8 @@ def main() -> int:
         figures = json.loads((Path(directory) / "figures.json").read_text())
     print_table(figures)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2))
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps(figures, indent=2))
     return 0
 
 

@@ -34,6 +34,7 @@ from benchmarks.load_memory import resident
 from benchmarks.traffic import CountTraffic
 from moe import KERNELS, build_model, family_of, moe_blocks
 from moe.router import Router, Routing, count_experts
+from moe.whole import whole
 from sharding import (
     Mesh,
     build_mesh,
@@ -152,7 +153,8 @@ def main() -> int:
     print(f"memory within {MOST_ERROR:.0%}: {within} of {len(figures)}; bytes exact: {exact} of {len(figures)}\n")
     print("\n".join(published()))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1))
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps(figures, indent=1))
     return 0
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.chaos import ROOT, environment, last_step, worker_pids
 from benchmarks.demo import make_inputs
+from moe.whole import whole
 
 SAMPLE_SECONDS = 10.0
 
@@ -67,7 +68,8 @@ def main() -> int:
         saves = sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
         steps = last_step(out)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([vars(sample) for sample in samples], indent=0))
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps([vars(sample) for sample in samples], indent=0))
     if not re.search("stopped by a signal", said):
         print(said[-3000:], file=sys.stderr)
     report(samples, left, steps, saves, arguments)

@@ -43,6 +43,7 @@ from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, 
 from benchmarks.traffic import KINDS, CountTraffic
 from checkpoints import open_source
 from moe import ExpertMeshError, build_model, choose_kernel, count_parameters, training_flops
+from moe.whole import whole
 from sharding import Ranks, end_process_group, read_environment, start_process_group
 from training.compiling import compilation
 from training.data import Batch, Sample, collate
@@ -388,10 +389,10 @@ def settle(device: torch.device) -> None:
 
 def report(settings: list[Setting], results: list[Result], arguments: argparse.Namespace) -> bool:
     """Write and print everything; whether the run counts."""
-    whole = [r for r in results if not any(f.problem for f in r.rounds)]
-    problems = {r.arm: r.rounds[-1].problem for r in results if r not in whole}
-    void = why_void(whole, arguments.loss_tolerance)
-    headers = {setting.case: describe(setting, arguments, whole) for setting in settings}
+    complete = [r for r in results if not any(f.problem for f in r.rounds)]
+    problems = {r.arm: r.rounds[-1].problem for r in results if r not in complete}
+    void = why_void(complete, arguments.loss_tolerance)
+    headers = {setting.case: describe(setting, arguments, complete) for setting in settings}
     if arguments.json:
         content = {
             "arguments": {name: str(value) for name, value in vars(arguments).items()},
@@ -399,20 +400,22 @@ def report(settings: list[Setting], results: list[Result], arguments: argparse.N
             "settings": list(headers.values()),
             "results": [asdict(result) for result in results],
         }
-        arguments.json.write_text(json.dumps(content, indent=1))
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps(content, indent=1))
     for arm, problem in problems.items():
         print(f"{arm} gave no figures:\n{problem}", flush=True)
     if void:
         print(f"VOID: {void}", flush=True)
         return False
     for case, header in headers.items():
-        agreement = largest_difference([r for r in whole if r.case == case])[0]
+        agreement = largest_difference([r for r in complete if r.case == case])[0]
         print(f"\n{header}\nlosses of all arms agree: the largest relative difference is {agreement:.0e}")
-        print_tables([r for r in whole if r.case == case])
+        print_tables([r for r in complete if r.case == case])
     if arguments.at_target:
-        print("", *judge(whole), sep="\n", flush=True)
+        print("", *judge(complete), sep="\n", flush=True)
     if arguments.picture:
-        arguments.picture.write_text(draw(whole, next(iter(headers.values())), arguments.sweep))
+        with whole(arguments.picture) as partial:
+            partial.write_text(draw(complete, next(iter(headers.values())), arguments.sweep))
     return not problems
 
 

@@ -15,9 +15,10 @@ from checkpoints.manifest import MANIFEST, FileSum, check_all_bytes, make_manife
 from checkpoints.opening import Readable, open_readable, parameter_dtypes
 from checkpoints.output import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
 from checkpoints.reader import SafetensorsReader
-from checkpoints.relayout import FileRecord, forget_progress, write_files
+from checkpoints.relayout import FileRecord, forget_progress, traces, write_files
 from checkpoints.source import Checkpoint
 from moe import ExpertMeshError
+from moe.whole import whole
 from sharding.topology import divisors, either
 
 
@@ -59,8 +60,8 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: torch.dtype | Non
     with write_errors(out):
         copy_side_files(source.path, out)
         sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
-        for file in sorted(out.iterdir()):
-            if file.name not in sums and file.suffix != ".done":
+        for file in sorted({*out.iterdir()} - {*traces(out)}):
+            if file.name not in sums:
                 sums[file.name] = FileSum(file.stat().st_size, file_checksum(file), None)
         row_sums = {name: value for r in records for name, value in r.row_sums.items()}
         manifest = make_manifest(source, ep_size, files, sums, row_sums, exported, origin=source_path.name)
@@ -91,7 +92,7 @@ def _prepare(source_path: Path, out: Path, last: str, overwrite: bool) -> None:
         raise ExpertMeshError(f"{out}: holds the source, {source_path}; choose another directory to write to")
     if out.exists() and not out.is_dir():
         raise ExpertMeshError(f"{out}: is no directory; choose another")
-    begun = any(out.glob("*.safetensors.done")) or any(out.glob("*.safetensors.part"))
+    begun = bool(traces(out))
     if (out / last).exists() and not begun and not overwrite:
         raise ExpertMeshError(f"{out}: is there already, and whole; choose another, or replace it with --overwrite")
     if out.exists() and not begun and not overwrite and any(out.iterdir()):
@@ -129,9 +130,8 @@ def _fingerprint(files: Sequence[OutputFile], checkpoint: Checkpoint) -> str:
 def _finish(out: Path, last: str, content: str | None) -> None:
     """Put the file that makes `out` whole in its place, at one stroke."""
     if content is not None:
-        partial = out / (last + ".part")
-        partial.write_text(content)
-        partial.replace(out / last)
+        with whole(out / last) as partial:
+            partial.write_text(content)
     forget_progress(out)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoints.checksums import as_bytes
-from checkpoints.files import copy_side_files, replace_directory, temporary_beside, write_errors
+from checkpoints.files import copy_side_files, replace_directory, sweep_beside, temporary_beside, write_errors
 from checkpoints.mapping import Region, overlap
 from checkpoints.output import INDEX_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
 from checkpoints.shards import ShardedParameter, sharded_parameters
@@ -53,6 +53,7 @@ def export_model(
     try:
         with raise_together(), write_errors(out):
             if dist.get_rank() == WRITER:
+                sweep_beside(out)
                 partial = temporary_beside(out)
                 copy_side_files(checkpoint.source.path, partial, tokenizer)
         with raise_together(), write_errors(out):

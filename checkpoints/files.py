@@ -1,5 +1,6 @@
 """Files beside the weights, directories that appear whole or not at all, and clear errors when writing fails."""
 
+import glob
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe import ExpertMeshError
+from moe.whole import PARTIAL
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 # every name under which transformers' tokenizers save themselves or their chat template
@@ -39,7 +41,13 @@ def copy_side_files(source: Path, out: Path, tokenizer: Any = None) -> None:
 def temporary_beside(out: Path) -> Path:
     """A new, empty directory on the same file system as `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    return Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-", suffix=PARTIAL))
+
+
+def sweep_beside(out: Path) -> None:
+    """Delete the temporary directories of `out` that killed processes left."""
+    for partial in out.parent.glob(f".{glob.escape(out.name)}-*{PARTIAL}"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def replace_directory(new: Path, out: Path) -> None:

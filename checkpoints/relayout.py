@@ -4,7 +4,6 @@ Used offline, in one process; `checkpoints.export` does the same from a live, sh
 """
 
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,10 @@ from checkpoints.checksums import GRANULE, add_sums, as_bytes, row_sum
 from checkpoints.mapping import Region
 from checkpoints.output import OutputFile, OutputTensor
 from checkpoints.reader import ParameterReader, join
+from moe.whole import PARTIAL, whole
+
+DONE = ".done"
+"""What the name of a note ends with: the file of that name is written, and this is known of it."""
 
 _CHUNK_BYTES = 16 * 2**20
 
@@ -69,10 +72,15 @@ def write_files(
             raise
 
 
+def traces(out: Path) -> list[Path]:
+    """What an interrupted call leaves beside finished files: notes that let it go on, and what is half-written."""
+    return [path for end in (DONE, PARTIAL, DONE + PARTIAL) for path in out.glob(f"*.safetensors{end}")]
+
+
 def forget_progress(out: Path) -> None:
-    """Delete the notes that let an interrupted call go on; for when everything is written."""
-    for note in out.glob("*.done"):
-        note.unlink()
+    """Delete all traces; for when everything is written."""
+    for trace in traces(out):
+        trace.unlink()
 
 
 def _write_or_skip(
@@ -82,23 +90,22 @@ def _write_or_skip(
     fingerprint: str,
     advance: Callable[[int], None],
 ) -> FileRecord:
-    note = out / (file.name + ".done")
+    note = out / (file.name + DONE)
     record = _finished(note, fingerprint) if (out / file.name).exists() else None
     if record is not None:
         advance(sum(output.num_bytes for output in file.tensors))
         return record
-    partial = out / (file.name + ".part")
     reader = make_reader()
-    with open(partial, "wb") as stream:
+    with whole(out / file.name) as partial, open(partial, "wb") as stream:
         record = _write_file(file, stream, reader, advance)
     reader.close()
-    os.replace(partial, out / file.name)
-    note.write_text(json.dumps({"fingerprint": fingerprint, "record": asdict(record)}))
+    with whole(note) as partial:
+        partial.write_text(json.dumps({"fingerprint": fingerprint, "record": asdict(record)}))
     return record
 
 
 def _finished(note: Path, fingerprint: str) -> FileRecord | None:
-    """What an earlier call has noted of a file; None if it was another call, or was killed while it wrote the note."""
+    """What an earlier call has noted of a file; None if it noted nothing, was another call, or the note is damaged."""
     try:
         content = json.loads(note.read_text())
         return FileRecord(**content["record"]) if content["fingerprint"] == fingerprint else None
@@ -109,7 +116,7 @@ def _finished(note: Path, fingerprint: str) -> FileRecord | None:
 def _write_file(
     file: OutputFile, stream: BinaryIO, reader: ParameterReader, advance: Callable[[int], None]
 ) -> FileRecord:
-    whole = xxhash.xxh3_128(file.header)
+    digest = xxhash.xxh3_128(file.header)
     stream.write(file.header)
     num_bytes = len(file.header)
     row_sums: dict[str, int] = {}
@@ -117,12 +124,12 @@ def _write_file(
         for data, share in _blocks(output, reader):
             content = as_bytes(data)
             stream.write(content)
-            whole.update(content)
+            digest.update(content)
             num_bytes += len(content)
             row_sums[output.tensor.name] = add_sums(row_sums.get(output.tensor.name, 0), share)
             advance(len(content))
     header_checksum = xxhash.xxh3_128(file.header).hexdigest()
-    return FileRecord(file.name, num_bytes, whole.hexdigest(), header_checksum, row_sums)
+    return FileRecord(file.name, num_bytes, digest.hexdigest(), header_checksum, row_sums)
 
 
 def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Tensor, int]]:

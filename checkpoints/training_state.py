@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from checkpoints.checksums import check_seal, file_checksum, seal
-from checkpoints.files import copy_side_files, temporary_beside
+from checkpoints.files import copy_side_files, temporary_beside, write_errors
 from checkpoints.manifest import exported_from
 from checkpoints.mapping import DiskTensor, Region
 from checkpoints.output import DTYPE_CODES, OutputTensor
@@ -37,6 +37,7 @@ from checkpoints.reader import Piece
 from checkpoints.source import Checkpoint, Parameters, TensorInfo, check_fields, open_source, read_json, well_formed
 from checkpoints.state_reader import METADATA, StateReader, brief, load_state
 from moe import ExpertMeshError
+from moe.whole import PARTIAL, place_link, whole
 from sharding import NO_LIMIT_SECONDS, SAVERS, raise_together, zeros_by_rows
 
 MARKER = "checkpoint.json"
@@ -175,25 +176,31 @@ class Saver:
             "exported": [{"name": o.tensor.name, "dtype": DTYPE_CODES[o.dtype]} for o in self.origin.exported],
             "files": dict(sorted(files.items())),
         }
-        _write_durably(partial / MARKER, json.dumps(seal(table), indent=1))
+        with whole(partial / MARKER, durable=True) as marker:
+            marker.write_text(json.dumps(seal(table), indent=1), encoding="utf-8")
         partial.chmod(0o755)
         final = self.directory / checkpoint_name(progress.step)
         if final.exists():  # of an earlier attempt at the same step, or a damaged one
             _discard(final)
         partial.rename(final)
-        _write_durably(self.directory / (LATEST + ".part"), final.name)
-        (self.directory / (LATEST + ".part")).rename(self.directory / LATEST)
         if progress.best.get("step") == progress.step:
-            self._link_best(Path(final.name))
+            place_link(self.directory / BEST, Path(final.name))
         elif (self.directory / BEST).resolve() == final.resolve():
             # an earlier attempt had its best evaluation at this step, with other weights
             (self.directory / BEST).unlink()
-        _sync_directory(self.directory)
+        _name_latest(self.directory, final.name)
+        surplus = self.later_than(progress.step)
         if self.limit is not None:
-            best = (self.directory / BEST).resolve()
-            for old in whole_checkpoints(self.directory)[self.limit :]:
-                if old.resolve() != best:
-                    _discard(old)
+            surplus += whole_checkpoints(self.directory)[len(surplus) + self.limit :]
+        best = (self.directory / BEST).resolve()
+        for old in surplus:
+            if old.resolve() != best:
+                _discard(old)
+
+    def later_than(self, step: int) -> list[Path]:
+        """Checkpoints of an attempt that got beyond `step`, newest first. A run that has gone back to `step` deletes
+        them when it saves its first: else `--resume auto` would go on from what it has given up."""
+        return [path for path in whole_checkpoints(self.directory) if step_of(path) > step]
 
     def restore_best(self, resumed_from: Path, best: dict[str, Any]) -> bool:
         """After a resume: let the link to the best checkpoint be what it was at that point. All ranks call it together.
@@ -208,17 +215,12 @@ class Saver:
         with raise_together():
             if dist.get_rank() == 0:
                 self.directory.mkdir(exist_ok=True)
-                (self.directory / BEST).unlink(missing_ok=True)
-                if found is not None:
-                    self._link_best(Path(name) if found == places[0] else found)
+                if found is None:
+                    (self.directory / BEST).unlink(missing_ok=True)
+                else:
+                    place_link(self.directory / BEST, Path(name) if found == places[0] else found)
         dist.broadcast_object_list(there, src=0)
         return there[0]
-
-    def _link_best(self, target: Path) -> None:
-        link = self.directory / (BEST + ".part")
-        link.unlink(missing_ok=True)
-        link.symlink_to(target)
-        link.rename(self.directory / BEST)
 
 
 def _room(directory: Path) -> str:
@@ -237,6 +239,11 @@ def _discard(path: Path) -> None:
 
 def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    return int(path.name.removeprefix("step-"))
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -261,25 +268,20 @@ def _describe(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "xxh3_128": file_checksum(file)}
 
 
-def _write_durably(file: Path, text: str) -> None:
-    with open(file, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+def _latest(directory: Path) -> str | None:
+    file = directory / LATEST
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _name_latest(directory: Path, name: str) -> None:
+    with whole(directory / LATEST, durable=True) as partial:
+        partial.write_text(name, encoding="utf-8")
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
     """Those with a completion marker, newest first."""
     found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted((path for path in found if (path / MARKER).is_file()), key=lambda p: int(p.name[5:]), reverse=True)
+    return sorted((path for path in found if (path / MARKER).is_file()), key=step_of, reverse=True)
 
 
 def recorded_order(paths: Sequence[Path]) -> dict[str, int] | None:
@@ -294,11 +296,19 @@ def recorded_order(paths: Sequence[Path]) -> dict[str, int] | None:
 
 
 def sweep(directory: Path) -> list[str]:
-    """Delete what a killed run left half-written; the names of what was skipped for want of a marker."""
+    """Delete what a killed run left half-written, and let `latest` name the newest whole checkpoint, should the run
+    have been killed before it could.
+
+    Returns:
+        The names of what is skipped for want of a marker.
+    """
     for partial in directory.glob(".step-*"):
         shutil.rmtree(partial, ignore_errors=True)
     for name in (LATEST, BEST):
-        (directory / (name + ".part")).unlink(missing_ok=True)
+        (directory / (name + PARTIAL)).unlink(missing_ok=True)
+    newest = next((path.name for path in whole_checkpoints(directory)), None)
+    if newest is not None and _latest(directory) != newest:
+        _name_latest(directory, newest)
     return sorted(path.name for path in directory.glob("step-*") if not (path / MARKER).is_file())
 
 
@@ -321,7 +331,7 @@ def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path
             raise ExpertMeshError(f"--resume {resume}: {problem}")
         return Path(resume), []
     names: list[Any] = [None]
-    with raise_together():
+    with raise_together(), write_errors(directory):
         if dist.get_rank() == 0 and directory.is_dir():
             skipped = sweep(directory)
             warnings = [f"{directory / name} is not whole and is skipped" for name in skipped]

@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from moe import ExpertMeshError
 from moe.sizes import parse_size
+from moe.whole import whole
 from sharding.planner.hardware import DEVICES, LINKS, load_measured, preset, save_measured
 from sharding.planner.mesh_picture import picture
 from sharding.planner.plot import draw
@@ -160,8 +162,21 @@ def _sweep(
     console.print(f"{len(points)} points in {time.perf_counter() - begun:.1f} s", highlight=False)
     if arguments.plot is not None:
         title = f"{arguments.model}, {cluster.hardware.name}, rows of {base.seq_length:,} tokens"
-        arguments.plot.write_text(draw(points, title), encoding="utf-8")
+        with _writing("--plot", arguments.plot), whole(arguments.plot) as partial:
+            partial.write_text(draw(points, title), encoding="utf-8")
     return 0
+
+
+@contextmanager
+def _writing(flag: str, file: Path) -> Iterator[None]:
+    """
+    Raises:
+        ExpertMeshError: an OSError inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ExpertMeshError(f"{flag} {file}: cannot be written: {error.strerror}") from error
 
 
 def _cell(points: Sequence[Point], world: int, arm: str) -> str:
@@ -211,7 +226,8 @@ def _check(arguments: argparse.Namespace, topology: Topology, gpus_per_node: int
     if ranks.rank == 0:
         _print_speeds(speeds, row_bytes)
         if arguments.json is not None:
-            save_measured(hardware, arguments.json)
+            with _writing("--json", arguments.json):
+                save_measured(hardware, arguments.json)
     end_process_group()
     return 0
 

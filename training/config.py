@@ -16,6 +16,7 @@ from transformers.trainer_utils import SchedulerType
 
 from moe import KERNELS, ExpertMeshError, check_kernel_name
 from moe.sizes import parse_size
+from moe.whole import whole
 from sharding import Checkpointing, DenseShard
 from training.data import TEMPLATES, TrainOn
 from training.head import CrossEntropy
@@ -254,7 +255,8 @@ class TrainConfig:
         return parse_size("--max-shard-size", self.max_shard_size)
 
     def save(self, path: Path) -> None:
-        path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+        with whole(path) as partial:
+            partial.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
 
 
 _AT_LEAST = {

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoints import write_errors
+from moe.whole import whole
 from sharding import Ranks
 
 FILE = "environment.json"
@@ -46,11 +47,8 @@ def write_environment(output_dir: Path, facts: dict[str, str | int]) -> None:
     Raises:
         ExpertMeshError: it cannot be written.
     """
-    with write_errors(output_dir):
-        # whole or not at all: a run that is resumed may read it
-        partial = output_dir / (FILE + ".part")
+    with write_errors(output_dir), whole(output_dir / FILE) as partial:
         partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        partial.rename(output_dir / FILE)
 
 
 def _version(package: str) -> str | None:

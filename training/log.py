@@ -11,17 +11,18 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from accelerate import Accelerator
 from tqdm import tqdm
 
 from checkpoints import write_errors
 from moe import ExpertMeshError
+from moe.whole import whole
 from sharding import Ranks, raise_together
 from training.config import TrainConfig
 from training.environment import environment, write_environment
-from training.report import State, write_report
+from training.report import State, read_record, sweep_reports, write_report
 
 
 class RunLog:
@@ -57,14 +58,18 @@ class RunLog:
         facts = environment(self.ranks, self.config.rows_a_step(self.ranks.world_size))
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
+                sweep_reports(self.output_dir)
                 self.config.save(self.output_dir / "config.yaml")
                 write_environment(self.output_dir, facts)
                 # a resumed run keeps what the one before it has logged: see keep_until
-                self.file = self.path.open("a" if self.config.resume else "w", encoding="utf-8")
-                self.opened = os.fstat(self.file.fileno())
+                self._open("a" if self.config.resume else "w")
         settings = {k: v for k, v in asdict(self.config).items() if isinstance(v, int | float | str)}
         self.accelerator.init_trackers(self.config.run_name, config=settings)
         return self
+
+    def _open(self, mode: Literal["a", "w"]) -> None:
+        self.file = self.path.open(mode, encoding="utf-8")
+        self.opened = os.fstat(self.file.fileno())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -144,16 +149,26 @@ class RunLog:
                 self.line(f"warning: report.html was not written: {error}")
 
     def keep_until(self, step: int) -> None:
-        """Forget what an earlier attempt has logged after `step`: those steps are about to be made again."""
-        if self.is_main and self.path.stat().st_size > 0:
-            kept = []
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                try:
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line + "\n")
-                except ValueError:
-                    continue  # the last line of a killed run may be cut off
-            self.path.write_text("".join(kept), encoding="utf-8")
+        """For a run that goes on: forget what an earlier attempt has logged after `step`, as those steps are about to
+        be made again, and the line that it was killed in. To be called before anything is logged.
+
+        Raises:
+            ExpertMeshError: on all ranks, when the file cannot be rewritten.
+        """
+        if not self.config.resume:
+            return
+        with raise_together(), write_errors(self.path):
+            if self.is_main:
+                self.check_directory()
+                assert self.file is not None
+                with whole(self.path, durable=True) as partial, self.path.open("rb") as old, partial.open("wb") as new:
+                    for line in old:
+                        record = read_record(line)
+                        if record is not None and record["step"] <= step:
+                            new.write(line.rstrip(b"\n") + b"\n")
+                # what was opened has lost its name to the new one
+                self.file.close()
+                self._open("a")
 
     def steps(self, start: int) -> Iterator[int]:
         """The steps from `start` on, counted off on the progress bar; off a terminal, a line a logged step instead."""

@@ -180,6 +180,8 @@ def _resume(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, pat
     if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
         run.log.line(f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone")
     run.log.line(f"resumed from {path}, step {progress.step}")
+    if run.saver is not None and (later := run.saver.later_than(progress.step)):
+        run.log.line(f"the next checkpoint takes the place of those after this one, up to {later[0].name}")
     return progress.step, progress.tokens, best
 
 

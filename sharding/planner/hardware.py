@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moe import ExpertMeshError
+from moe.whole import whole
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,13 @@ def _check_rates(table: dict[str, Any]) -> None:
 
 
 def save_measured(hardware: Hardware, file: Path) -> None:
-    file.write_text(json.dumps(asdict(hardware), indent=2) + "\n", encoding="utf-8")
+    """Write what `load_measured` reads, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with whole(file) as partial:
+        partial.write_text(json.dumps(asdict(hardware), indent=2) + "\n", encoding="utf-8")
 
 
 def load_measured(file: Path) -> Hardware:

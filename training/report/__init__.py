@@ -1,6 +1,6 @@
 """report.html: one self-contained page about a run, made from what the run has written to its output directory."""
 
-from training.report.history import History, read_history
-from training.report.page import State, write_report
+from training.report.history import History, read_history, read_record
+from training.report.page import State, sweep_reports, write_report
 
-__all__ = ["History", "State", "read_history", "write_report"]
+__all__ = ["History", "State", "read_history", "read_record", "sweep_reports", "write_report"]

@@ -209,15 +209,19 @@ def read_history(metrics: Path) -> History:
     return history
 
 
+def read_record(line: str | bytes) -> Record | None:
+    """A line of metrics.jsonl; None where it is no record."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
 def _records(metrics: Path) -> Iterator[Record | None]:
     try:
         with metrics.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    record = None
-                yield record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+            yield from map(read_record, lines)
     except OSError as error:
         raise ExpertMeshError(
             f"{metrics}: cannot be read: {error.strerror}; give the directory that --output-dir of a run named"

@@ -17,10 +17,13 @@ import yaml
 
 from checkpoints import write_errors
 from moe import ExpertMeshError
+from moe.whole import PARTIAL, whole
 from training.config import TrainConfig
 from training.report.history import Curve, History, read_history
 
 State = Literal["running", "stopped", "finished"]
+
+REPORT = "report.html"
 
 MAX_GENERATIONS = 20
 """Logged steps whose generations are shown, evenly spread from the first to the last."""
@@ -50,15 +53,17 @@ def write_report(output_dir: Path, state: State | None = None) -> Path:
     history = read_history(output_dir / "metrics.jsonl")
     config = _read_table(output_dir / "config.yaml")
     content = render(_content(history, config, _read_table(output_dir / "environment.json"), state))
-    report = output_dir / "report.html"
-    temporary = output_dir / f".report-{os.getpid()}.html"
-    with write_errors(report):
-        try:
-            temporary.write_bytes(content)
-            temporary.replace(report)
-        finally:
-            temporary.unlink(missing_ok=True)
+    report = output_dir / REPORT
+    # a run writes it while somebody has it made again
+    with write_errors(report), whole(report, writer=str(os.getpid())) as partial:
+        partial.write_bytes(content)
     return report
+
+
+def sweep_reports(output_dir: Path) -> None:
+    """Delete the reports that killed processes left half-written."""
+    for partial in output_dir.glob(f"{REPORT}.*{PARTIAL}"):
+        partial.unlink(missing_ok=True)
 
 
 def render(content: dict[str, Any]) -> bytes:

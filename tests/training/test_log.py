@@ -1,0 +1,91 @@
+"""metrics.jsonl of a run that goes on: what is kept, and that a kill in the midst of it loses nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe import ExpertMeshError
+from sharding import Ranks
+from tests.distributed.pool import RankPool
+from training import RunLog, TrainConfig
+
+STEPS = 6
+
+
+def line(step: int, **more: Any) -> bytes:
+    return json.dumps({"step": step, **more}).encode() + b"\n"
+
+
+ALL = b"".join(line(step, loss=1.0) for step in range(1, STEPS + 1))
+UNUSUAL = '{"step": 4, "text": "two\u2028lines"}\n'.encode()
+WARNING = line(4, warning="a loss spike")
+
+
+def go_on(out: Path, step: int, failing: bool = False) -> str:
+    """What a run says that goes on after `step`: it logs an event and the next step, and looks for its file."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
+    config = TrainConfig(model="m", dataset=["d"], output_dir=str(out), resume="auto")
+    log = RunLog(config, out, STEPS, ranks)
+    replace = Path.replace
+
+    def or_fail(path: Path, target: Any) -> Path:
+        if failing and Path(target).name == "metrics.jsonl":
+            raise OSError(5, "Input/output error", str(path))
+        return replace(path, target)
+
+    Path.replace = or_fail  # type: ignore[method-assign]
+    try:
+        with log:
+            log.keep_until(step)
+            log.event({"step": step + 1, "warning": "of the second life"}, "")
+            log.check_directory()
+    except ExpertMeshError as error:
+        return str(error)
+    finally:
+        Path.replace = replace  # type: ignore[method-assign]
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("logged", "kept"),
+    [
+        pytest.param(b"", b"", id="nothing"),
+        pytest.param(ALL, ALL[: ALL.index(line(5, loss=1.0))], id="steps that no checkpoint has"),
+        pytest.param(
+            ALL[: ALL.index(line(5, loss=1.0))] + WARNING + line(5, warning="x"),
+            ALL[: ALL.index(line(5, loss=1.0))] + WARNING,
+            id="events",
+        ),
+        pytest.param(line(4) + line(5)[:7], line(4), id="cut off in a line"),
+        pytest.param(line(3) + line(4)[:-1], line(3) + line(4), id="cut off before the end of the line"),
+        pytest.param(line(3) + b"\xff\x00" * 9 + b"\n[4]\n4\n{}\n\n" + line(4), line(3) + line(4), id="no records"),
+        pytest.param(UNUSUAL, UNUSUAL, id="unusual text"),
+    ],
+)
+def test_what_is_kept(ranks: RankPool, tmp_path: Path, logged: bytes, kept: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(logged)
+    (tmp_path / "metrics.jsonl.part").write_bytes(b"of a run that was killed in the midst of this" * 1000)
+    assert ranks.run(go_on, 1, tmp_path, 4) == [""]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == kept + line(5, warning="of the second life")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"config.yaml", "environment.json", "metrics.jsonl", "report.html"}
+
+
+def test_rewriting_fails(ranks: RankPool, tmp_path: Path) -> None:
+    """All ranks are told, and what was logged is still there."""
+    (tmp_path / "metrics.jsonl").write_bytes(ALL)
+    for said in ranks.run(go_on, 2, tmp_path, 4, True):
+        assert "metrics.jsonl" in said
+        assert "cannot be written: Input/output error" in said
+    assert (tmp_path / "metrics.jsonl").read_bytes() == ALL
+    assert not (tmp_path / "metrics.jsonl.part").exists()
+
+
+def test_half_written_reports_of_killed_runs_go(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "report.html.4711.part").write_text("<html>")
+    assert ranks.run(go_on, 1, tmp_path, 0) == [""]
+    assert not (tmp_path / "report.html.4711.part").exists()
