@@ -23,6 +23,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from benchmarks.demo import make_inputs
+from moe.terminal import ends_with_reader
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +37,7 @@ class Kill:
     while_saving: bool
 
 
+@ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)

@@ -18,6 +18,7 @@ from checkpoints.training_state import MARKER
 from checkpoints.verify import compare
 from moe import ExpertMeshError
 from moe.sizes import parse_size
+from moe.terminal import ends_with_reader
 
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 where `verify` finds a difference or `inspect` a fault; 2 after a mistake in the input."""
     try:

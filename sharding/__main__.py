@@ -20,6 +20,7 @@ from rich.table import Table
 
 from moe import ExpertMeshError
 from moe.sizes import parse_size
+from moe.terminal import ends_with_reader
 from sharding.planner.hardware import DEVICES, LINKS, load_measured, preset, save_measured
 from sharding.planner.mesh_picture import picture
 from sharding.planner.plot import draw
@@ -79,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 where nothing fits; 2 after a mistake in the input, or where a group does not answer."""
     _, _, local_rank = read_environment()
