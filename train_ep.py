@@ -28,7 +28,7 @@ from checkpoints import (
     write_errors,
 )
 from moe import ExpertMeshError, KernelChoice, build_model, choose_kernel, count_parameters
-from moe.terminal import ends_with_reader, going_on_unread
+from moe.terminal import ends_with_reader, folded, going_on_unread
 from sharding import (
     STUCK,
     Ranks,
@@ -128,7 +128,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
     check_schedule(config, number_of_steps(config, order), config.evaluates)
     memory = forecast(model, source, topology, kernel, config, inputs, ranks)
     if ranks.rank == 0:
-        print(facts(model, source, counts, topology, kernel, config, inputs, order, memory), flush=True)
+        told = facts(model, source, counts, topology, kernel, config, inputs, order, memory)
+        print(folded(told), flush=True)
     if config.preview:
         if ranks.rank == 0 and inputs.training is not None:
             print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)

@@ -41,7 +41,8 @@ class Column:
 
 def open_console() -> Console:
     """A console that neither cuts nor wraps: what is printed on it has been made to fit, or is not to be broken."""
-    return Console(width=_NO_LIMIT, soft_wrap=True, highlight=False)
+    # without a height, rich takes the width of a dumb terminal for 80 all the same
+    return Console(width=_NO_LIMIT, height=_NO_LIMIT, soft_wrap=True, highlight=False)
 
 
 def print_table(console: Console, columns: Sequence[Column]) -> None:
