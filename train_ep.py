@@ -28,6 +28,7 @@ from checkpoints import (
     write_errors,
 )
 from moe import ExpertMeshError, KernelChoice, build_model, choose_kernel, count_parameters
+from moe.terminal import ends_with_reader, folded, going_on_unread
 from sharding import (
     STUCK,
     Ranks,
@@ -74,6 +75,7 @@ STOPPED = 75
 """Exit code after a signal stopped the run with a checkpoint saved: "try again later", EX_TEMPFAIL of sysexits.h."""
 
 
+@ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit code is 0, 2 after a mistake of the user's (reported once a node), or STOPPED."""
     _, _, local_rank = read_environment()
@@ -88,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = start_process_group(config.use_cpu, collectives_limit(limit))
         watchdog = Watchdog(ranks, limit)
         try:
-            with watchdog.watching():
+            unread = f"standard output is no longer read; the run goes on, see {config.output_dir}/metrics.jsonl"
+            with going_on_unread("" if config.preview else f"train_ep.py: {unread}"), watchdog.watching():
                 finished = run_training(config, ranks, watchdog)
                 end_process_group()
         except ExpertMeshError:
@@ -125,7 +128,8 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
     check_schedule(config, number_of_steps(config, order), config.evaluates)
     memory = forecast(model, source, topology, kernel, config, inputs, ranks)
     if ranks.rank == 0:
-        print(facts(model, source, counts, topology, kernel, config, inputs, order, memory), flush=True)
+        told = facts(model, source, counts, topology, kernel, config, inputs, order, memory)
+        print(folded(told), flush=True)
     if config.preview:
         if ranks.rank == 0 and inputs.training is not None:
             print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)

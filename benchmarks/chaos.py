@@ -24,6 +24,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from benchmarks.demo import make_inputs
+from moe.terminal import ends_with_reader
 from moe.whole import whole
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,7 @@ class Kill:
     while_saving: bool
 
 
+@ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)

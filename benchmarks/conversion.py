@@ -29,6 +29,7 @@ from checkpoints.manifest import MANIFEST
 from checkpoints.opening import parameter_dtypes
 from checkpoints.reader import SafetensorsReader
 from moe import KERNELS, build_model
+from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import Topology, build_mesh, end_process_group, local_tensor, start_process_group
 
@@ -38,6 +39,7 @@ SETTLE_SECONDS = 5
 IN_PYTHON = ("convert", "export")
 
 
+@ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="least size of the checkpoint, 10^9 bytes")

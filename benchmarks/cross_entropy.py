@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from benchmarks.load_memory import MB, resident
+from moe.terminal import ends_with_reader
 from moe.whole import whole
 from training import choose_cross_entropy
 from training.data import IGNORED
 from training.head import LOSS_SUMS, Targets
 
 
+@ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="positions in the batch of one rank")

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from moe.terminal import ends_with_reader
+
 ROOT = Path(__file__).parents[1]
 TRAIN_ROWS = 40_000
 HELD_OUT_ROWS = 100  # a task
@@ -54,6 +56,7 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 }
 
 
+@ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("demo-run"), help="an earlier demo in it is replaced")

@@ -45,6 +45,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.terminal import ends_with_reader
+
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, Python would look for modules beside this file only
 
 from benchmarks.load_memory import MB, resident, restart_peak
@@ -179,6 +181,7 @@ class ArmDiffersError(Exception):
     """An arm does not compute what the reference computes."""
 
 
+@ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)

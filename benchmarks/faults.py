@@ -29,6 +29,7 @@ from pathlib import Path
 from benchmarks.chaos import ROOT, environment, largest_difference, last_step, run_and_kill, worker_pids
 from benchmarks.demo import make_inputs
 from benchmarks.network import Network, can_make_networks
+from moe.terminal import ends_with_reader
 
 DDP_TIMEOUT = 30
 """Of runs that are to stand still, in seconds."""
@@ -404,6 +405,7 @@ ROUNDING = 1e-4
 0.02 to 1, and AdamW's first steps follow the sign of a gradient, however small."""
 
 
+@ends_with_reader
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=None, metavar="FAULT", help=", ".join(FAULTS))

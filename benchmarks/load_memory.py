@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from checkpoints import export_model, open_source, shard_and_load
 from moe import KERNELS, build_model
+from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import (
     Topology,
@@ -36,6 +37,7 @@ from sharding import (
 MB = 10**6
 
 
+@ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)

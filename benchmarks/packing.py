@@ -31,6 +31,7 @@ import torch.nn.functional as F
 
 from checkpoints import open_source, shard_and_load
 from moe import build_model, choose_kernel
+from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import Topology, build_mesh, end_process_group, start_process_group
 from training import TrainConfig, attach_loss_head
@@ -55,6 +56,7 @@ ARMS = ("padded to max", "padded", "grouped", "padded, more rows", "packed")
 LOG_MEAN, LOG_SPREAD = 5.2, 0.38
 
 
+@ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)

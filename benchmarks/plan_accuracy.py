@@ -34,6 +34,7 @@ from benchmarks.load_memory import resident
 from benchmarks.traffic import CountTraffic
 from moe import KERNELS, build_model, family_of, moe_blocks
 from moe.router import Router, Routing, count_experts
+from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import (
     Mesh,
@@ -132,6 +133,7 @@ def build_run(config: Any, setting: Setting, device: torch.device) -> tuple[Any,
     return model, build_optimizer(model.train(), flags, mesh), mesh
 
 
+@ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--default-malloc", action="store_true", help="leave malloc's thresholds as they are")

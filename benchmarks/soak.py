@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.chaos import ROOT, environment, last_step, worker_pids
 from benchmarks.demo import make_inputs
+from moe.terminal import ends_with_reader
 from moe.whole import whole
 
 SAMPLE_SECONDS = 10.0
@@ -39,6 +40,7 @@ class Sample:
     outputs: int
 
 
+@ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=120)

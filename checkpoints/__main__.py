@@ -18,6 +18,7 @@ from checkpoints.training_state import MARKER
 from checkpoints.verify import compare
 from moe import ExpertMeshError
 from moe.sizes import parse_size
+from moe.terminal import ends_with_reader, folded
 
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 where `verify` finds a difference or `inspect` a fault; 2 after a mistake in the input."""
     try:
@@ -104,7 +106,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     )
     comparison = compare(a, b, arguments.rtol)
     for line in comparison.differences:
-        print(line)
+        print(folded(line))
     same = "the same bits" if arguments.rtol is None else f"the same to a relative {arguments.rtol}"
     if comparison.differences:
         print(f"{len(comparison.differences)} differences in {comparison.num_tensors} tensors")
@@ -117,7 +119,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     path = _directory(arguments.path)
     readable = open_readable(path, strict=False, any_owner=arguments.trust_checkpoint_owner)
     for line in describe(path, readable.checkpoint, readable.parameters, arguments.tensors):
-        print(line)
+        print(folded(line))
     if arguments.check:
         check_all_bytes(path)
         in_this_form = (path / MANIFEST).exists() or (path / MARKER).exists()

@@ -17,18 +17,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from moe import ExpertMeshError
 from moe.sizes import parse_size
+from moe.terminal import ends_with_reader, folded, terminal_width
 from moe.whole import whole
+from sharding.planner.columns import Column, open_console, print_table
 from sharding.planner.hardware import DEVICES, LINKS, load_measured, preset, save_measured
-from sharding.planner.mesh_picture import picture
+from sharding.planner.mesh_picture import picture, ranks_of
 from sharding.planner.plot import draw
-from sharding.planner.search import ARMS, MICRO_BATCHES, Cluster, Point, search, sweep
+from sharding.planner.search import MICRO_BATCHES, Cluster, search, sweep
 from sharding.planner.setting import OPTIMIZERS, Setting
 from sharding.planner.shapes import ModelShape, read_config, shape_of_config
-from sharding.planner.table import print_plans
+from sharding.planner.table import print_plans, sweep_columns
 from sharding.process import device_type, end_process_group, read_environment, start_process_group
 from sharding.topology import Topology, check_ep_size
 
@@ -81,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 where nothing fits; 2 after a mistake in the input, or where a group does not answer."""
     _, _, local_rank = read_environment()
@@ -122,7 +125,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     # a sweep compares like with like: one number of tokens a GPU
     default = (1,) if arguments.sweep else MICRO_BATCHES
     micro_batches = default if arguments.micro_batch is None else (arguments.micro_batch,)
-    console = Console()
+    console = open_console()
     if arguments.sweep:
         return _sweep(arguments, model, base, micro_batches, cluster, console)
     plans = search(model, base, micro_batches, cluster)
@@ -152,16 +155,14 @@ def _sweep(
     if arguments.json:
         print(json.dumps([{"arm": p.arm, "gpus": p.world_size, **p.plan.as_json()} for p in points], indent=1))
         return 0
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("GPUs", *ARMS):
-        table.add_column(heading, justify="right")
-    for world in sorted({p.world_size for p in points}):
-        table.add_row(f"{world:,}", *(_cell(points, world, arm) for arm in ARMS))
-    console.print(f"{arguments.model} on {cluster.hardware.name}: tokens/s a GPU of the best setting", highlight=False)
-    console.print(table)
-    console.print(f"{len(points)} points in {time.perf_counter() - begun:.1f} s", highlight=False)
+    (rows,) = micro_batches
+    title = f"{arguments.model}, {cluster.hardware.name}, {rows} x {base.seq_length:,} tokens a GPU"
+    console.print(Text(folded(f"{title}: tokens/s of one with the best setting")))
+    print_table(console, sweep_columns(points))
+    if not all(point.plan.fits for point in points):
+        print(folded("GiB: no setting fits; the smallest takes so much"))
+    print(f"{len(points)} points in {time.perf_counter() - begun:.1f} s")
     if arguments.plot is not None:
-        title = f"{arguments.model}, {cluster.hardware.name}, rows of {base.seq_length:,} tokens"
         with _writing("--plot", arguments.plot), whole(arguments.plot) as partial:
             partial.write_text(draw(points, title), encoding="utf-8")
     return 0
@@ -177,17 +178,6 @@ def _writing(flag: str, file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ExpertMeshError(f"{flag} {file}: cannot be written: {error.strerror}") from error
-
-
-def _cell(points: Sequence[Point], world: int, arm: str) -> str:
-    found = [p.plan for p in points if p.world_size == world and p.arm == arm]
-    if not found:
-        return "-"
-    plan = found[0]
-    if not plan.fits:
-        return f"[red]does not fit ({plan.memory.total / 2**30:,.0f} GiB)[/]"
-    setting = plan.setting
-    return f"{plan.tokens_per_second:,.0f} (ep {setting.ep_size}, {setting.checkpointing}, {setting.micro_batch} rows)"
 
 
 def _mesh(arguments: argparse.Namespace) -> int:
@@ -206,7 +196,8 @@ def _mesh(arguments: argparse.Namespace) -> int:
     if gpus_per_node < 1:
         raise ExpertMeshError(f"--gpus-per-node {gpus_per_node}: must be 1 or more")
     if rank == 0:
-        print("\n".join(picture(topology, gpus_per_node, arguments.num_experts)), flush=True)
+        lines = picture(topology, gpus_per_node, arguments.num_experts, terminal_width())
+        print(folded("\n".join(lines)), flush=True)
     return _check(arguments, topology, gpus_per_node) if arguments.check else 0
 
 
@@ -233,16 +224,16 @@ def _check(arguments: argparse.Namespace, topology: Topology, gpus_per_node: int
 
 
 def _print_speeds(speeds: Sequence[Any], row_bytes: int) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("group", "ranks", f"latency of {row_bytes:,} bytes", "bandwidth a rank", ""):
-        table.add_column(heading, justify="left" if heading in ("group", "ranks", "") else "right")
-    for speed in speeds:
-        members = " ".join(map(str, speed.ranks)) if len(speed.ranks) <= 16 else f"{speed.ranks[0]}..{speed.ranks[-1]}"
-        table.add_row(
-            *(speed.name, members, f"{speed.latency * 1e6:,.0f} us", f"{speed.bandwidth / 1e9:,.3f} GB/s"),
-            "[red]below half of its siblings[/]" if speed.is_slow else "",
-        )
-    Console().print(table)
+    columns = [
+        Column("group", [speed.name for speed in speeds], is_text=True),
+        Column("ranks", [ranks_of(speed.ranks, most=8) for speed in speeds], is_text=True),
+        Column(f"latency of\n{row_bytes:,} bytes", [f"{speed.latency * 1e6:,.0f} us" for speed in speeds]),
+        Column("bandwidth\na rank", [f"{speed.bandwidth / 1e9:,.3f} GB/s" for speed in speeds]),
+        Column("", ["[red]slow[/]" if speed.is_slow else "" for speed in speeds], is_text=True),
+    ]
+    print_table(open_console(), columns)
+    if any(speed.is_slow for speed in speeds):
+        print(folded("slow: below half of its siblings' bandwidth"))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from moe import KERNELS, ExpertMeshError, check_kernel_name
 from moe.sizes import parse_size
 from moe.whole import whole
 from sharding import Checkpointing, DenseShard
-from training.data import TEMPLATES, TrainOn
+from training.data import TEMPLATES, SampleBy, TrainOn
 from training.head import CrossEntropy
 
 Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
@@ -40,7 +40,9 @@ class TrainConfig:
     """Every setting of a run. Each is a flag (`--ep-size` or `--ep_size`) and a key of the YAML file."""
 
     model: str = _flag("", "Directory of a Hugging Face checkpoint, or a hub id.", aliases=["--model-name-or-path"])
-    dataset: list[str] = _list("JSON, JSONL, Parquet or CSV files, directories of them, or hub ids; NAME:WEIGHT mixes.")
+    dataset: list[str] = _list(
+        "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes."
+    )
     tokenizer: str = _flag("", "Directory or hub id of the tokenizer, if not the model's own.")
     output_dir: str = _flag("output", "Where metrics.jsonl, config.yaml, report.html and the exported model (hf/) go.")
     overwrite_output_dir: bool = _flag(False, "Replace the results of an earlier run in --output-dir.")
@@ -58,6 +60,7 @@ class TrainConfig:
     response_column: str = _flag("", "Column with the response.")
     system_column: str = _flag("", "Column with the system prompt.")
     text_column: str = _flag("", "Column with plain text, all of which is trained on.")
+    sample_by: SampleBy = _flag("line", "A row of a .txt file: a line, a paragraph (up to a blank line) or all of it.")
     dataset_num_proc: int | None = _flag(None, "Processes that tokenise. Default: by the size of the data.")
 
     ep_size: int = _flag(1, "Ranks that share out the experts; must divide the experts and the ranks.")

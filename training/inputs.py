@@ -81,6 +81,7 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         config.dataset_config,
         config.dataset_split,
         config.dataset_num_proc,
+        config.sample_by,
     )
     samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed)
     if config.eval_ratio > 0:

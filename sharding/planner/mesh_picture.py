@@ -10,30 +10,41 @@ MOST_GROUPS = 8
 MOST_COLUMNS = 16
 """Ranks of a row that are drawn."""
 
+LEAST_COLUMNS = 3
+"""Of those on a narrow terminal: the first, that there are others, and the last."""
 
-def picture(topology: Topology, gpus_per_node: int, num_experts: int) -> list[str]:
-    """Lines: the grid of ranks, each group's ranks and whether it crosses nodes, each ep rank's experts."""
+
+def picture(topology: Topology, gpus_per_node: int, num_experts: int, width: int | None = None) -> list[str]:
+    """Lines: the grid of ranks, each group's ranks and whether it crosses nodes, each ep rank's experts.
+
+    width: columns of the terminal; the grid and the groups' ranks stay within it, for which fewer of them are drawn.
+    """
     ep, dp, world = topology.ep_size, topology.dp_size, topology.world_size
     nodes = -(-world // gpus_per_node)
     lines = [f"{world} ranks = dp {dp} x ep {ep}, {gpus_per_node} a node, {nodes} node{'s' * (nodes > 1)}", ""]
-    lines += _grid(topology, gpus_per_node, num_experts)
+    columns = MOST_COLUMNS
+    grid = _grid(topology, gpus_per_node, num_experts, columns)
+    while width is not None and max(map(len, grid)) > width and columns > LEAST_COLUMNS:
+        columns -= 1
+        grid = _grid(topology, gpus_per_node, num_experts, columns)
+    lines += grid
     replicas = [range(index * ep, (index + 1) * ep) for index in range(dp)]
     sharers = [range(index, world, ep) for index in range(ep)]
-    lines += ["", *_groups("ep", "all-to-all of tokens", replicas, gpus_per_node)]
-    lines += _groups("dp", "the same experts, sharded among them", sharers, gpus_per_node)
+    lines += ["", *_groups("ep", "all-to-all of tokens", replicas, gpus_per_node, width)]
+    lines += _groups("dp", "the same experts, sharded among them", sharers, gpus_per_node, width)
     if topology.dense_shard == "hybrid":
         lines.append("dense parameters: sharded within each ep group, a replica in each; summed up over the dp groups")
     else:
-        lines += _groups("all", "dense parameters, sharded among them", [range(world)], gpus_per_node)
+        lines += _groups("all", "dense parameters, sharded among them", [range(world)], gpus_per_node, width)
     return lines
 
 
-def _grid(topology: Topology, gpus_per_node: int, num_experts: int) -> list[str]:
+def _grid(topology: Topology, gpus_per_node: int, num_experts: int, most_columns: int) -> list[str]:
     """A row a dp index, a column an ep index; | where a node ends."""
     ep, dp = topology.ep_size, topology.dp_size
     here = num_experts // ep
-    width = max(len(str(topology.world_size - 1)), len(experts_of(ep - 1, here)) if ep <= MOST_COLUMNS else 0) + 1
-    columns = _shown(range(ep), MOST_COLUMNS)
+    width = max(len(str(topology.world_size - 1)), len(experts_of(ep - 1, here))) + 1
+    columns = _shown(range(ep), most_columns)
     head = "".join(" ..." if c is None else experts_of(c, here).rjust(width) for c in columns)
     lines = [f"experts  {head}"]
     for row in _shown(range(dp), MOST_GROUPS):
@@ -59,7 +70,7 @@ def experts_of(ep_index: int, here: int) -> str:
     return str(first) if here == 1 else f"{first}-{first + here - 1}"
 
 
-def _groups(name: str, what_for: str, groups: Sequence[range], gpus_per_node: int) -> list[str]:
+def _groups(name: str, what_for: str, groups: Sequence[range], gpus_per_node: int, width: int | None) -> list[str]:
     crossing = sum(spans_nodes(group, gpus_per_node) for group in groups)
     where = "every one inside a node" if crossing == 0 else f"{crossing} of them cross nodes"
     if len(groups) == 1:
@@ -71,7 +82,10 @@ def _groups(name: str, what_for: str, groups: Sequence[range], gpus_per_node: in
             lines.append("  ...")
         else:
             mark = "   crosses nodes" if spans_nodes(groups[index], gpus_per_node) else ""
-            lines.append(f"  {_ranks(groups[index])}{mark}")
+            line = f"  {ranks_of(groups[index], MOST_COLUMNS)}{mark}"
+            if width is not None and len(line) > width:
+                line = f"  {ranks_of(groups[index], most=1)}{mark}"
+            lines.append(line)
     return lines
 
 
@@ -79,11 +93,12 @@ def spans_nodes(ranks: range, gpus_per_node: int) -> bool:
     return ranks[0] // gpus_per_node != ranks[-1] // gpus_per_node
 
 
-def _ranks(ranks: range) -> str:
-    if len(ranks) <= MOST_COLUMNS:
+def ranks_of(ranks: Sequence[int], most: int) -> str:
+    """The ranks of a group, which are equally far apart: of more than `most` only the first and the last."""
+    if len(ranks) <= most:
         return " ".join(map(str, ranks))
-    step = f" in steps of {ranks.step}" if ranks.step > 1 else ""
-    return f"{ranks[0]} to {ranks[-1]}{step}"
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return f"{ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step > 1 else "")
 
 
 def _shown(items: range, most: int) -> list[int | None]:

@@ -1,14 +1,15 @@
 """Forecasts as people read them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
+from moe.terminal import folded
+from sharding.planner.columns import Column, print_table
 from sharding.planner.memory import Memory
-from sharding.planner.search import Cluster, Plan
+from sharding.planner.search import ARMS, Cluster, Plan, Point
 from sharding.planner.setting import Setting
 from sharding.planner.shapes import ModelShape
 
@@ -19,21 +20,48 @@ def print_plans(
     console: Console, name: str, model: ModelShape, plans: Sequence[Plan], cluster: Cluster, top: int
 ) -> None:
     """The assumptions, the ranked table, the best plan's parts, and the line that starts it."""
+
+    def say(line: str, style: str = "") -> None:
+        console.print(Text(folded(line), style))
+
     for line in assumptions(name, model, plans[0].setting, cluster):
-        console.print(escape(line), highlight=False)
-    console.print(ranked(plans[:top], cluster))
+        say(line)
+    print_table(console, ranked(plans[:top], cluster))
     fitting = sum(plan.fits for plan in plans)
-    console.print(f"{fitting} of {len(plans)} settings fit; shown: {min(top, len(plans))}", highlight=False)
+    say(f"{fitting} of {len(plans)} settings fit; shown: {min(top, len(plans))}\n")
     best = plans[0]
     for line in parts(best):
-        console.print(line, highlight=False)
+        say(line)
+    print_table(console, sent(best))
     if best.fits:
-        console.print("\n[bold green]recommended[/]", highlight=False)
-        console.print(
-            launch_line(name, best.setting, cluster.gpus_per_node), highlight=False, soft_wrap=True, markup=False
-        )
+        say("\nrecommended", "bold green")
+        # in one piece, to be copied
+        console.print(Text(launch_line(name, best.setting, cluster.gpus_per_node)))
     else:
-        console.print(f"\n[bold red]nothing fits[/]: {escape(what_would_fit(best, cluster.memory))}", highlight=False)
+        say("\nnothing fits", "bold red")
+        say(what_would_fit(best, cluster.memory))
+
+
+def sweep_columns(points: Sequence[Point]) -> list[Column]:
+    """A row a number of GPUs; of each arm the best setting's tokens/s and, as far as there is room, what it is."""
+    worlds = sorted({point.world_size for point in points})
+    columns = [Column("GPUs", [f"{world:,}" for world in worlds])]
+    for arm in ARMS:
+        by_world = {point.world_size: point.plan for point in points if point.arm == arm}
+        plans = [by_world.get(world) for world in worlds]
+        settings = [plan.setting if plan is not None and plan.fits else None for plan in plans]
+        columns.append(Column(arm.replace(" ", "\n", 2) + "\ntok/s", [_speed(plan) for plan in plans]))
+        if arm != "FSDP only":
+            columns.append(Column("ep", [str(s.ep_size) if s else "" for s in settings], spare=1))
+        modes = [s.checkpointing if s else "" for s in settings]
+        columns.append(Column("check-\npoint", modes, "checkpoint", spare=2, is_text=True))
+    return columns
+
+
+def _speed(plan: Plan | None) -> str:
+    if plan is None:
+        return "-"
+    return f"{plan.tokens_per_second:,.0f}" if plan.fits else f"[red]{plan.memory.total / GIB:,.0f} GiB[/]"
 
 
 def assumptions(name: str, model: ModelShape, setting: Setting, cluster: Cluster) -> list[str]:
@@ -52,54 +80,59 @@ def assumptions(name: str, model: ModelShape, setting: Setting, cluster: Cluster
     ]
 
 
-def ranked(plans: Sequence[Plan], cluster: Cluster) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in (
-        "",
-        "dp",
-        "ep",
-        "dense",
-        "checkpoint",
-        "rows",
-        "state",
-        "activ.",
-        "gathered",
-        "rows+logits",
-        "slack",
-    ):
-        table.add_column(heading, justify="left" if heading in ("", "dense", "checkpoint") else "right")
-    for heading in ("total GiB", "GB/step in", "between", "s/step", "tok/s/GPU"):
-        table.add_column(heading, justify="right")
-    for plan in plans:
-        s, m = plan.setting, plan.memory
-        colour = "red" if not plan.fits else "yellow" if m.total > 0.9 * cluster.memory else "green"
-        table.add_row(
-            "fits" if plan.fits else "no",
-            *(str(s.dp_size), str(s.ep_size), s.dense_shard, s.checkpointing, str(s.micro_batch)),
-            *(f"{n / GIB:.1f}" for n in (m.lasting, m.activations, m.gathered, m.rows + m.logits, m.slack)),
-            f"[{colour}]{m.total / GIB:.1f}[/]",
-            *(f"{plan.inside / 1e9:.1f}", f"{plan.between / 1e9:.1f}"),
-            *(f"{plan.time.total:.2f}", f"{plan.tokens_per_second:,.0f}"),
-        )
-    return table
+def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
+    """A row a plan. Where room is short, the terms of memory go first: their sum stays."""
+    settings, memories = [plan.setting for plan in plans], [plan.memory for plan in plans]
+
+    def gib(values: Iterable[float]) -> list[str]:
+        return [f"{n / GIB:.1f}" for n in values]
+
+    def total(plan: Plan) -> str:
+        share = plan.memory.total / cluster.memory
+        colour = "red" if not plan.fits else "yellow" if share > 0.9 else "green"
+        return f"[{colour}]{plan.memory.total / GIB:.1f}[/]"
+
+    return [
+        Column("fits", ["yes" if plan.fits else "no" for plan in plans], is_text=True),
+        Column("dp", [str(s.dp_size) for s in settings]),
+        Column("ep", [str(s.ep_size) for s in settings]),
+        Column("dense", [s.dense_shard for s in settings], is_text=True),
+        Column("check-\npoint", [s.checkpointing for s in settings], "checkpoint", is_text=True),
+        Column("rows", [str(s.micro_batch) for s in settings]),
+        Column("state", gib(m.lasting for m in memories), spare=4),
+        Column("activ.", gib(m.activations for m in memories), spare=3),
+        Column("gathered", gib(m.gathered for m in memories), spare=5),
+        Column("rows+\nlogits", gib(m.rows + m.logits for m in memories), "rows+logits", spare=5),
+        Column("slack", gib(m.slack for m in memories), spare=5),
+        Column("total\nGiB", [total(plan) for plan in plans]),
+        Column("GB/step\nin", [f"{plan.inside / 1e9:.1f}" for plan in plans], spare=2),
+        Column("between", [f"{plan.between / 1e9:.1f}" for plan in plans], "GB/step between", spare=2),
+        Column("s/step", [f"{plan.time.total:.2f}" for plan in plans], spare=1),
+        Column("tok/s\n/GPU", [f"{plan.tokens_per_second:,.0f}" for plan in plans], "tok/s/GPU"),
+    ]
 
 
 def parts(plan: Plan) -> list[str]:
     """The best plan, opened up."""
     t = plan.time
-    lines = [
-        f"\npeak at {plan.when}: {memory_terms(plan.memory)}",
+    return [
+        f"peak at {plan.when}: {memory_terms(plan.memory)}",
         f"step: {t.matrices:.2f} s matrices + {t.elementwise:.2f} elementwise + {t.all_to_alls:.2f} all-to-alls + "
         f"{t.exposed:.2f} of {t.sharding:.2f} sharding not hidden + {t.update:.2f} update = {t.total:.2f} s",
-        "a rank sends, a step:",
     ]
-    lines += [
-        f"  {t.kind:<15} {t.what:<18} over {t.group:<4} {t.times:>6,} x {t.sent / 1e6:>10,.2f} MB "
-        f"= {t.total / 1e9:>8,.2f} GB"
-        for t in plan.traffic
-        if t.total >= 1e5
+
+
+def sent(plan: Plan) -> list[Column]:
+    """What a rank sends in a step, a row a kind of collective."""
+    told = [t for t in plan.traffic if t.total >= 1e5]
+    return [
+        Column("a rank sends", [t.kind for t in told], is_text=True),
+        Column("of", [t.what for t in told], spare=1, is_text=True),
+        Column("over", [t.group for t in told], is_text=True),
+        Column("times\na step", [f"{t.times:,}" for t in told], spare=2),
+        Column("MB\neach", [f"{t.sent / 1e6:,.2f}" for t in told], spare=2),
+        Column("GB\na step", [f"{t.total / 1e9:,.2f}" for t in told]),
     ]
-    return lines
 
 
 def memory_terms(memory: Memory) -> str:

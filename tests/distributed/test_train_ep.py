@@ -95,6 +95,34 @@ def test_writes_metrics_and_trackers(ranks: RankPool, tiny_model: Path, tiny_dat
     assert list(tmp_path.rglob("events.out.tfevents*"))
 
 
+def run_unread(argv: list[str]) -> tuple[int, str]:
+    """`run_main`, with a pipe that nobody reads for standard output."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    errors = io.StringIO()
+    stream = os.fdopen(write_end, "w")
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(stream):
+        code = train_ep.main(argv)
+    stream.close()
+    return code, errors.getvalue()
+
+
+@pytest.mark.parametrize("preview", [False, True])
+def test_a_run_outlives_the_reader_of_its_output(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, preview: bool
+) -> None:
+    """Its results are files: a closed `less` must not cost a night's training."""
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--use-cpu"]
+    argv += ["--ep-size", "2", "--max-steps", "3", *(["--preview"] if preview else [])]
+    (code, said), (other_code, other_said) = ranks.run(run_unread, 2, argv, join_group=False)
+    assert (code, other_code, other_said) == (0, 0, "")
+    note = f"train_ep.py: standard output is no longer read; the run goes on, see {tmp_path}/metrics.jsonl"
+    assert said.count(note) == (not preview)
+    if not preview:
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+        assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
 def test_plain_python_and_torchrun(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Started as a user starts it: one process without torchrun, and two with it."""
     common = [

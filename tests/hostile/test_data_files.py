@@ -30,6 +30,13 @@ ROWS: list[dict[str, Any]] = [
     {"question": "q", "answer": "a"},
     {"text": "t"},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, CALL]},
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "value": "q"}], "loss_weight": 0.0},
+            {"role": "assistant", "content": [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}]},
+            {"role": "assistant", "content": [{"type": "reasoning", "value": "r"}, {"type": "text", "value": "a"}]},
+        ]
+    },
 ]
 GOOD = b'{"prompt": "say", "response": "yes"}\n'
 LINES: dict[str, bytes] = {
@@ -78,6 +85,21 @@ TABLES: dict[str, bytes] = {
     "old Macintosh": b"prompt,response\ra,b\r",
     "bad UTF-8": b"prompt,response\na,\xff\n",
 }
+TEXTS: dict[str, bytes] = {
+    "NULs": b"\0\0\na\0b\n",
+    "only NULs": bytes(100),
+    "CRLF": b"a b\r\n\r\nc\r\n",
+    "old Macintosh": b"a b\rc\r",
+    "BOM": b"\xef\xbb\xbfa b\n",
+    "only a BOM": b"\xef\xbb\xbf",
+    "bad UTF-8": b"a b\n\xff\n",
+    "half a character": "a ä".encode()[:-1],
+    "lone surrogate": b"a \xed\xa0\x80 b\n",
+    "blank": b" \n\t\n",
+    "10 MB in a line": "ä".encode() * 5_000_000,
+    "a million lines": b"a\n" * 1_000_000,
+    "a million blank lines": b"\n" * 1_000_000 + b"a b",
+}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +137,8 @@ def data_files(watch: Watch, num_cases: int, tokenizer_directory: Path) -> None:
         attempt(name, "data.jsonl", text)
     for name, text in TABLES.items():
         attempt(name, "data.csv", text)
+    for name, text in TEXTS.items():
+        attempt(name, "data.txt", text)
     for name in ("empty", "blank", "UTF-16", "NULs", "binary", "many keys"):
         attempt(name, "data.json", BROKEN_TEXTS[name])
     import pyarrow

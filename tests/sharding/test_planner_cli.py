@@ -1,6 +1,9 @@
 """`python -m sharding`: plans, sweeps, pictures of the mesh, and mistakes."""
 
+import contextlib
+import io
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 
 from sharding import Topology
-from sharding.__main__ import main
+from sharding.__main__ import _print_speeds, main
 from sharding.planner.check import GroupSpeed, check_groups, mark_slow, measured_hardware
 from sharding.planner.hardware import load_measured, save_measured
 from sharding.planner.mesh_picture import picture
@@ -39,6 +42,22 @@ def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixt
     assert main(["plan", "--model", str(config_file.parent), "--gpus", "16", "--seq-length", "4096"]) == 0
     out = capsys.readouterr().out
     assert "46.70 B parameters" in out
+    assert "…" not in out, "off a terminal nothing is cut"
+    heads = {
+        "dp",
+        "ep",
+        "dense",
+        "rows",
+        "state",
+        "activ.",
+        "gathered",
+        "slack",
+        "between",
+        "s/step",
+        "total",
+        "GB/step",
+    }
+    assert heads <= set(out.split()), "nor left out"
     line = out.strip().splitlines()[-1]
     assert line.startswith("torchrun --nnodes 2")
     flags = line.split("train_ep.py ")[1].split()
@@ -76,7 +95,7 @@ def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["plan", "--model", str(config_file), "--sweep", "--plot", str(drawing)]) == 0
     out = capsys.readouterr().out
     assert "4,096" in out
-    assert "does not fit" in out
+    assert "GiB: no setting fits" in out
     assert ElementTree.fromstring(drawing.read_text()).tag.endswith("svg")
 
 
@@ -114,6 +133,81 @@ def test_picture_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  3 11   crosses nodes" in out
     assert main(["mesh", "--world-size", "16", "--ep-size", "3"]) == 2
     assert "--ep-size 3 does not divide the 8 experts" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def at_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, arguments: list[str]) -> list[str]:
+    """The lines that a command prints on a terminal."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "dumb")
+    with contextlib.redirect_stdout(Terminal()) as terminal:
+        assert main(arguments) == 0
+    out = terminal.getvalue()
+    assert "…" not in out
+    return out.splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize("flags", [["--gpus", "16"], ["--gpus", "16", "--top", "105"], ["--sweep"]], ids=" ".join)
+def test_plan_fits_the_terminal(
+    config_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    flags: list[str],
+) -> None:
+    """Columns are left out, with a word about it; of those that stay, every figure is as it is in a pipe."""
+    monkeypatch.chdir(config_file.parent)  # a path of its own would be longer than the terminal
+    arguments = ["plan", "--model", "config.json", *flags]
+    assert main(arguments) == 0
+    piped = capsys.readouterr().out
+    lines = at_a_terminal(monkeypatch, width, arguments)
+    assert all(len(line) <= width or line.startswith("torchrun ") for line in lines)
+    figures = set(re.findall(r"[\d.,]*\d", piped))
+    # the time it took, and the width it tells, are no figures of the plan
+    shown = [line for line in lines if " points in " not in line and "columns:" not in line]
+    assert set(re.findall(r"[\d.,]*\d", "\n".join(shown))) <= figures
+    speeds = re.compile(r"\b\d,\d{3}(?= |$)", re.MULTILINE)
+    assert len(speeds.findall("\n".join(shown))) == len(speeds.findall(piped)), "no tokens/s is lost"
+    is_whole = not any("left out" in line or "in all rows" in line for line in lines)
+    assert is_whole == (width >= (80 if flags == ["--sweep"] else 200))
+
+
+def test_columns_that_are_the_same_in_all_rows_are_told_once(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["plan", "--model", str(config_file), "--gpus", "16", "--micro-batch", "1", "--top", "2"]
+    lines = at_a_terminal(monkeypatch, 80, arguments)
+    assert sum(line.startswith("in all rows: fits yes; ") and "rows 1" in line for line in lines) == 1
+    (head,) = (line for line in lines if line.split()[:1] == ["dense"])
+    assert "rows" not in head.split()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize(("world", "ep", "experts"), [(16, 8, 8), (256, 16, 128), (4096, 64, 512)])
+def test_mesh_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int, world: int, ep: int, experts: int) -> None:
+    arguments = ["mesh", "--world-size", str(world), "--ep-size", str(ep), "--num-experts", str(experts)]
+    lines = at_a_terminal(monkeypatch, width, arguments)
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith("dp 0 ") for line in lines)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_speeds_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    groups = [tuple(range(index, 128, 8)) for index in range(2)]
+    speeds = [GroupSpeed("dp", ranks, 123456e-6, 1234.5e9, ranks[0] == 1) for ranks in groups]
+    monkeypatch.setenv("COLUMNS", str(width))
+    with contextlib.redirect_stdout(Terminal()) as terminal:
+        _print_speeds(speeds, 32768)
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("123,456 us  1,234.500 GB/s" in line for line in lines) == 2
+    assert "1 to 121 in steps of 8" in terminal.getvalue()
+    assert [line.split()[-1] for line in lines].count("slow") == 1
 
 
 @pytest.mark.parametrize(

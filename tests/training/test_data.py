@@ -94,6 +94,25 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
         '<s> [AVAILABLE_TOOLS] [{"type": "function"}] [/AVAILABLE_TOOLS] [INST] 1+1? [/INST]'
         f"{{ [TOOL_CALLS] {CALL_TEXT}</s>}} [TOOL_RESULTS] 2 [/TOOL_RESULTS]{{ two</s>}}",
     ),
+    "messages of LLaMA-Factory's parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "1+1?"}], "loss_weight": 0.0},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_call", "value": '{"name": "add", "arguments": {"a": 1}}'}],
+                    "loss_weight": 1.0,
+                },
+                {"role": "tool", "content": [{"type": "text", "value": "2"}], "loss_weight": 0.0},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "value": "it is"}, {"type": "text", "value": " two"}],
+                    "loss_weight": 0.0,
+                },
+            ],
+        },
+        f"<s> [INST] 1+1? [/INST]{{ [TOOL_CALLS] {CALL_TEXT}</s>}} [TOOL_RESULTS] 2 [/TOOL_RESULTS] it is two</s>",
+    ),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}], "system": "be brief"},
         "<s> [INST] be brief\n\nhi [/INST]{ yo</s>}",
@@ -241,6 +260,107 @@ def test_chatml(tmp_path: Path, tokenizer: Any) -> None:
     (sample,) = load(tokenizer, write(tmp_path / "data.jsonl", [{"messages": TURNS[:2]}]))
     expected = "<s><|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{b<|im_end|></s>}\n"
     assert shown(tokenizer, sample) == expected
+
+
+def thinking(**answer: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": [{"type": "reasoning", "value": "hm"}, {"type": "text", "value": "b"}], "loss_weight": 1.0},
+        {"content": "b", "reasoning_content": "hm"},
+    ],
+)
+def test_reasoning(tmp_path: Path, tokenizer: Any, answer: dict[str, Any]) -> None:
+    """The model is to write it; a template that would leave it out is refused, unless the answer is not trained on."""
+    file = write(tmp_path / "data.jsonl", [{"messages": thinking(**answer)}])
+    with pytest.raises(ExpertMeshError, match="line 1: the chat template leaves out the reasoning of message 2"):
+        load(tokenizer, file)
+    with pytest.raises(ExpertMeshError, match="--prompt-template is for one question and its answer"):
+        load(tokenizer, file, options=PLAIN)
+    untrained = thinking(**{**answer, "loss_weight": 0}) + TURNS[:1]
+    file = write(tmp_path / "untrained.jsonl", [{"messages": untrained}])
+    assert len(load(tokenizer, file, options=replace(OPTIONS, train_on="all"))) == 1
+    set_chat_template(tokenizer, "chatml")
+    (sample,) = load(tokenizer, tmp_path / "data.jsonl")
+    assert shown(tokenizer, sample) == (
+        "<s><|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{<think>\nhm\n</think>\n\nb<|im_end|></s>}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"content": "b", "loss_weight": 0.5}, "message 2: loss_weight is 0.5; true or false"),
+        ({"content": [{"type": "image_url", "value": "x"}]}, "part that is none of text, reasoning, tool_call"),
+        ({"content": [{"type": "text", "value": 3}]}, "part that is none of text"),
+        ({"content": [{"type": "tool_call", "value": "add(1)"}]}, "its tool_call is no JSON"),
+        (
+            {"content": [{"type": "tool_call", "value": '{"name": "add"}'}]},
+            "an object with name and arguments would do",
+        ),
+        (
+            {"content": [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}], "tool_calls": [CALL]},
+            "tool calls among the parts of its content and beside it",
+        ),
+        (
+            {"content": [{"type": "reasoning", "value": "hm"}], "reasoning_content": "hm"},
+            "reasoning among the parts of its content and beside it",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_read(tmp_path: Path, tokenizer: Any, answer: dict[str, Any], said: str) -> None:
+    file = write(tmp_path / "data.jsonl", [{"messages": thinking(**answer)}])
+    with pytest.raises(ExpertMeshError, match=said) as raised:
+        load(tokenizer, file)
+    assert str(raised.value).startswith(f"--dataset {file}: line 1 messages, message 2")
+
+
+TEXT = "\ufeffone\r\n\r\n  two\nthree \n \n\nfour"
+
+
+@pytest.mark.parametrize(
+    ("sample_by", "expected"),
+    [
+        ("line", ["one", "  two", "three ", "four"]),
+        ("paragraph", ["one", "  two\nthree ", "four"]),
+        ("document", ["one\n\n  two\nthree \n \n\nfour"]),
+    ],
+)
+def test_plain_text(tmp_path: Path, tokenizer: Any, sample_by: Any, expected: list[str]) -> None:
+    """A byte-order mark, blank lines and the line ends of Windows are no text; nothing stale comes out of the cache."""
+    file = tmp_path / "data.txt"
+    file.write_bytes(TEXT.encode())
+    for by in ("document", sample_by):
+        samples = load(tokenizer, file, options=replace(OPTIONS, sample_by=by))
+    assert [tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples] == expected
+    assert all(all(sample.is_trained) for sample in samples)
+
+
+def test_text_beside_tables_is_about_them(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "LICENCE.txt").write_text("all rights")
+    assert len(load(tokenizer, tmp_path)) == 1
+    write(tmp_path / "data.jsonl", [{"prompt": "hi", "response": "yo"}] * 2)
+    assert len(load(tokenizer, tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b" \n\r\n\n", "has no rows"),
+        (b"good\nbad \xff\n", "line 2 is not UTF-8 text"),
+        ("text".encode("utf-16"), "line 1 is not UTF-8 text"),
+    ],
+)
+def test_text_that_cannot_be_read(tmp_path: Path, tokenizer: Any, content: bytes, said: str) -> None:
+    file = tmp_path / "data.txt"
+    file.write_bytes(content)
+    with pytest.raises(ExpertMeshError, match=said) as raised:
+        load(tokenizer, file)
+    assert str(raised.value).startswith(f"--dataset {file}: ")
 
 
 # As Mixtral-8x22B-Instruct does it: the system prompt stands in the last question.

@@ -2,7 +2,7 @@
 
 from training.data.batch import IGNORED, Batch, collate
 from training.data.chat import TEMPLATES, TrainOn, set_chat_template
-from training.data.files import parse_datasets
+from training.data.files import SampleBy, parse_datasets
 from training.data.formats import Columns
 from training.data.order import DataOrder, share_out
 from training.data.packing import Rows, make_rows, pack
@@ -18,6 +18,7 @@ __all__ = [
     "DataOrder",
     "Rows",
     "Sample",
+    "SampleBy",
     "Samples",
     "TrainOn",
     "collate",

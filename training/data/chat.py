@@ -55,7 +55,11 @@ _CHATML = """\
     {{- '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}
 {%- endif %}
 {%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\n' + message['content'] }}
+    {{- '<|im_start|>' + message['role'] + '\n' }}
+    {%- if message['reasoning_content'] %}
+        {{- '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}
+    {%- endif %}
+    {{- message['content'] }}
     {%- if message['tool_calls'] %}
         {{- '<tool_call>' + (message['tool_calls'] | tojson) + '</tool_call>' }}
     {%- endif %}
@@ -152,12 +156,25 @@ def _rendered(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> 
     except Exception as error:
         raise ValueError(f"the chat template refuses this conversation: {error}") from error
     wanted = trained_messages(conversation, train_on)
+    _check_reasoning(conversation, text, wanted)
     if train_on == "all":
         left_out = [i for i, is_trained in enumerate(wanted) if not is_trained]
         return Rendered(text, _complement(_spans(tokenizer, conversation, text, left_out), len(text)))
     return Rendered(
         text, _spans(tokenizer, conversation, text, [i for i, is_trained in enumerate(wanted) if is_trained])
     )
+
+
+def _check_reasoning(conversation: Conversation, text: str, wanted: list[bool]) -> None:
+    """Templates rightly drop the thoughts of earlier turns. One that drops those of the last answer as well, if that is
+    trained on, would have the model answer without them."""
+    answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if answers and wanted[answers[-1]]:
+        reasoning = conversation.messages[answers[-1]].get("reasoning_content")
+        if isinstance(reasoning, str) and reasoning.strip() not in text:
+            raise ValueError(
+                f"the chat template leaves out the reasoning of message {answers[-1] + 1}; use another --chat-template"
+            )
 
 
 def trained_messages(conversation: Conversation, train_on: TrainOn) -> list[bool]:

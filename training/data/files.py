@@ -1,4 +1,5 @@
-"""Rows out of data files: JSON, JSON Lines, Parquet, CSV, a directory of them, or a data set of the Hugging Face hub.
+"""Rows out of data files: JSON, JSON Lines, Parquet, CSV, plain text, a directory of them, or a data set of the Hugging
+Face hub.
 
 Rows are plain dictionaries with the values that the file has: no schema is inferred, so a date in quotes stays text
 and a column may be missing from some rows.
@@ -12,12 +13,15 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moe import ExpertMeshError
 
 # (where it stands, for messages; the row)
 PlacedRow = tuple[str, Any]
+
+SampleBy = Literal["line", "paragraph", "document"]
+"""What is a row of a .txt file, as `datasets` calls it. Blank lines are between paragraphs, and no rows themselves."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class RowSource:
     read: Callable[[], Iterator[PlacedRow]]
 
 
-def open_rows(flag: str, name: str, config: str, split: str) -> RowSource:
+def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy = "line") -> RowSource:
     """The rows of a file, of all files in a directory (in the order of their names), or of a hub data set's split.
 
     Raises:
@@ -70,29 +74,31 @@ def open_rows(flag: str, name: str, config: str, split: str) -> RowSource:
     """
     path = Path(name)
     if path.is_dir():
-        return _directory(flag, path, split)
+        return _directory(flag, path, split, sample_by)
     if path.exists():
-        return _files(flag, name, [path])
-    if path.suffix in READERS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return _files(flag, name, [path], sample_by)
+    if path.suffix in KINDS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ExpertMeshError(f"{flag} {name}: no such file or directory")
     return _hub(flag, name, config, split)
 
 
-def _directory(flag: str, directory: Path, split: str) -> RowSource:
+def _directory(flag: str, directory: Path, split: str, sample_by: SampleBy) -> RowSource:
     if (directory / "state.json").is_file() or (directory / "dataset_dict.json").is_file():
         return _saved_by_datasets(flag, directory, split)
     entries = sorted(directory.iterdir())
-    files = [path for path in entries if path.suffix in READERS and path.is_file() and not path.name.startswith(".")]
+    files = [path for path in entries if path.suffix in KINDS and path.is_file() and not path.name.startswith(".")]
+    # beside tables, a text is about them: a licence, notes
+    files = [path for path in files if path.suffix != ".txt"] or files
     if not files:
         found = ", ".join(path.name for path in entries[:8]) or "nothing"
-        raise ExpertMeshError(f"{flag} {directory}: has no data file ({', '.join(READERS)}); found: {found}")
-    return _files(flag, str(directory), files)
+        raise ExpertMeshError(f"{flag} {directory}: has no data file ({', '.join(KINDS)}); found: {found}")
+    return _files(flag, str(directory), files, sample_by)
 
 
-def _files(flag: str, name: str, files: list[Path]) -> RowSource:
+def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy) -> RowSource:
     for file in files:
-        if file.suffix not in READERS:
-            raise ExpertMeshError(f"{flag} {file}: unknown kind of file {file.suffix!r}; known: {', '.join(READERS)}")
+        if file.suffix not in KINDS:
+            raise ExpertMeshError(f"{flag} {file}: unknown kind of file {file.suffix!r}; known: {', '.join(KINDS)}")
         if not os.access(file, os.R_OK):
             raise ExpertMeshError(f"{flag} {file}: cannot be read: permission denied")
         if file.stat().st_size == 0:
@@ -100,11 +106,13 @@ def _files(flag: str, name: str, files: list[Path]) -> RowSource:
 
     def read() -> Iterator[PlacedRow]:
         for file in files:
-            for place, row in READERS[file.suffix](flag, file):
+            is_text = file.suffix == ".txt"
+            rows = _text_rows(flag, file, sample_by) if is_text else READERS[file.suffix](flag, file)
+            for place, row in rows:
                 yield f"{flag} {file}: {place}", row
 
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return RowSource(name, repr(stats), read)
+    return RowSource(name, repr((stats, sample_by)), read)
 
 
 def _saved_by_datasets(flag: str, directory: Path, split: str) -> RowSource:
@@ -203,6 +211,32 @@ def _csv_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
         raise ExpertMeshError(f"{flag} {file}: cannot be read as CSV in UTF-8: {error}") from error
 
 
+def _text_rows(flag: str, file: Path, sample_by: SampleBy) -> Iterator[PlacedRow]:
+    """Rows with the one column `text`. Line breaks within a row are \\n, whatever the file's; none is at its end."""
+    block: list[str] = []
+    begun = 1
+    for number, line in enumerate(_text_lines(flag, file), start=1):
+        is_blank = not line.strip()
+        if block and (sample_by == "line" or (sample_by == "paragraph" and is_blank)):
+            yield f"line {begun}", {"text": "\n".join(block)}
+            block = []
+        if not block:
+            begun = number
+        if block or not is_blank:
+            block.append(line)
+    if block:
+        yield f"line {begun}", {"text": "\n".join(block).rstrip("\n")}
+
+
+def _text_lines(flag: str, file: Path) -> Iterator[str]:
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
+            except UnicodeDecodeError as error:
+                raise ExpertMeshError(f"{flag} {file}: line {number} is not UTF-8 text: {error}") from error
+
+
 READERS: dict[str, Callable[[str, Path], Iterator[PlacedRow]]] = {
     ".jsonl": _json_rows,
     ".json": _json_rows,
@@ -211,3 +245,4 @@ READERS: dict[str, Callable[[str, Path], Iterator[PlacedRow]]] = {
     ".csv": _csv_rows,
     ".tsv": _csv_rows,
 }
+KINDS = (*READERS, ".txt")

@@ -2,7 +2,7 @@
 
 | format | columns |
 | --- | --- |
-| messages | `messages`: a list of `{"role", "content"}` (OpenAI, trl) |
+| messages | `messages`: a list of `{"role", "content"}` (OpenAI, trl), content perhaps in parts (LLaMA-Factory) |
 | sharegpt | `conversations`: a list of `{"from", "value"}` |
 | prompt/completion | `prompt`, `completion`: texts, or lists of messages (trl) |
 | prompt/response | `prompt`, `response` |
@@ -34,8 +34,8 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-# keys of a message that say whether it is trained on: ours, axolotl's, OpenAI's
-_OVERRIDES = ("train", "training", "weight")
+# keys of a message that say whether it is trained on: ours, axolotl's, OpenAI's, LLaMA-Factory's
+_OVERRIDES = ("train", "training", "weight", "loss_weight")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ class Conversation:
     def as_prompt_and_response(self) -> tuple[str, str] | None:
         """The texts of one question and its answer, if that is all there is."""
         if [message["role"] for message in self.messages] != ["user", "assistant"]:
+            return None
+        if any(message.get(key) for message in self.messages for key in ("reasoning_content", "tool_calls")):
             return None
         return self.messages[0]["content"], self.messages[1]["content"]
 
@@ -249,35 +251,64 @@ def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
     calls = turn.get("tool_calls")
     if not calls and turn.get("function_call"):  # OpenAI's older form of a single call
         calls = [{"type": "function", "function": turn["function_call"]}]
+    said = _read_content(content, place)
+    if said.calls and calls:
+        raise RowError(f"{place} has tool calls among the parts of its content and beside it; leave one of them out")
+    if said.reasoning and turn.get("reasoning_content"):
+        raise RowError(f"{place} has reasoning among the parts of its content and beside it; leave one of them out")
     if content is None and not calls:
         raise RowError(f"{place} has no content (or value); found: {', '.join(map(str, turn))}")
     taken = ("role", "from", "content", "value", "tool_calls", "function_call", *_OVERRIDES)
     # a column of a Parquet file holds None in every message that lacks the key
     others = {key: value for key, value in turn.items() if key not in taken and value is not None}
     return {
-        **_message(_ROLES.get(role, role), "" if content is None else _joined(content, place)),
+        **_message(_ROLES.get(role, role), said.text),
         **others,
-        **_calls(calls),
+        **({"reasoning_content": said.reasoning} if said.reasoning else {}),
+        **({"tool_calls": calls or said.calls} if calls or said.calls else {}),
     }
 
 
-def _calls(calls: Any) -> dict[str, Any]:
-    return {"tool_calls": calls} if calls else {}
+@dataclass(frozen=True)
+class _Content:
+    """What a message's content says, as chat templates take it."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[dict[str, Any], ...] = ()
 
 
-def _joined(content: Any, place: str) -> str:
-    """The text of a message whose content is a string or a list of text parts."""
-    if isinstance(content, str):
-        return content
+def _read_content(content: Any, place: str) -> _Content:
+    """Content that is a string or a list of parts: texts, and as LLaMA-Factory has them reasoning and tool calls."""
+    if content is None or isinstance(content, str):
+        return _Content(content or "")
     if not isinstance(content, list | tuple):
         raise RowError(f"{place}: content is {content!r:.80}, not text")
-    texts = []
+    said: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
     for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
-        if not isinstance(text, str):
-            raise RowError(f"{place}: content has a part that is not text: {part!r:.80}")
-        texts.append(text)
-    return "".join(texts)
+        kind, value = "text", part
+        if isinstance(part, dict):
+            kind = part.get("type", "text")
+            # OpenAI's key and LLaMA-Factory's; a column of a Parquet file holds None for the one that is lacking
+            value = next((part[key] for key in ("text", "value") if part.get(key) is not None), None)
+        if not (isinstance(kind, str) and kind in said and isinstance(value, str)):
+            raise RowError(
+                f"{place}: content has a part that is none of {', '.join(said)}, with text as its value: {part!r:.80}"
+            )
+        said[kind].append(value)
+    calls = tuple(_read_call(call, place) for call in said["tool_call"])
+    return _Content("".join(said["text"]), "".join(said["reasoning"]), calls)
+
+
+def _read_call(text: str, place: str) -> dict[str, Any]:
+    """A part with a tool call: JSON with the name of a function and its arguments."""
+    try:
+        call = json.loads(text)
+    except ValueError as error:
+        raise RowError(f"{place}: its tool_call is no JSON ({error}): {text!r:.80}") from error
+    if not (isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call):
+        raise RowError(f"{place}: its tool_call is {text!r:.80}; an object with name and arguments would do")
+    return {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
 
 
 def _override(turn: Mapping[str, Any], place: str) -> bool | None:
@@ -286,7 +317,10 @@ def _override(turn: Mapping[str, Any], place: str) -> bool | None:
         if value is None:
             continue
         if value not in (0, 1):
-            raise RowError(f"{place}: {key} is {value!r:.80}; true or false (1 or 0) would do")
+            raise RowError(
+                f"{place}: {key} is {value!r:.80}; true or false (1 or 0) would do: a message is trained on or not, "
+                "losses are not weighed"
+            )
         return bool(value)
     return None
 

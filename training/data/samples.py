@@ -13,11 +13,11 @@ from torch import Tensor
 
 from moe import ExpertMeshError
 from training.data.chat import TrainOn, beginning, render, tokenize
-from training.data.files import DatasetSpec, RowSource, open_rows, parse_datasets
+from training.data.files import DatasetSpec, RowSource, SampleBy, open_rows, parse_datasets
 from training.data.formats import Columns, Conversation, Format, RowError, find_format, read_row
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 1
+_VERSION = 2
 # one process tokenises this many rows in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
@@ -44,7 +44,7 @@ class DataOptions:
     columns: where they are not the usual ones. prompt_template: if not empty, a question is written into it in place
     of {prompt} and the answer follows, without a chat template; backslash and n stand for a line break.
     train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. hub_config, split: of a hub data
-    set. num_workers: processes that tokenise; None chooses by the number of rows.
+    set. num_workers: processes that tokenise; None chooses by the number of rows. sample_by: what is a row of a .txt.
     """
 
     max_seq_length: int
@@ -54,6 +54,7 @@ class DataOptions:
     hub_config: str = ""
     split: str = "train"
     num_workers: int | None = None
+    sample_by: SampleBy = "line"
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOpt
         raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, which cannot tell where its tokens stand")
     specs = parse_datasets(flag, entries)
     parts = [
-        _tokenised(open_rows(flag, spec.name, options.hub_config, options.split), flag, tokenizer, options)
+        _tokenised(
+            open_rows(flag, spec.name, options.hub_config, options.split, options.sample_by), flag, tokenizer, options
+        )
         for spec in specs
     ]
     return _mix(flag, specs, parts, seed)

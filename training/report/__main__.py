@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe import ExpertMeshError
+from moe.terminal import ends_with_reader
 from training.report.page import write_report
 
 
+@ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 where there is no run to report on."""
     parser = argparse.ArgumentParser(prog="python -m training.report", description=__doc__, allow_abbrev=False)

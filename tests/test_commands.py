@@ -1,0 +1,70 @@
+"""Every command, at a pipe that nobody reads any more: `... | head` is no error."""
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+
+import pytest
+
+from moe.terminal import UNREAD
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = ["train_ep", "checkpoints.__main__", "sharding.__main__", "training.report.__main__"]
+# a tool of the tests of faults, which hands its flags on to train_ep
+BENCHMARKS = [
+    f"benchmarks.{file.stem}"
+    for file in sorted((ROOT / "benchmarks").glob("*.py"))
+    if 'if __name__ == "__main__"' in file.read_text() and file.stem != "inject"
+]
+
+
+def unread(main: Callable[[], int]) -> int:
+    """The exit code of a command whose standard output is a pipe without a reader."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    stream = os.fdopen(write_end, "w")
+    with redirect_stdout(stream):
+        code = main()
+    with suppress(BrokenPipeError):
+        stream.close()
+    return code
+
+
+@pytest.mark.parametrize("module", COMMANDS + BENCHMARKS)
+def test_help(module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(module).main
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    assert unread(main) == UNREAD
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("checkpoints.__main__", ["inspect", "MODEL", "--tensors", "--check"]),
+        ("checkpoints.__main__", ["verify", "MODEL", "MODEL"]),
+        ("sharding.__main__", ["plan", "--model", "MODEL"]),
+        ("sharding.__main__", ["plan", "--model", "MODEL", "--sweep"]),
+        ("sharding.__main__", ["plan", "--model", "MODEL", "--json"]),
+        ("sharding.__main__", ["mesh", "--world-size", "16", "--ep-size", "8"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_work(module: str, arguments: list[str], tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(module).main
+    assert unread(lambda: main([str(tiny_model) if word == "MODEL" else word for word in arguments])) == UNREAD
+    assert capfd.readouterr().err == ""
+
+
+def test_as_a_process() -> None:
+    """To its very end, at which the interpreter itself would flush what is left, and complain."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "sharding", "mesh", "--world-size", "16", "--ep-size", "8"]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, cwd=ROOT, text=True, timeout=120)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (UNREAD, "")
