@@ -11,7 +11,8 @@ from checkpoints.reader import SafetensorsReader
 from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint, ModelSource
 from moe import ExpertMeshError
-from sharding import Checkpointing, Mesh, Topology, materialize, parallelize, raise_together
+from sharding import Checkpointing, Mesh, Topology, materialize, raise_together
+from sharding.parallelize import parallelize
 
 
 def shard_and_load(

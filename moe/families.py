@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe.errors import ExpertMeshError
-from moe.layer import MoEShape
+from moe.shape import MoEShape
 
 
 @dataclass(frozen=True)
