@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _, _, local_rank = sharding.read_environment()
     try:
         config = training.parse_config(argv)
+        checkpoints.check_model(config.model)
         if sharding.device_type(config.use_cpu) == "cpu":
             sharding.settle_malloc()
         if config.deterministic:

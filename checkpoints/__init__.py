@@ -8,16 +8,15 @@ if TYPE_CHECKING:
     from checkpoints.export import export_model
     from checkpoints.files import write_errors
     from checkpoints.load import load_model, shard_and_load
+    from checkpoints.marker import recorded_order, whole_checkpoints
     from checkpoints.opening import open_checkpoint, parameter_shapes
-    from checkpoints.source import Checkpoint, ModelSource, open_source, resolve_model
+    from checkpoints.source import Checkpoint, ModelSource, check_model, open_source, resolve_model
     from checkpoints.training_state import (
         Progress,
         Saver,
         find_checkpoint,
         load_best_model,
         load_training_state,
-        recorded_order,
-        whole_checkpoints,
     )
 else:
     __getattr__ = import_on_demand(__name__)
@@ -27,6 +26,7 @@ __all__ = [
     "ModelSource",
     "Progress",
     "Saver",
+    "check_model",
     "export_model",
     "find_checkpoint",
     "load_best_model",

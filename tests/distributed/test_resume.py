@@ -18,7 +18,7 @@ from transformers import MixtralForCausalLM
 import train_ep
 import training
 from checkpoints.__main__ import main as checkpoints_main
-from checkpoints.training_state import whole_checkpoints
+from checkpoints.marker import whole_checkpoints
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import attention_mask, random_samples
 from tests.distributed.test_checkpoints import read
