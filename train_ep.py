@@ -4,7 +4,12 @@
     python train_ep.py --model DIR --dataset data.jsonl            # one process
 
 `--help` lists the flags.
+
+Names are asked of their packages where they are used, and imported then (see `moe.lazy`): what is wrong with the flags
+is told before torch is loaded.
 """
+
+from __future__ import annotations
 
 import shutil
 import sys
@@ -14,62 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
-from checkpoints import (
-    Checkpoint,
-    ModelSource,
-    Saver,
-    export_model,
-    find_checkpoint,
-    open_source,
-    resolve_model,
-    shard_and_load,
-    write_errors,
-)
-from moe import ExpertMeshError, KernelChoice, build_model, choose_kernel, count_parameters
+import checkpoints
+import moe
+import sharding
+import training
+from moe import ExpertMeshError
 from moe.terminal import ends_with_reader, folded, going_on_unread
-from sharding import (
-    STUCK,
-    Ranks,
-    Topology,
-    Watchdog,
-    build_mesh,
-    check_ep_size,
-    collectives_limit,
-    debugging,
-    device_type,
-    end_at_once,
-    end_process_group,
-    raise_together,
-    read_environment,
-    settle_malloc,
-    start_process_group,
-)
-from training import (
-    Inputs,
-    Run,
-    RunLog,
-    TrainConfig,
-    attach_loss_head,
-    check_schedule,
-    choose_attention,
-    choose_cross_entropy,
-    compile_layers,
-    compute_deterministically,
-    data_order,
-    facts,
-    fit_to_ranks,
-    forecast,
-    loss_weights,
-    make_prompts,
-    measured_peak,
-    number_of_steps,
-    parse_config,
-    print_preview,
-    read_inputs,
-    train,
-)
 
 STOPPED = 75
 """Exit code after a signal stopped the run with a checkpoint saved: "try again later", EX_TEMPFAIL of sysexits.h."""
@@ -78,26 +33,27 @@ STOPPED = 75
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit code is 0, 2 after a mistake of the user's (reported once a node), or STOPPED."""
-    _, _, local_rank = read_environment()
+    _, _, local_rank = sharding.read_environment()
     try:
-        config = parse_config(argv)
-        if device_type(config.use_cpu) == "cpu":
-            settle_malloc()
+        config = training.parse_config(argv)
+        checkpoints.check_model(config.model)
+        if sharding.device_type(config.use_cpu) == "cpu":
+            sharding.settle_malloc()
         if config.deterministic:
-            compute_deterministically()
+            training.compute_deterministically()
         # who sits at a debugger takes their time
         limit = None if config.debug_ranks else config.ddp_timeout
-        ranks = start_process_group(config.use_cpu, collectives_limit(limit))
-        watchdog = Watchdog(ranks, limit)
+        ranks = sharding.start_process_group(config.use_cpu, sharding.collectives_limit(limit))
+        watchdog = sharding.Watchdog(ranks, limit)
         try:
             unread = f"standard output is no longer read; the run goes on, see {config.output_dir}/metrics.jsonl"
             with going_on_unread("" if config.preview else f"train_ep.py: {unread}"), watchdog.watching():
                 finished = run_training(config, ranks, watchdog)
-                end_process_group()
+                sharding.end_process_group()
         except ExpertMeshError:
             # every rank raised it; should one be gone by now, the error is still what to tell
             with suppress(RuntimeError):
-                end_process_group()
+                sharding.end_process_group()
             raise
         return 0 if finished else STOPPED
     except ExpertMeshError as error:
@@ -106,45 +62,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
+def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: sharding.Watchdog) -> bool:
     """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step."""
+    import torch
+
     watchdog.at("the checks before training", limited=False)
-    with raise_together():
-        source = open_source(resolve_model(config.model))
+    with sharding.raise_together():
+        source = checkpoints.open_source(checkpoints.resolve_model(config.model))
     if config.elastic:
-        config, changes = fit_to_ranks(config, source.shape.num_experts, ranks)
+        config, changes = training.fit_to_ranks(config, source.shape.num_experts, ranks)
         if ranks.rank == 0 and changes:
             print(f"elastic: {ranks.world_size} ranks: {'; '.join(changes)}", flush=True)
-    with raise_together():
+    with sharding.raise_together():
         model, kernel = build(config, source, ranks)
-    counts = count_parameters(model, source.shape)
-    topology = Topology(ranks.world_size, config.ep_size, config.dense_shard)
+    counts = moe.count_parameters(model, source.shape)
+    topology = sharding.Topology(ranks.world_size, config.ep_size, config.dense_shard)
     if not config.preview:
         output_dir = prepare_output(config, ranks)
-        watchdog.directory = output_dir / STUCK
+        watchdog.directory = output_dir / sharding.STUCK
     watchdog.at("reading the data", limited=False)
-    inputs = read_inputs(config, source, ranks)
-    order = data_order(config, inputs.training, ranks.world_size)
-    check_schedule(config, number_of_steps(config, order), config.evaluates)
-    memory = forecast(model, source, topology, kernel, config, inputs, ranks)
+    inputs = training.read_inputs(config, source, ranks)
+    order = training.data_order(config, inputs.training, ranks.world_size)
+    training.check_schedule(config, training.number_of_steps(config, order), config.evaluates)
+    memory = training.forecast(model, source, topology, kernel, config, inputs, ranks)
     if ranks.rank == 0:
-        told = facts(model, source, counts, topology, kernel, config, inputs, order, memory)
+        told = training.first_lines(model, source, counts, topology, kernel, config, inputs, order, memory)
         print(folded(told), flush=True)
     if config.preview:
         if ranks.rank == 0 and inputs.training is not None:
-            print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
+            training.print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
         return True
 
     # only training needs gradients and optimizer state
     if inputs.training is not None and not config.force:
-        with raise_together():
+        with sharding.raise_together():
             memory.check(ranks.world_size)
-    prompts = make_prompts(config, inputs)
-    log = RunLog(config, output_dir, number_of_steps(config, order), ranks)
+    prompts = training.make_prompts(config, inputs)
+    log = training.RunLog(config, output_dir, training.number_of_steps(config, order), ranks)
     watchdog.at("loading the model", limited=False)
-    mesh = build_mesh(ranks.device.type, topology, collectives_limit(watchdog.limit))
+    mesh = sharding.build_mesh(ranks.device.type, topology, sharding.collectives_limit(watchdog.limit))
     resume_from = find_resume(config, output_dir, ranks)
-    checkpoint = shard_and_load(
+    checkpoint = checkpoints.shard_and_load(
         model,
         source,
         mesh,
@@ -160,70 +118,84 @@ def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog) -> bool:
     # an error is told before the log is closed, which may wait for a tracker
     with log, watchdog.ending_clearly():
         if inputs.training is not None:
-            weights = loss_weights(config, source)
+            weights = training.loss_weights(config, source)
             top_k = source.shape.top_k
-            run = Run(config, model, counts, top_k, inputs, order, prompts, weights, mesh, ranks, log, saver, watchdog)
-            with watchdog.following(model), debugging(config.debug_ranks, ranks, watchdog, output_dir):
-                finished = train(run, resume_from)
-            log.line(memory.beside(measured_peak(ranks.device)))
+            run = training.Run(
+                config, model, counts, top_k, inputs, order, prompts, weights, mesh, ranks, log, saver, watchdog
+            )
+            with watchdog.following(model), sharding.debugging(config.debug_ranks, ranks, watchdog, output_dir):
+                finished = training.train(run, resume_from)
+            log.line(memory.beside(training.measured_peak(ranks.device)))
             if not finished:
                 kept = "--resume auto goes on from here" if saver else "nothing was saved, as --save-steps is 0"
                 log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
                 return False
         if config.export:
             watchdog.at("the export", limited=False)
-            with raise_together():
+            with sharding.raise_together():
                 log.check_directory()
-            export_model(model, checkpoint, topology, output_dir / "hf", config.shard_bytes, inputs.saved_tokenizer)
+            checkpoints.export_model(
+                model, checkpoint, topology, output_dir / "hf", config.shard_bytes, inputs.saved_tokenizer
+            )
             log.line(f"exported to {output_dir / 'hf'}")
         log.state = "finished"
     return True
 
 
-def build(config: TrainConfig, source: ModelSource, ranks: Ranks) -> tuple[Any, KernelChoice]:
+def build(
+    config: training.TrainConfig, source: checkpoints.ModelSource, ranks: sharding.Ranks
+) -> tuple[Any, moe.KernelChoice]:
     """The model on the meta device, with our MoE layers and head; the expert kernel."""
-    check_ep_size(config.ep_size, ranks.world_size, source.shape.num_experts)
-    kernel = choose_kernel(
+    import torch
+
+    sharding.check_ep_size(config.ep_size, ranks.world_size, source.shape.num_experts)
+    kernel = moe.choose_kernel(
         config.expert_kernel,
         ranks.device.type,
         source.shape.model_width,
         source.shape.expert_width,
         torch.bfloat16 if config.bf16 else torch.float32,
     )
-    attention = choose_attention(config.attn_implementation, config.packing, source.config)
-    model = build_model(source.family, source.config, kernel.kernel, attention)
+    attention = training.choose_attention(config.attn_implementation, config.packing, source.config)
+    model = moe.build_model(source.family, source.config, kernel.kernel, attention)
     if config.compile:
-        compile_layers(model)
-    attach_loss_head(model, choose_cross_entropy(config.cross_entropy, ranks.device.type))
+        training.compile_layers(model)
+    training.attach_loss_head(model, training.choose_cross_entropy(config.cross_entropy, ranks.device.type))
     if config.optim == "adamw_bf16":
         model.to(torch.bfloat16)
     return model, kernel
 
 
 def make_saver(
-    config: TrainConfig, output_dir: Path, checkpoint: Checkpoint, inputs: Inputs, ranks: Ranks
-) -> Saver | None:
+    config: training.TrainConfig,
+    output_dir: Path,
+    checkpoint: checkpoints.Checkpoint,
+    inputs: training.Inputs,
+    ranks: sharding.Ranks,
+) -> checkpoints.Saver | None:
     """What saves training checkpoints, if any are to be saved; a new run clears away an earlier one's."""
     if config.save_steps == 0:
         return None
     directory = output_dir / "checkpoints"
     if ranks.rank == 0 and not config.resume:
         shutil.rmtree(directory, ignore_errors=True)
-    return Saver(directory, checkpoint, inputs.saved_tokenizer, config.save_total_limit)
+    return checkpoints.Saver(directory, checkpoint, inputs.saved_tokenizer, config.save_total_limit)
 
 
-def find_resume(config: TrainConfig, output_dir: Path, ranks: Ranks) -> Path | None:
+def find_resume(config: training.TrainConfig, output_dir: Path, ranks: sharding.Ranks) -> Path | None:
     """The checkpoint to go on from; None to start from the model."""
     if not config.resume:
         return None
-    found, warnings = find_checkpoint(config.resume, output_dir / "checkpoints", config.trust_checkpoint_owner)
+    found, warnings = checkpoints.find_checkpoint(
+        config.resume, output_dir / "checkpoints", config.trust_checkpoint_owner
+    )
     if ranks.rank == 0:
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     return found
 
 
-def _goes_on(config: TrainConfig, output_dir: Path) -> bool:
+def _goes_on(config: training.TrainConfig, output_dir: Path) -> bool:
     """Whether the run goes on with the one that the output directory holds, or may begin it anew: killed before its
     first checkpoint, it has exported nothing."""
     directory = output_dir / "checkpoints"
@@ -234,10 +206,10 @@ def _goes_on(config: TrainConfig, output_dir: Path) -> bool:
     return bool(config.resume) and (path.resolve().is_relative_to(directory.resolve()) or not path.exists())
 
 
-def prepare_output(config: TrainConfig, ranks: Ranks) -> Path:
+def prepare_output(config: training.TrainConfig, ranks: sharding.Ranks) -> Path:
     """Make the output directory, refusing one that holds another run's results."""
     output_dir = Path(config.output_dir)
-    with raise_together(), write_errors(output_dir):
+    with sharding.raise_together(), checkpoints.write_errors(output_dir):
         if ranks.rank == 0:
             taken = [name for name in ("hf", "metrics.jsonl", "config.yaml") if (output_dir / name).exists()]
             # a new run clears away all of checkpoints/, be it an earlier run's or something else
@@ -255,7 +227,7 @@ def prepare_output(config: TrainConfig, ranks: Ranks) -> Path:
 def script() -> NoReturn:
     """`main` as a process of its own. Not by way of sys.exit: of torch's threads some now and then abort a process in
     Python's farewell, after a run in which nothing was wrong."""
-    end_at_once(main())
+    sharding.end_at_once(main())
 
 
 if __name__ == "__main__":

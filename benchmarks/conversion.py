@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 
-import checkpoints.reader as reader_module
+import checkpoints.manifest as manifest_module
+import checkpoints.source as source_module
 from benchmarks.load_memory import make_checkpoint
 from checkpoints import open_source, shard_and_load
+from checkpoints.dtypes import DTYPE_BYTES
 from checkpoints.manifest import MANIFEST
 from checkpoints.opening import parameter_dtypes
 from checkpoints.reader import SafetensorsReader
@@ -157,24 +159,23 @@ def startup_reads(directory: Path, ep_size: int) -> list[dict[str, Any]]:
 
 
 def count_reads(directory: Path, ep_size: int) -> int:
-    """On each rank: load the shards as train_ep.py does, counting every slice, head and manifest that is read."""
+    """On each rank: load the shards as train_ep.py does, counting all rows, heads and manifests that are read."""
     read = 0
-    slice_of, opened = SafetensorsReader._slice, reader_module.open_safetensors
+    fill, read_header = SafetensorsReader._fill, source_module.read_header
 
-    def counting_slice(self: SafetensorsReader, file: str, name: str, index: Any) -> torch.Tensor:
+    def counting_fill(self: SafetensorsReader, buffer: memoryview, offset: int) -> None:
         nonlocal read
-        data = slice_of(self, file, name, index)
-        read += data.numel() * data.element_size()
-        return data
+        read += len(buffer)
+        fill(self, buffer, offset)
 
-    def counting_open(file: Path) -> Any:
+    def counting_header(file: Path) -> Any:
         nonlocal read
         with open(file, "rb") as stream:
             read += 8 + int.from_bytes(stream.read(8), "little")
-        return opened(file)
+        return read_header(file)
 
-    SafetensorsReader._slice = counting_slice  # type: ignore[method-assign]
-    reader_module.open_safetensors = counting_open
+    SafetensorsReader._fill = counting_fill  # type: ignore[method-assign]
+    source_module.read_header = manifest_module.read_header = counting_header
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
     topology = Topology(ranks.world_size, ep_size)
     source = open_source(directory / "shards")
@@ -182,7 +183,7 @@ def count_reads(directory: Path, ep_size: int) -> int:
     checkpoint = shard_and_load(model, source, build_mesh("cpu", topology), ranks.device)
     read += (directory / "shards" / MANIFEST).stat().st_size
     dtypes = parameter_dtypes(checkpoint)
-    needed = sum(local_tensor(p).numel() * dtypes[name].itemsize for name, p in model.named_parameters())
+    needed = sum(local_tensor(p).numel() * DTYPE_BYTES[dtypes[name]] for name, p in model.named_parameters())
     (directory / f"reads-{ranks.rank}.json").write_text(json.dumps({"needed": needed, "read": read}))
     end_process_group()
     return 0

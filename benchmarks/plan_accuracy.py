@@ -42,10 +42,10 @@ from sharding import (
     end_process_group,
     local_tensor,
     materialize,
-    parallelize,
     start_process_group,
 )
-from sharding.checkpointing import Checkpointing
+from sharding.choices import Checkpointing
+from sharding.parallelize import parallelize
 from sharding.planner.check import check_groups, measured_hardware
 from sharding.planner.cost import model_flops, step_time
 from sharding.planner.hardware import LINKS, preset

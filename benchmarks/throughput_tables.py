@@ -119,7 +119,8 @@ def short(figures: Figures) -> str:
     return (
         f"{statistics.median(figures.seconds):.2f} s and {statistics.median(figures.cpu_seconds):.2f} CPU-s a step, "
         f"{statistics.median(figures.system_seconds):.2f} of them the kernel's, "
-        f"{statistics.median(figures.faults):,.0f} faults, peak {figures.peak_mb:,.0f} MB, loss {figures.losses[-1]:.5f}"
+        f"{statistics.median(figures.faults):,.0f} page faults, "
+        f"peak {figures.peak_mb:,.0f} MB, loss {figures.losses[-1]:.5f}"
     )
 
 

@@ -1,25 +1,32 @@
 """Bytes on disk: reading Hugging Face checkpoints into shards and writing them back."""
 
-from checkpoints.export import export_model
-from checkpoints.files import write_errors
-from checkpoints.load import load_model, shard_and_load
-from checkpoints.opening import open_checkpoint, parameter_shapes
-from checkpoints.source import Checkpoint, ModelSource, open_source, resolve_model
-from checkpoints.training_state import (
-    Progress,
-    Saver,
-    find_checkpoint,
-    load_best_model,
-    load_training_state,
-    recorded_order,
-    whole_checkpoints,
-)
+from typing import TYPE_CHECKING
+
+from moe.lazy import import_on_demand
+
+if TYPE_CHECKING:
+    from checkpoints.export import export_model
+    from checkpoints.files import write_errors
+    from checkpoints.load import load_model, shard_and_load
+    from checkpoints.marker import recorded_order, whole_checkpoints
+    from checkpoints.opening import open_checkpoint, parameter_shapes
+    from checkpoints.source import Checkpoint, ModelSource, check_model, open_source, resolve_model
+    from checkpoints.training_state import (
+        Progress,
+        Saver,
+        find_checkpoint,
+        load_best_model,
+        load_training_state,
+    )
+else:
+    __getattr__ = import_on_demand(__name__)
 
 __all__ = [
     "Checkpoint",
     "ModelSource",
     "Progress",
     "Saver",
+    "check_model",
     "export_model",
     "find_checkpoint",
     "load_best_model",

@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from checkpoints.convert import HowToWrite, convert, export_offline
+from checkpoints.dtypes import DTYPE_NAMES
 from checkpoints.inspection import describe
 from checkpoints.manifest import MANIFEST, check_all_bytes
+from checkpoints.marker import MARKER
 from checkpoints.opening import open_readable
 from checkpoints.source import resolve_model
-from checkpoints.training_state import MARKER
 from checkpoints.verify import compare
 from moe import ExpertMeshError
 from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded
 
-DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {name: code for code, name in DTYPE_NAMES.items()}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     to_shards.add_argument("source", help="directory, or hub id")
     to_shards.add_argument("out", type=Path)
     to_shards.add_argument("--ep-size", type=int, required=True, help="ranks that share out the experts")
-    to_shards.add_argument("--dtype", choices=list(DTYPE_NAMES), help="of every tensor; default: as they are")
+    to_shards.add_argument("--dtype", choices=list(DTYPES), help="of every tensor; default: as they are")
 
     to_hf = commands.add_parser(
         "export", parents=[how, trust], help="EP shards or training checkpoint to Hugging Face form"
@@ -88,7 +87,7 @@ def _how(arguments: argparse.Namespace) -> HowToWrite:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    dtype = None if arguments.dtype is None else DTYPE_NAMES[arguments.dtype]
+    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
     convert(resolve_model(arguments.source, "convert"), arguments.out, arguments.ep_size, dtype, _how(arguments))
     return 0
 

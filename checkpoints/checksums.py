@@ -12,10 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
-from torch import Tensor
 
+from checkpoints.dtypes import Array, as_bytes, contiguous
 from moe import ExpertMeshError
 
 GRANULE = 16
@@ -34,7 +33,7 @@ def file_checksum(path: Path) -> str:
     return state.hexdigest()
 
 
-def row_sum(rows: Tensor, first_row: int) -> int:
+def row_sum(rows: Array, first_row: int) -> int:
     """The share of a tensor's sum that the granules beginning among `rows` have.
 
     Args:
@@ -44,7 +43,7 @@ def row_sum(rows: Tensor, first_row: int) -> int:
     skipped = -first_row % GRANULE
     if rows.shape[0] <= skipped:
         return 0
-    data = as_bytes(rows.contiguous())
+    data = as_bytes(contiguous(rows))
     row_bytes = len(data) // rows.shape[0]
     step = GRANULE * row_bytes
     digest, number = xxhash.xxh3_64_intdigest, (first_row + skipped) // GRANULE
@@ -58,12 +57,6 @@ def row_sum(rows: Tensor, first_row: int) -> int:
 def to_granule_end(rows: range, num_rows: int) -> range:
     """`rows` of a tensor of num_rows, extended to the end of the granule that the last of them is in."""
     return range(rows.start, min(-(-rows.stop // GRANULE) * GRANULE, num_rows))
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, of any dtype."""
-    array: Any = tensor.view(torch.uint8).numpy().reshape(-1)
-    return memoryview(array)
 
 
 def add_sums(*sums: int) -> int:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from checkpoints.checksums import file_checksum
+from checkpoints.dtypes import same_values
 from checkpoints.files import copy_side_files, write_errors
 from checkpoints.manifest import MANIFEST, FileSum, check_all_bytes, make_manifest, shard_files
 from checkpoints.opening import Readable, open_readable, parameter_dtypes
@@ -20,6 +19,8 @@ from checkpoints.source import Checkpoint
 from moe import ExpertMeshError
 from moe.whole import whole
 from sharding.topology import divisors, either
+
+_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class HowToWrite:
     show_progress: bool = False
 
 
-def convert(source_path: Path, out: Path, ep_size: int, dtype: torch.dtype | None, how: HowToWrite) -> None:
+def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: HowToWrite) -> None:
     """Write EP shards of a Hugging Face directory, or of other EP shards.
 
     Args:
-        dtype: of every tensor; None leaves each as it is.
+        dtype: of every tensor, by its code (see `checkpoints.dtypes`); None leaves each as it is.
 
     Raises:
         ExpertMeshError: the source is damaged, ep_size does not divide its experts, or `out` is not to be had.
@@ -139,10 +140,12 @@ def _check_tied_copies(checkpoint: Checkpoint) -> None:
     reader = SafetensorsReader(checkpoint)
     for copy in checkpoint.tied_copies:
         (region,) = copy.regions
-        (original,) = (piece.data for piece in reader.pieces(region.parameter, region.rows))
-        (repeated,) = (piece.data for piece in reader.region_pieces(copy, region, region.rows))
-        if not torch.equal(original, repeated):
-            raise ExpertMeshError(
-                f"{checkpoint.source.path}: {copy.name} differs from {region.parameter}, its tied twin"
-            )
+        for start in range(0, len(region.rows), _ROWS_AT_ONCE):
+            rows = region.rows[start : start + _ROWS_AT_ONCE]
+            (original,) = reader.pieces(region.parameter, rows)
+            (repeated,) = reader.region_pieces(copy, region, rows)
+            if not same_values(original.data, original.dtype, repeated.data, repeated.dtype):
+                raise ExpertMeshError(
+                    f"{checkpoint.source.path}: {copy.name} differs from {region.parameter}, its tied twin"
+                )
     reader.close()

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoints.checksums import as_bytes
+from checkpoints.dtypes import as_bytes
 from checkpoints.files import copy_side_files, replace_directory, sweep_beside, temporary_beside, write_errors
 from checkpoints.mapping import Region, overlap
 from checkpoints.output import INDEX_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
 from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint
+from checkpoints.tensors import as_array, torch_dtype
 from sharding import Topology, raise_together
 
 # What rank 0 holds of a tensor whose rows lie on disk as they do in memory. A transposed one, an expert's down
@@ -107,7 +108,7 @@ class _Output:
     def write(self, piece: Tensor) -> None:
         if self.file is not None and self.failure is None:
             try:
-                self.file.write(as_bytes(piece))
+                self.file.write(as_bytes(as_array(piece)))
             except OSError as error:
                 self.failure = error
 
@@ -123,7 +124,7 @@ class _Output:
 
 def _pieces(output: OutputTensor, shards: dict[str, ShardedParameter]) -> Iterator[Tensor]:
     """On rank 0 the tensor's content in disk order, piece by piece; on other ranks empty, sending what they own."""
-    dtype = output.dtype
+    dtype = torch_dtype(output.dtype)
     for region in output.tensor.regions:
         shard = shards[region.parameter]
         runs = _runs(shard, region, dtype)

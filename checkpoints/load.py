@@ -10,8 +10,10 @@ from checkpoints.opening import open_checkpoint
 from checkpoints.reader import SafetensorsReader
 from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint, ModelSource
+from checkpoints.tensors import as_tensor
 from moe import ExpertMeshError
-from sharding import Checkpointing, Mesh, Topology, materialize, parallelize, raise_together
+from sharding import Checkpointing, Mesh, Topology, materialize, raise_together
+from sharding.parallelize import parallelize
 
 
 def shard_and_load(
@@ -74,7 +76,7 @@ def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) ->
         for piece in reader.pieces(parameter, shard.rows, to_granules=checkpoint.row_sums is not None):
             mine = overlap(piece.rows, shard.rows)
             target = shard.view(mine)
-            target.copy_(piece.data[: len(mine)])
+            target.copy_(as_tensor(piece.data[: len(mine)], piece.dtype))
             if checkpoint.row_sums is not None and shard.is_owner:
                 name, first_row = piece.tensor.name, piece.rows.start - piece.tensor.regions[0].rows.start
                 sums[name] = add_sums(sums.get(name, 0), row_sum(piece.data, first_row))
@@ -91,7 +93,7 @@ def _check_copy(copy: DiskTensor, shards: dict[str, ShardedParameter], reader: S
     shard = shards[region.parameter]
     for piece in reader.region_pieces(copy, region, shard.rows):
         target = shard.view(piece.rows)
-        if not torch.equal(target, piece.data.to(target.device, target.dtype)):
+        if not torch.equal(target, as_tensor(piece.data, piece.dtype).to(target.device, target.dtype)):
             raise ExpertMeshError(
                 f"{piece.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
                 "set tie_word_embeddings to false there"

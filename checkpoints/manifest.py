@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from checkpoints.checksums import check_seal, file_checksum, seal
+from checkpoints.dtypes import DTYPE_BYTES
 from checkpoints.mapping import DiskTensor, Region, disk_tensors, names_on_disk
-from checkpoints.output import DTYPE_CODES, DTYPES, OutputFile, OutputTensor, plan_files
+from checkpoints.output import OutputFile, OutputTensor, plan_files
 from checkpoints.paths import named_file
 from checkpoints.source import (
     Checkpoint,
@@ -39,7 +39,7 @@ FORMAT = "expertmesh-ep-shards"
 
 def shard_files(
     parameters: Parameters,
-    dtypes: dict[str, torch.dtype],
+    dtypes: dict[str, str],
     source: ModelSource,
     ep_size: int,
     max_shard_size: int,
@@ -103,7 +103,7 @@ def make_manifest(
                     "rows": [region.rows.start, region.rows.stop],
                     "experts": [region.rows.start // width, region.rows.stop // width] if is_expert else None,
                     "shape": list(output.tensor.shape),
-                    "dtype": DTYPE_CODES[output.dtype],
+                    "dtype": output.dtype,
                     "file": file.name,
                     "row_sum": f"{row_sums[output.tensor.name]:016x}",
                 }
@@ -120,7 +120,7 @@ def make_manifest(
                 name: {"bytes": s.num_bytes, "xxh3_128": s.checksum, "header_xxh3_128": s.header_checksum}
                 for name, s in sorted(file_sums.items())
             },
-            "exported": [{"name": o.tensor.name, "dtype": DTYPE_CODES[o.dtype]} for o in exported],
+            "exported": [{"name": o.tensor.name, "dtype": o.dtype} for o in exported],
         }
     )
 
@@ -162,7 +162,7 @@ def open_shards(source: ModelSource, parameters: Parameters) -> Checkpoint:
     with well_formed(source.path / MANIFEST):
         for entry in manifest["tensors"]:
             name, shape, file = entry["name"], tuple(entry["shape"]), entry["file"]
-            if headers[file].get(name) != TensorInfo(file, shape, DTYPES[entry["dtype"]]) or name in infos:
+            if headers[file].get(name) != TensorInfo(file, shape, entry["dtype"]) or name in infos:
                 raise ExpertMeshError(f"{source.path / file}: tensor {name} is not as {MANIFEST} has it")
             tensors.append(DiskTensor(name, shape, (Region(entry["parameter"], range(*entry["rows"])),)))
             infos[name] = headers[file][name]
@@ -244,4 +244,6 @@ def exported_from(table: Sequence[dict[str, str]], source: ModelSource, paramete
     by_name = {tensor.name: tensor for tensor in tensors}
     if sorted(by_name) != sorted(entry["name"] for entry in table):
         raise ValueError("what it says that an export holds is not this model")
-    return [OutputTensor(by_name[entry["name"]], DTYPES[entry["dtype"]]) for entry in table]
+    if not all(entry["dtype"] in DTYPE_BYTES for entry in table):
+        raise ValueError("it has a dtype that no export has")
+    return [OutputTensor(by_name[entry["name"]], entry["dtype"]) for entry in table]

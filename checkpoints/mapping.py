@@ -31,11 +31,9 @@ class Region:
     first: int = 0
     transposed: bool = False
 
-    def select(self, rows: range) -> tuple[int | slice, ...]:
-        """Index of `rows`, a part of self.rows, in the tensor on disk."""
-        start = self.first + rows.start - self.rows.start
-        run = slice(start, start + len(rows))
-        return (*self.index, slice(None), run) if self.transposed else (*self.index, run)
+    def start_on_disk(self, rows: range) -> int:
+        """Where `rows`, a part of self.rows, begin on disk, counted as `first` is."""
+        return self.first + rows.start - self.rows.start
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from checkpoints.dtypes import wider
 from checkpoints.manifest import MANIFEST, open_shards
+from checkpoints.marker import MARKER
 from checkpoints.reader import ParameterReader, SafetensorsReader
 from checkpoints.source import Checkpoint, ModelSource, Parameters, open_hf, open_source
-from checkpoints.training_state import MARKER, TrainingReader, open_training
-from moe import KERNELS, build_model
 
 
 def parameter_shapes(source: ModelSource) -> Parameters:
-    """Global shapes of the model that a config describes, from the meta device."""
-    model = build_model(source.family, source.config, KERNELS["loop"])
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    """Global shapes of the model that a config describes, as `moe.build_model` makes it."""
+    return source.family.parameters(source.settings)
 
 
 def is_shards(path: Path) -> bool:
@@ -52,6 +49,8 @@ def open_readable(path: Path, strict: bool = True, any_owner: bool = False) -> R
         ExpertMeshError: there is no checkpoint, or it is damaged or not whole (see the forms' own functions).
     """
     if (path / MARKER).exists():
+        from checkpoints.training_state import TrainingReader, open_training  # of all forms the one that needs torch
+
         training = open_training(path, parameter_shapes, any_owner)
         parameters = {tensor.name: tensor.shape for tensor in training.tensors}
         return Readable(path, training, parameters, lambda: TrainingReader(training, path))
@@ -61,11 +60,11 @@ def open_readable(path: Path, strict: bool = True, any_owner: bool = False) -> R
     return Readable(path, checkpoint, parameters, lambda: SafetensorsReader(checkpoint))
 
 
-def parameter_dtypes(checkpoint: Checkpoint) -> dict[str, torch.dtype]:
+def parameter_dtypes(checkpoint: Checkpoint) -> dict[str, str]:
     """The dtype in which each parameter lies on disk; of mixed ones, that which holds all."""
-    dtypes: dict[str, torch.dtype] = {}
+    dtypes: dict[str, str] = {}
     for tensor in checkpoint.tensors:
         for region in tensor.regions:
             dtype = checkpoint.infos[tensor.name].dtype
-            dtypes[region.parameter] = torch.promote_types(dtypes.get(region.parameter, dtype), dtype)
+            dtypes[region.parameter] = wider(dtypes.get(region.parameter, dtype), dtype)
     return dtypes

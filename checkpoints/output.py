@@ -4,27 +4,25 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
-import torch
-
+from checkpoints.dtypes import DTYPE_BYTES
 from checkpoints.mapping import DiskTensor
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written, and its dtype on disk."""
+    """A tensor to be written, and its dtype on disk (see `checkpoints.dtypes`)."""
 
     tensor: DiskTensor
-    dtype: torch.dtype
+    dtype: str
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.tensor.shape).numel() * self.dtype.itemsize
+        return prod(self.tensor.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class OutputFile:
         for output in self.tensors:
             end = offset + output.num_bytes
             table[output.tensor.name] = {
-                "dtype": DTYPE_CODES[output.dtype],
+                "dtype": output.dtype,
                 "shape": output.tensor.shape,
                 "data_offsets": [offset, end],
             }

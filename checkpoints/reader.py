@@ -1,32 +1,32 @@
 """Reading rows of parameters from safetensors files, wherever the files have them and however oriented."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from checkpoints.checksums import to_granule_end
+from checkpoints.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, wider
 from checkpoints.mapping import DiskTensor, Region, overlap
-from checkpoints.source import Checkpoint, open_safetensors
-
-# A file is mapped into memory while its slices are copied, and mapped pages count as this process's own. It is
-# closed and opened anew after so many bytes, so that they never pile up beside the shard.
-_BYTES_BEFORE_REOPEN = 32 * 2**20
+from checkpoints.source import Checkpoint, TensorInfo
+from moe import ExpertMeshError
 
 
 @dataclass(frozen=True)
 class Piece:
     """Some rows of a parameter.
 
-    rows: which. data: their content, perhaps a view of a mapped file or transposed: copy it and let it go.
+    rows: which. data: their content, perhaps a transposed view. dtype: of the content (see `checkpoints.dtypes`).
     tensor: where they stood on disk, and in which file.
     """
 
     rows: range
-    data: Tensor
+    data: Array
+    dtype: str
     tensor: DiskTensor
     file: Path
 
@@ -41,9 +41,16 @@ class ParameterReader(Protocol):
     def close(self) -> None: ...
 
 
-def join(pieces: Sequence[Piece]) -> Tensor:
-    """The content of consecutive pieces; a single one's own memory."""
-    return pieces[0].data if len(pieces) == 1 else torch.cat([piece.data for piece in pieces])
+def gather(reader: ParameterReader, parameter: str, rows: range) -> tuple[Array, str] | None:
+    """(content, dtype) of some rows of a parameter; None if any of them is missing."""
+    pieces = list(reader.pieces(parameter, rows))
+    if sum(len(piece.rows) for piece in pieces) != len(rows):
+        return None
+    dtype = pieces[0].dtype
+    for piece in pieces[1:]:
+        dtype = wider(dtype, piece.dtype)
+    parts = [cast(piece.data, piece.dtype, dtype) for piece in pieces]
+    return (parts[0] if len(parts) == 1 else np.concatenate(parts)), dtype
 
 
 class SafetensorsReader:
@@ -55,9 +62,8 @@ class SafetensorsReader:
         for tensor in checkpoint.tensors:
             for region in tensor.regions:
                 self.places.setdefault(region.parameter, []).append((region, tensor))
-        self.file: str | None = None
-        self.handle: Any = None
-        self.bytes_read = 0
+        self.path: Path | None = None
+        self.file = -1
 
     def pieces(self, parameter: str, rows: range, to_granules: bool = False) -> Iterator[Piece]:
         """As `ParameterReader.pieces`; with `to_granules`, each goes on to the end of its last granule of checksums."""
@@ -74,17 +80,48 @@ class SafetensorsReader:
             inside = to_granule_end(range(shared.start - first, shared.stop - first), len(region.rows))
             shared = range(inside.start + first, inside.stop + first)
         if shared:
-            file = self.checkpoint.infos[tensor.name].file
-            data = self._slice(file, tensor.name, region.select(shared))
-            yield Piece(shared, data.t() if region.transposed else data, tensor, self.checkpoint.source.path / file)
+            info = self.checkpoint.infos[tensor.name]
+            path = self.checkpoint.source.path / info.file
+            self._open(path)
+            data = self._read(info, region, shared)
+            yield Piece(shared, data.T if region.transposed else data, info.dtype, tensor, path)
 
-    def _slice(self, file: str, name: str, index: tuple[int | slice, ...]) -> Tensor:
-        if file != self.file or self.bytes_read > _BYTES_BEFORE_REOPEN:
-            self.close()
-            self.file, self.handle, self.bytes_read = file, open_safetensors(self.checkpoint.source.path / file), 0
-        data = self.handle.get_slice(name)[index]
-        self.bytes_read += data.numel() * data.element_size()
+    def _read(self, info: TensorInfo, region: Region, rows: range) -> Array:
+        """As it lies on disk: columns, if the region is transposed."""
+        matrix, start = info.shape[len(region.index) :], region.start_on_disk(rows)
+        row_bytes = prod(matrix[1:]) * DTYPE_BYTES[info.dtype]
+        offset = info.offset + sum(region.index) * matrix[0] * row_bytes
+        if not region.transposed:
+            data = np.empty((len(rows), *matrix[1:]), ARRAY_TYPES[info.dtype])
+            self._fill(as_bytes(data), offset + start * row_bytes)
+            return data
+        data = np.empty((matrix[0], len(rows)), ARRAY_TYPES[info.dtype])
+        if len(rows) == matrix[1]:
+            self._fill(as_bytes(data), offset)
+            return data
+        if hasattr(os, "posix_fadvise"):  # the kernel foresees no strides
+            os.posix_fadvise(self.file, offset, matrix[0] * row_bytes, os.POSIX_FADV_WILLNEED)
+        offset += start * DTYPE_BYTES[info.dtype]
+        for row, columns in enumerate(data):
+            self._fill(as_bytes(columns), offset + row * row_bytes)
         return data
 
+    def _fill(self, buffer: memoryview, offset: int) -> None:
+        while len(buffer):
+            count = os.preadv(self.file, [buffer], offset)
+            if count == 0:
+                raise ExpertMeshError(f"{self.path}: has become shorter since it was opened")
+            buffer, offset = buffer[count:], offset + count
+
+    def _open(self, path: Path) -> None:
+        if path != self.path:
+            self.close()
+            try:
+                self.file, self.path = os.open(path, os.O_RDONLY | os.O_CLOEXEC), path
+            except OSError as error:
+                raise ExpertMeshError(f"{path}: cannot be read: {error.strerror}") from error
+
     def close(self) -> None:
-        self.file = self.handle = None
+        if self.path is not None:
+            os.close(self.file)
+            self.path = None

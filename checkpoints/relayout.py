@@ -7,18 +7,19 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import xxhash
-from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.checksums import GRANULE, add_sums, as_bytes, row_sum
+from checkpoints.checksums import GRANULE, add_sums, row_sum
+from checkpoints.dtypes import Array, as_bytes, cast, contiguous
 from checkpoints.mapping import Region
 from checkpoints.output import OutputFile, OutputTensor
-from checkpoints.reader import ParameterReader, join
+from checkpoints.reader import ParameterReader, gather
 from moe.whole import PARTIAL, whole
 
 DONE = ".done"
@@ -132,21 +133,29 @@ def _write_file(
     return FileRecord(file.name, num_bytes, digest.hexdigest(), header_checksum, row_sums)
 
 
-def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Tensor, int]]:
-    """(contiguous content, share of the row sum) of a tensor in disk order. A transposed one has no row sum."""
+def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Array, int]]:
+    """(content in row order, share of the row sum) of a tensor in disk order. A transposed one has no row sum."""
     for region in output.tensor.regions:
         if region.transposed:
-            data = join(list(reader.pieces(region.parameter, region.rows)))
-            yield data.t().to(output.dtype).contiguous(), 0
+            found = gather(reader, region.parameter, region.rows)
+            assert found is not None, region
+            yield contiguous(cast(*found, output.dtype).T), 0
             continue
         for rows in _chunks(region, output):
-            pieces = list(reader.pieces(region.parameter, rows))
-            if any((piece.rows.stop - region.rows.start) % GRANULE for piece in pieces[:-1]):
-                # a granule that lies across a seam must be hashed whole
-                pieces = [replace(pieces[0], rows=rows, data=join(pieces))]
-            for piece in pieces:
-                data = piece.data.to(output.dtype).contiguous()
-                yield data, row_sum(data, piece.rows.start - region.rows.start)
+            first_row = rows.start - region.rows.start
+            for data in _whole_granules(reader, region.parameter, rows, output.dtype):
+                yield data, row_sum(data, first_row)
+                first_row += len(data)
+
+
+def _whole_granules(reader: ParameterReader, parameter: str, rows: range, dtype: str) -> Iterator[Array]:
+    """The rows, piece by piece; pieces between which a granule lies are joined, as it must be hashed whole."""
+    waiting: list[Array] = []
+    for piece in reader.pieces(parameter, rows):
+        waiting.append(contiguous(cast(piece.data, piece.dtype, dtype)))
+        if (piece.rows.stop - rows.start) % GRANULE == 0 or piece.rows.stop == rows.stop:
+            yield waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
+            waiting = []
 
 
 def _chunks(region: Region, output: OutputTensor) -> Iterator[range]:

@@ -8,16 +8,19 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
+from checkpoints.dtypes import DTYPE_BYTES
 from checkpoints.mapping import DiskTensor, Region, disk_tensors, names_on_disk
-from checkpoints.output import DTYPES, INDEX_NAME, SINGLE_NAME, OutputTensor
+from checkpoints.output import INDEX_NAME, SINGLE_NAME, OutputTensor
 from checkpoints.paths import check_regular, named_file
 from moe import ExpertMeshError, Family, MoEShape, check_config, family_of
+from moe.families import read_settings
 
 # not "*.safetensors": some repositories hold the weights a second time, as consolidated*.safetensors
 _HUB_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -30,19 +33,46 @@ Parameters = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TensorInfo:
+    """What a tensor is and where it lies; `offset` is its first byte's in the file, if that is a safetensors file."""
+
     file: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
+    offset: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model directory whose config has been read. `config` is transformers' own config object."""
+    """A model directory whose config.json has been read.
+
+    Attributes:
+        settings: what config.json says, as far as sizes and names depend on it (see `moe.families.read_settings`).
+        shape: of its MoE layers.
+    """
 
     path: Path
     family: Family
-    config: Any
+    settings: Any
     shape: MoEShape
+
+    @cached_property
+    def config(self) -> Any:
+        """transformers' own config object, read when it is first asked for: transformers takes seconds to import.
+
+        Raises:
+            ExpertMeshError: transformers cannot read config.json, or understands other sizes from it.
+        """
+        from transformers import AutoConfig
+
+        file = self.path / "config.json"
+        try:
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        except Exception as error:
+            raise ExpertMeshError(f"{file}: transformers cannot read it: {error}") from error
+        shape = check_config(self.family, config, str(file))
+        if (shape, self.family.parameters(config)) != (self.shape, self.family.parameters(self.settings)):
+            raise ExpertMeshError(f"{file}: transformers reads other sizes in it than are written there")
+        return config
 
 
 @dataclass(frozen=True)
@@ -79,15 +109,8 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
     Raises:
         ExpertMeshError: it is neither, or cannot be fetched.
     """
-    path = Path(model)
-    try:
-        if path.is_dir():
-            return path
-        exists = path.exists()
-    except OSError as error:  # a name too long for any file
-        raise ExpertMeshError(f"{flag} {model:.80}...: {error.strerror}") from error
-    if exists or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ExpertMeshError(f"{flag} {model}: no such directory")
+    if not check_model(model, flag):
+        return Path(model)
     from huggingface_hub import snapshot_download
 
     try:
@@ -99,22 +122,35 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
         ) from error
 
 
+def check_model(model: str, flag: str = "--model") -> bool:
+    """Whether `model` is to be looked for on the hub, being no directory.
+
+    Raises:
+        ExpertMeshError: it is neither a directory nor what a hub id can be.
+    """
+    path = Path(model)
+    try:
+        if path.is_dir():
+            return False
+        exists = path.exists()
+    except OSError as error:  # a name too long for any file
+        raise ExpertMeshError(f"{flag} {model:.80}...: {error.strerror}") from error
+    if exists or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ExpertMeshError(f"{flag} {model}: no such directory")
+    return True
+
+
 def open_source(path: Path) -> ModelSource:
-    """Read and check config.json.
+    """Read and check config.json, without transformers.
 
     Raises:
         ExpertMeshError: it is missing, no JSON, of an unknown family, or has impossible sizes.
     """
-    from transformers import AutoConfig
-
     file = path / "config.json"
     raw = read_json(file)
     family = family_of(raw.get("model_type"), str(file))
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:
-        raise ExpertMeshError(f"{file}: transformers cannot read it: {error}") from error
-    return ModelSource(path, family, config, check_config(family, config, str(file)))
+    settings = read_settings(family, raw)
+    return ModelSource(path, family, settings, check_config(family, settings, str(file)))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -254,26 +290,22 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         ExpertMeshError: the file is missing, truncated or no safetensors file, or has a tensor of another dtype
             than fp32, bf16 or fp16.
     """
-    infos = {}
-    with open_safetensors(file) as handle:
-        for name in list(handle.keys()):
-            part = handle.get_slice(name)
-            if part.get_dtype() not in DTYPES:
-                raise ExpertMeshError(
-                    f"{file}: tensor {name} has dtype {part.get_dtype()}; it must be one of {', '.join(DTYPES)}"
-                )
-            infos[name] = TensorInfo(file.name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
-    return infos
-
-
-def open_safetensors(file: Path) -> Any:
-    """`safetensors.safe_open` on the CPU.
-
-    Raises:
-        ExpertMeshError: the file is missing, truncated or no safetensors file.
-    """
     check_regular(file)
+    infos = {}
     try:
-        return safe_open(file, framework="pt", device="cpu")
+        with open(file, "rb") as stream:
+            offset = 8 + int.from_bytes(stream.read(8), "little")
+        with safe_open(file, framework="np") as handle:
+            # the library has checked that they follow one another without a gap, to the end of the file
+            for name in handle.offset_keys():
+                part = handle.get_slice(name)
+                shape, dtype = tuple(part.get_shape()), part.get_dtype()
+                if dtype not in DTYPE_BYTES:
+                    raise ExpertMeshError(
+                        f"{file}: tensor {name} has dtype {dtype}; it must be one of {', '.join(DTYPE_BYTES)}"
+                    )
+                infos[name] = TensorInfo(file.name, shape, dtype, offset)
+                offset += prod(shape) * DTYPE_BYTES[dtype]
     except (SafetensorError, OSError) as error:
         raise ExpertMeshError(f"{file}: not a whole safetensors file: {error}") from error
+    return infos

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from checkpoints.marker import METADATA
 from checkpoints.paths import check_regular, named_file
 from moe import ExpertMeshError
 
-METADATA = ".metadata"
 _TABLE = (
     "ChunkStorageMetadata",
     "Metadata",

@@ -11,8 +11,6 @@ One is written under a temporary name and renamed once every rank's bytes are on
 """
 
 import json
-import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,21 +25,20 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 
-from checkpoints.checksums import check_seal, file_checksum, seal
+from checkpoints.checksums import file_checksum, seal
 from checkpoints.files import copy_side_files, temporary_beside, write_errors
 from checkpoints.manifest import exported_from
 from checkpoints.mapping import DiskTensor, Region
-from checkpoints.output import DTYPE_CODES, OutputTensor
-from checkpoints.paths import named_file
+from checkpoints.marker import FORMAT, MARKER, check_file, check_owner, read_marker, step_of, whole_checkpoints
+from checkpoints.output import OutputTensor
 from checkpoints.reader import Piece
-from checkpoints.source import Checkpoint, Parameters, TensorInfo, check_fields, open_source, read_json, well_formed
-from checkpoints.state_reader import METADATA, StateReader, brief, load_state
+from checkpoints.source import Checkpoint, Parameters, TensorInfo, open_source, well_formed
+from checkpoints.state_reader import StateReader, brief, load_state
+from checkpoints.tensors import DTYPE_CODES, as_array, torch_dtype
 from moe import ExpertMeshError
 from moe.whole import PARTIAL, place_link, whole
 from sharding import NO_LIMIT_SECONDS, SAVERS, raise_together, zeros_by_rows
 
-MARKER = "checkpoint.json"
-FORMAT = "expertmesh-training-checkpoint"
 LATEST = "latest"
 BEST = "best"
 
@@ -173,7 +170,7 @@ class Saver:
             "version": 1,
             "world_size": dist.get_world_size(),
             **vars(progress),
-            "exported": [{"name": o.tensor.name, "dtype": DTYPE_CODES[o.dtype]} for o in self.origin.exported],
+            "exported": [{"name": o.tensor.name, "dtype": o.dtype} for o in self.origin.exported],
             "files": dict(sorted(files.items())),
         }
         with whole(partial / MARKER, durable=True) as marker:
@@ -241,11 +238,6 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(path: Path) -> int:
-    """The step that a checkpoint's name tells."""
-    return int(path.name.removeprefix("step-"))
-
-
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters and optimizer state under flat names, sharing memory with what they name."""
     state: dict[str, Tensor] = {}
@@ -276,23 +268,6 @@ def _latest(directory: Path) -> str | None:
 def _name_latest(directory: Path, name: str) -> None:
     with whole(directory / LATEST, durable=True) as partial:
         partial.write_text(name, encoding="utf-8")
-
-
-def whole_checkpoints(directory: Path) -> list[Path]:
-    """Those with a completion marker, newest first."""
-    found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted((path for path in found if (path / MARKER).is_file()), key=step_of, reverse=True)
-
-
-def recorded_order(paths: Sequence[Path]) -> dict[str, int] | None:
-    """What decides the order of the data, of the first checkpoint that tells it; None where none does."""
-    for path in paths:
-        try:
-            order: dict[str, int] = read_marker(path)["order"]
-            return order
-        except ExpertMeshError:
-            continue  # damaged; who resumes is told of it
-    return None
 
 
 def sweep(directory: Path) -> list[str]:
@@ -362,63 +337,6 @@ def _check_together(path: Path, any_owner: bool) -> str | None:
     except ExpertMeshError as error:
         return str(error)
     return None
-
-
-_FIELDS = {
-    "world_size": int,
-    "step": int,
-    "tokens": int,
-    "scheduler": dict,
-    "order": dict,
-    "settings": dict,
-    "exported": list,
-    "files": dict,
-}
-
-
-def read_marker(path: Path) -> dict[str, Any]:
-    """checkpoint.json of a training checkpoint, its own checksum checked.
-
-    Raises:
-        ExpertMeshError: it is missing, damaged, or of another format or version.
-    """
-    if not (path / MARKER).is_file():
-        raise ExpertMeshError(f"{path}: has no {MARKER}: not a whole training checkpoint")
-    marker = read_json(path / MARKER)
-    if marker.get("format") != FORMAT or marker.get("version") != 1:
-        raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version 1")
-    check_seal(marker, path / MARKER)
-    check_fields(marker, _FIELDS, path / MARKER)
-    if f"state/{METADATA}" not in marker["files"]:
-        raise ExpertMeshError(f"{path / MARKER}: does not list state/{METADATA}: not a whole training checkpoint")
-    return marker
-
-
-def check_owner(path: Path, any_owner: bool) -> None:
-    """The metadata of torch.distributed.checkpoint is a pickle, which can run code when it is read.
-
-    Raises:
-        ExpertMeshError: another user owns it, and nobody said that this is all right.
-    """
-    file = path / "state" / ".metadata"
-    if not any_owner and file.is_file() and file.stat().st_uid != os.geteuid():
-        raise ExpertMeshError(
-            f"{file}: belongs to another user (uid {file.stat().st_uid}), and reading it can run code of theirs; "
-            "if you trust them, say so with --trust-checkpoint-owner"
-        )
-
-
-def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
-    """
-    Raises:
-        ExpertMeshError: the file is missing or elsewhere, or its size or content is not as the marker has it.
-    """
-    file = named_file(path, name, MARKER, depth=2)
-    check_fields(entry, {"bytes": int, "xxh3_128": str}, path / MARKER)
-    if file.stat().st_size != entry["bytes"]:
-        raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MARKER} says {entry['bytes']}")
-    if file_checksum(file) != entry["xxh3_128"]:
-        raise ExpertMeshError(f"{file}: is damaged: its checksum is not the one in {MARKER}")
 
 
 def load_training_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
@@ -510,17 +428,18 @@ class TrainingReader:
     def __init__(self, checkpoint: Checkpoint, path: Path):
         self.checkpoint = checkpoint
         self.path = path
-        self.parameter = ""
+        self.parameter = self.dtype = ""
         self.content = torch.empty(0)
 
     def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
         (tensor,) = (t for t in self.checkpoint.tensors if t.name == parameter)
         if parameter != self.parameter:
-            self.content = torch.empty(tensor.shape, dtype=self.checkpoint.infos[parameter].dtype)
+            self.dtype = self.checkpoint.infos[parameter].dtype
+            self.content = torch.empty(tensor.shape, dtype=torch_dtype(self.dtype))
             state = {f"model.{parameter}": self.content}
             load_state(state, self.path / "state", no_dist=True)
             self.parameter = parameter
-        yield Piece(rows, self.content[rows.start : rows.stop], tensor, self.path / "state")
+        yield Piece(rows, as_array(self.content[rows.start : rows.stop]), self.dtype, tensor, self.path / "state")
 
     def close(self) -> None:
         self.parameter, self.content = "", torch.empty(0)
@@ -548,7 +467,7 @@ def open_training(path: Path, parameters_of: Callable[[Any], Parameters], any_ow
         if entry is None or tuple(entry.size) != shape:
             raise ExpertMeshError(f"{path}: {name} is missing or of another shape than model/config.json asks for")
         tensors.append(DiskTensor(name, shape, (Region(name, range(shape[0])),)))
-        infos[name] = TensorInfo("state", shape, entry.properties.dtype)
+        infos[name] = TensorInfo("state", shape, DTYPE_CODES[entry.properties.dtype])
     with well_formed(path / MARKER):
         exported: Sequence[OutputTensor] = exported_from(marker["exported"], source, parameters)
     files = [path / name for name in marker["files"] if name.startswith("state/")]

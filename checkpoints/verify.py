@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from checkpoints.dtypes import DTYPE_NAMES, Array, as_double, cast, same_bits
 from checkpoints.mapping import Region
 from checkpoints.opening import Readable
 from checkpoints.output import OutputTensor
-from checkpoints.reader import ParameterReader, join
+from checkpoints.reader import gather
 from checkpoints.source import Checkpoint
 
 
@@ -30,11 +30,11 @@ def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
     for output in a.checkpoint.exported:
         compared += 1
         for region in output.tensor.regions:
-            rows_a, rows_b = (_read(reader, region) for reader in (reader_a, reader_b))
+            rows_a, rows_b = (gather(reader, region.parameter, region.rows) for reader in (reader_a, reader_b))
             if rows_a is None or rows_b is None:
                 continue  # told above, as a tensor that is missing
-            dtype_b = dtypes_b.get(output.tensor.name, rows_b.dtype)
-            problem = _difference(rows_a.to(output.dtype), rows_b.to(dtype_b), rtol)
+            dtype_b = dtypes_b.get(output.tensor.name, rows_b[1])
+            problem = _difference(cast(*rows_a, output.dtype), output.dtype, cast(*rows_b, dtype_b), dtype_b, rtol)
             if problem is not None:
                 differences.append(f"{_name(output, region)}: {problem}")
     reader_a.close()
@@ -42,14 +42,8 @@ def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
     return Comparison(differences, compared)
 
 
-def _dtypes(checkpoint: Checkpoint) -> dict[str, torch.dtype]:
+def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
     return {output.tensor.name: output.dtype for output in checkpoint.exported}
-
-
-def _read(reader: ParameterReader, region: Region) -> Tensor | None:
-    """All rows of a region; None if the checkpoint lacks any."""
-    pieces = list(reader.pieces(region.parameter, region.rows))
-    return join(pieces) if sum(len(piece.rows) for piece in pieces) == len(region.rows) else None
 
 
 def _name(output: OutputTensor, region: Region) -> str:
@@ -60,20 +54,17 @@ def _name(output: OutputTensor, region: Region) -> str:
     return f"{output.tensor.name} (expert {region.index[0]}, {part})"
 
 
-def _difference(a: Tensor, b: Tensor, rtol: float | None) -> str | None:
-    if rtol is None and a.dtype != b.dtype:
-        return f"{_short(a.dtype)} against {_short(b.dtype)}"
-    if a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
+def _difference(a: Array, dtype_a: str, b: Array, dtype_b: str, rtol: float | None) -> str | None:
+    if rtol is None and dtype_a != dtype_b:
+        return f"{DTYPE_NAMES[dtype_a]} against {DTYPE_NAMES[dtype_b]}"
+    if dtype_a == dtype_b and same_bits(a, b, dtype_a):
         return None
-    wide_a, wide_b = a.double(), b.double()
-    off = (wide_a - wide_b).abs()
-    bound = torch.maximum(wide_a.abs(), wide_b.abs()) * (rtol or 0.0)
+    wide_a, wide_b = as_double(a, dtype_a), as_double(b, dtype_b)
+    with np.errstate(invalid="ignore"):  # of infinities
+        off = np.abs(wide_a - wide_b)
+        bound = np.maximum(np.abs(wide_a), np.abs(wide_b)) * (rtol or 0.0)
     num_off = int((~(off <= bound)).sum())
     if rtol is not None and num_off == 0:
         return None
     # of equal values with other bits (0 and -0), none is off
-    return f"{max(num_off, 1):,} of {a.numel():,} values differ, by at most {float(off.max()):.3g}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{max(num_off, 1):,} of {a.size:,} values differ, by at most {float(off.max()):.3g}"

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from moe.layer import ExpertMLP, MoEShape
+from moe.shape import MoEShape
 
 
 @dataclass(frozen=True)
@@ -23,18 +21,6 @@ class ParameterCounts:
 def active_parameters(total: int, experts: int, shape: MoEShape) -> int:
     """What one token meets: everything that is no expert, and K of the E experts of each layer."""
     return total - experts + experts * shape.top_k // shape.num_experts
-
-
-def count_parameters(model: Any, shape: MoEShape) -> ParameterCounts:
-    """Counts of a Hugging Face causal language model whose MoE blocks were swapped; it may be on the meta device."""
-    total = sum(p.numel() for p in model.parameters())
-    experts = sum(_size(module) for module in model.modules() if isinstance(module, ExpertMLP))
-    embedding, head = model.get_input_embeddings().weight.numel(), model.get_output_embeddings().weight.numel()
-    return ParameterCounts(total, experts, embedding, head, active_parameters(total, experts, shape))
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def training_flops(counts: ParameterCounts, config: Any, tokens: int, targets: int, pairs: int) -> float:

@@ -6,12 +6,13 @@ its shape: F < D exists.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from moe.errors import ExpertMeshError
-from moe.layer import MoEShape
+from moe.shape import MoEShape
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,11 @@ class Family:
         model_type: `model_type` in config.json.
         model_class: the class in transformers that is trained.
         block: name of the MoE block in a decoder layer of that class.
+        defaults: what transformers takes for settings of interest here that a config.json leaves out.
+        renamed: other names that a config.json can have for some of them.
         shape: reads the MoE layer's sizes from a config.
+        parameters: name and global shape of every parameter of the model that a config describes, in its order, with
+            its MoE blocks swapped (see `moe.build_model`).
         disk_names: every way its MoE tensors are called on disk; the first fits what `save_pretrained` writes.
         ignored_on_disk: regular expressions for tensors in old checkpoints that the model recomputes.
     """
@@ -55,7 +60,10 @@ class Family:
     model_type: str
     model_class: str
     block: str
+    defaults: Mapping[str, Any]
+    renamed: Mapping[str, str]
     shape: Callable[[Any], MoEShape]
+    parameters: Callable[[Any], dict[str, tuple[int, ...]]]
     disk_names: tuple[DiskNames, ...]
     ignored_on_disk: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
 
@@ -71,11 +79,58 @@ def _mixtral_shape(config: Any) -> MoEShape:
     )
 
 
+def _mixtral_parameters(config: Any) -> dict[str, tuple[int, ...]]:
+    return dict(_each_mixtral_parameter(config, _mixtral_shape(config)))
+
+
+def _each_mixtral_parameter(config: Any, moe: MoEShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width = config.hidden_size
+    head_width = config.head_dim or width // config.num_attention_heads
+    queries, keys = config.num_attention_heads * head_width, config.num_key_value_heads * head_width
+    yield "model.embed_tokens.weight", (config.vocab_size, width)
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.self_attn.q_proj.weight", (queries, width)
+        yield f"{prefix}.self_attn.k_proj.weight", (keys, width)
+        yield f"{prefix}.self_attn.v_proj.weight", (keys, width)
+        yield f"{prefix}.self_attn.o_proj.weight", (width, queries)
+        yield f"{prefix}.mlp.router.weight", (moe.num_experts, width)
+        for matrix in ("w1", "v1", "w2"):
+            yield f"{prefix}.mlp.experts.{matrix}", (moe.num_experts * moe.expert_width, width)
+        yield f"{prefix}.input_layernorm.weight", (width,)
+        yield f"{prefix}.post_attention_layernorm.weight", (width,)
+    yield "model.norm.weight", (width,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (config.vocab_size, width)
+
+
 MIXTRAL = Family(
     model_type="mixtral",
     model_class="MixtralForCausalLM",
     block="mlp",
+    defaults=dict(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=None,
+        hidden_act="silu",
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        sliding_window=None,
+        attention_dropout=0.0,
+        num_experts_per_tok=2,
+        num_local_experts=8,
+        router_aux_loss_coef=0.001,
+        router_jitter_noise=0.0,
+        rope_parameters=None,
+    ),
+    renamed={"num_experts": "num_local_experts"},
     shape=_mixtral_shape,
+    parameters=_mixtral_parameters,
     disk_names=(
         PerExpertNames(
             router="model.layers.{layer}.block_sparse_moe.gate.weight",
@@ -105,6 +160,13 @@ def family_of(model_type: Any, where: str) -> Family:
             f"{where}: model_type is {model_type!r:.80}; known MoE families are {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
+
+
+def read_settings(family: Family, raw: Mapping[str, Any]) -> Any:
+    """What a config.json says, by attribute as in transformers' config, which reads it too but takes seconds to import.
+    Nothing is checked (see `check_config`)."""
+    given = {family.renamed.get(name, name): value for name, value in raw.items()}
+    return SimpleNamespace(**{name: given.get(name, default) for name, default in family.defaults.items()})
 
 
 # Far beyond any model there is, and near enough that a damaged config has no modules or tables built without end.
@@ -152,7 +214,14 @@ def check_config(family: Family, config: Any, where: str) -> MoEShape:
         _check_whole(where, "sliding_window", config.sliding_window, 2**31)
     for field, (low, high) in _RANGES.items():
         _check_number(where, field, getattr(config, field), low, high)
-    for field, value in (config.rope_parameters or {}).items():
+    if type(config.tie_word_embeddings) is not bool:
+        raise ExpertMeshError(
+            f"{where}: tie_word_embeddings is {config.tie_word_embeddings!r:.80}; it must be true or false"
+        )
+    rotary = config.rope_parameters or {}
+    if not isinstance(rotary, dict):
+        raise ExpertMeshError(f"{where}: rope_parameters is {rotary!r:.80}; it must be a table")
+    for field, value in rotary.items():
         if isinstance(value, int | float):
             _check_number(where, f"rope_parameters.{field}", value, 0.0, 1e30)
     if config.hidden_act not in ("silu", "swish"):

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from moe.errors import ExpertMeshError
 from moe.grouped import grouped_gated_mlp
+from moe.kernel_names import check_kernel_name
 from moe.matmul import matmul, pad_rows
 from moe.megablocks import (
     GROUPED_PACKAGES,
@@ -141,15 +142,6 @@ class KernelChoice:
     name: str
     kernel: Kernel
     why: str
-
-
-def check_kernel_name(name: str) -> None:
-    """
-    Raises:
-        ExpertMeshError: no kernel is called `name`.
-    """
-    if name not in ("auto", *KERNELS):
-        raise ExpertMeshError(f"--expert-kernel {name} is unknown; use auto, {', '.join(KERNELS)}")
 
 
 def choose_kernel(name: str, device_type: str, model_width: int, expert_width: int, dtype: torch.dtype) -> KernelChoice:

@@ -6,7 +6,7 @@ Shape suffixes: B sequences, S sequence length, T = B·S tokens on this rank, D 
 E experts, e experts on this rank, K experts a token, R rows received.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,7 @@ from torch.distributed.tensor import DTensor
 from moe.dispatch import Dispatcher, LocalDispatcher
 from moe.kernels import Kernel, loop
 from moe.router import Router, RouterStats
-
-
-@dataclass(frozen=True)
-class MoEShape:
-    """The sizes of one MoE layer, whatever names the model's config uses for them."""
-
-    model_width: int
-    expert_width: int
-    num_experts: int
-    top_k: int
-    normalize_top_k: bool
-    jitter_noise: float = 0.0
+from moe.shape import MoEShape
 
 
 class ExpertMLP(nn.Module):

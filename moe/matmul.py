@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moe.padding import padded_rows
+
 SMALL = 2**21
 """Below so many multiplications a call of oneDNN costs more than it gains."""
 
@@ -32,10 +34,9 @@ def pad_rows(x_MK: Tensor) -> Tensor:
     """With a few rows of zeros more (from 512 rows on, less than a sixteenth), so that batches of all lengths have few
     different ones: oneDNN compiles code for each length it meets, which takes longer than a small product."""
     num_rows = len(x_MK)
-    if x_MK.device.type != "cpu" or num_rows < 32:
+    if x_MK.device.type != "cpu" or padded_rows(num_rows) == num_rows:
         return x_MK
-    step = max(32, 2 ** (num_rows.bit_length() - 6))
-    return F.pad(x_MK, (0, 0, 0, -num_rows % step))
+    return F.pad(x_MK, (0, 0, 0, padded_rows(num_rows) - num_rows))
 
 
 def suits_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.layer import MoEShape
 from moe.megablocks import (
     GROUPED_PACKAGES,
     check_megablocks_sparse,
@@ -22,6 +21,7 @@ from moe.megablocks import (
     require,
     with_int32_indices,
 )
+from moe.shape import MoEShape
 
 
 def original_dmoe(

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe.counts import ParameterCounts, active_parameters
 from moe.errors import ExpertMeshError
 from moe.families import Family
 from moe.kernels import Kernel
-from moe.layer import DroplessMoE, MoEShape
+from moe.layer import DroplessMoE
 from moe.matmul import use_linear
 from moe.router import RouterStats
+from moe.shape import MoEShape
 
 
 def build_model(family: Family, config: Any, kernel: Kernel, attn_implementation: str = "sdpa") -> nn.Module:
@@ -79,6 +81,14 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 def moe_blocks(model: nn.Module) -> list[DroplessMoE]:
     """The model's MoE layers, first to last."""
     return [module for module in model.modules() if isinstance(module, DroplessMoE)]
+
+
+def count_parameters(model: Any, shape: MoEShape) -> ParameterCounts:
+    """Counts of a Hugging Face causal language model whose MoE blocks were swapped; it may be on the meta device."""
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for block in moe_blocks(model) for p in block.experts.parameters())
+    embedding, head = model.get_input_embeddings().weight.numel(), model.get_output_embeddings().weight.numel()
+    return ParameterCounts(total, experts, embedding, head, active_parameters(total, experts, shape))
 
 
 def take_stats(model: nn.Module) -> list[RouterStats]:

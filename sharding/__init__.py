@@ -1,23 +1,31 @@
 """Where tensors live: topology, mesh, expert placement, FSDP2, activation checkpointing, clipping."""
 
-from sharding.checkpointing import Checkpointing, checkpoint_layers
-from sharding.clipping import clip_grad_norm
-from sharding.debugger import debugging
-from sharding.failures import end_at_once
-from sharding.mesh import Mesh, build_mesh
-from sharding.parallelize import fsdp_units, is_expert, local_tensor, materialize, parallelize, zeros_by_rows
-from sharding.process import (
-    Ranks,
-    device_type,
-    end_process_group,
-    raise_together,
-    read_environment,
-    settle_malloc,
-    start_process_group,
-)
-from sharding.replicas import check_replicas
-from sharding.topology import DenseShard, Topology, check_ep_size
-from sharding.watchdog import NO_LIMIT_SECONDS, SAVERS, STUCK, Watchdog, collectives_limit
+from typing import TYPE_CHECKING
+
+from moe.lazy import import_on_demand
+
+if TYPE_CHECKING:
+    from sharding.checkpointing import checkpoint_layers
+    from sharding.choices import Checkpointing
+    from sharding.clipping import clip_grad_norm
+    from sharding.debugger import debugging
+    from sharding.ending import end_at_once
+    from sharding.mesh import Mesh, build_mesh
+    from sharding.parallelize import fsdp_units, is_expert, local_tensor, materialize, zeros_by_rows
+    from sharding.process import (
+        Ranks,
+        device_type,
+        end_process_group,
+        raise_together,
+        settle_malloc,
+        start_process_group,
+    )
+    from sharding.replicas import check_replicas
+    from sharding.topology import DenseShard, Topology, check_ep_size
+    from sharding.torchrun import read_environment
+    from sharding.watchdog import NO_LIMIT_SECONDS, SAVERS, STUCK, Watchdog, collectives_limit
+else:
+    __getattr__ = import_on_demand(__name__)
 
 __all__ = [
     "NO_LIMIT_SECONDS",
@@ -43,7 +51,6 @@ __all__ = [
     "is_expert",
     "local_tensor",
     "materialize",
-    "parallelize",
     "raise_together",
     "read_environment",
     "settle_malloc",

@@ -31,8 +31,8 @@ from sharding.planner.search import MICRO_BATCHES, Cluster, search, sweep
 from sharding.planner.setting import OPTIMIZERS, Setting
 from sharding.planner.shapes import ModelShape, read_config, shape_of_config
 from sharding.planner.table import print_plans, sweep_columns
-from sharding.process import device_type, end_process_group, read_environment, start_process_group
 from sharding.topology import Topology, check_ep_size
+from sharding.torchrun import read_environment
 
 
 class _Parser(argparse.ArgumentParser):
@@ -206,7 +206,7 @@ def _torchrun_ranks_a_node() -> int:
 
 
 def _check(arguments: argparse.Namespace, topology: Topology, gpus_per_node: int) -> int:
-    from sharding.mesh import build_mesh
+    from sharding import build_mesh, device_type, end_process_group, start_process_group
     from sharding.planner.check import check_groups, measured_hardware
 
     ranks = start_process_group(arguments.use_cpu, arguments.timeout)

@@ -3,13 +3,13 @@
 from collections import deque
 from collections.abc import Set
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-Checkpointing = Literal["none", "full", "selective"]
+from sharding.choices import Checkpointing
 
 _ROUTING = frozenset(
     {

@@ -12,7 +12,8 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
 from moe import ExpertMeshError
-from sharding.failures import Notice, end_at_once, show
+from sharding.ending import end_at_once
+from sharding.failures import Notice, show
 from sharding.process import Ranks
 from sharding.watchdog import Watchdog
 

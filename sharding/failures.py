@@ -7,7 +7,6 @@ part of any collective, and each use of it is limited in time: it may be what ha
 
 import contextlib
 import json
-import os
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from moe import ExpertMeshError
+from sharding.ending import end_at_once
 
 STORE_SECONDS = 3.0
 """How long a rank that ends waits for the store."""
@@ -162,11 +162,3 @@ def end_as_consequence(error: BaseException, where: str, notices: Notices) -> No
         )
     time.sleep(TORCHRUN_SECONDS)
     end_at_once(1)
-
-
-def end_at_once(code: int) -> NoReturn:
-    """End without Python's own farewell, which would wait for threads that wait for ranks that are gone."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from moe import decoder_layers, moe_blocks
 from moe.dispatch import AllToAllDispatcher
 from moe.layer import ExpertMLP
-from sharding.checkpointing import Checkpointing, checkpoint_layers
+from sharding.checkpointing import checkpoint_layers
+from sharding.choices import Checkpointing
 from sharding.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
 from sharding.mesh import Mesh
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from moe import ExpertMeshError
 from sharding.rendezvous import torchrun_store
+from sharding.torchrun import read_environment
 
 # what torch's flight recorder keeps, to be told when a rank stands still; see sharding.collectives
 _RECORDED_COLLECTIVES = 500
@@ -26,13 +27,6 @@ class Ranks:
     world_size: int
     device: torch.device
     store: dist.Store
-
-
-def read_environment() -> tuple[int, int, int]:
-    """(rank, world size, local rank) from torchrun's variables; a lone process when they are not set."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    rank, world_size, local_rank = (int(os.environ.get(name, "1" if name == "WORLD_SIZE" else "0")) for name in names)
-    return rank, world_size, local_rank
 
 
 def device_type(use_cpu: bool) -> str:

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from moe import ExpertMeshError, decoder_layers
 from sharding.collectives import recorded_collectives
+from sharding.ending import end_at_once
 from sharding.failures import (
     Notice,
     Notices,
     end_as_cause,
     end_as_consequence,
-    end_at_once,
     is_broken_collective,
     is_timeout,
     show,

@@ -1,18 +1,25 @@
 """Configuration, data, optimizer, loop and log of a training run."""
 
-from training.attention import choose_attention
-from training.compiling import compile_layers
-from training.config import TrainConfig, parse_config
-from training.data import print_preview
-from training.determinism import compute_deterministically
-from training.elastic import fit_to_ranks
-from training.facts import facts
-from training.head import attach_loss_head, choose_cross_entropy
-from training.inputs import Inputs, make_prompts, read_inputs
-from training.log import RunLog
-from training.loop import Run, data_order, loss_weights, number_of_steps, train
-from training.memory import forecast, measured_peak
-from training.schedule import check_schedule
+from typing import TYPE_CHECKING
+
+from moe.lazy import import_on_demand
+
+if TYPE_CHECKING:
+    from training.attention import choose_attention
+    from training.compiling import compile_layers
+    from training.config import TrainConfig, parse_config
+    from training.data import print_preview
+    from training.determinism import compute_deterministically
+    from training.elastic import fit_to_ranks
+    from training.facts import first_lines
+    from training.head import attach_loss_head, choose_cross_entropy
+    from training.inputs import Inputs, make_prompts, read_inputs
+    from training.log import RunLog
+    from training.loop import Run, data_order, loss_weights, number_of_steps, train
+    from training.memory import forecast, measured_peak
+    from training.schedule import check_schedule
+else:
+    __getattr__ = import_on_demand(__name__)
 
 __all__ = [
     "Inputs",
@@ -26,7 +33,7 @@ __all__ = [
     "compile_layers",
     "compute_deterministically",
     "data_order",
-    "facts",
+    "first_lines",
     "fit_to_ranks",
     "forecast",
     "loss_weights",

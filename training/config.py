@@ -8,21 +8,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, get_args
 
 import yaml
-from transformers import HfArgumentParser
-from transformers.trainer_utils import SchedulerType
 
-from moe import KERNELS, ExpertMeshError, check_kernel_name
+from moe import KERNEL_NAMES, ExpertMeshError, check_kernel_name
 from moe.sizes import parse_size
 from moe.whole import whole
 from sharding import Checkpointing, DenseShard
 from training.data import TEMPLATES, SampleBy, TrainOn
-from training.head import CrossEntropy
+from training.flags import FlagParser
 
 Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
-SCHEDULES = tuple(name.value for name in SchedulerType)
+CrossEntropy = Literal["auto", "chunked", "full", "liger"]
+SCHEDULES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
+)  # fmt: skip
+"""The values of `transformers.SchedulerType`."""
 OnSaveError = Literal["stop", "continue"]
 OnNonfinite = Literal["stop", "skip"]
 
@@ -33,6 +36,11 @@ def _flag(default: Any, help: str, **metadata: Any) -> Any:
 
 def _list(help: str) -> Any:
     return field(default_factory=list, metadata={"help": help})
+
+
+def _checkpointing(text: str) -> str:
+    """In transformers it is a switch: its values mean something here too."""
+    return {"true": "full", "false": "none"}.get(text.lower(), text)
 
 
 @dataclass
@@ -67,7 +75,7 @@ class TrainConfig:
     dense_shard: DenseShard = _flag(
         "full", "Shard what is no expert over all ranks, or over the ep ranks with a replica in each dp group."
     )
-    expert_kernel: str = _flag("auto", f"How experts are computed: auto, {', '.join(KERNELS)}.")
+    expert_kernel: str = _flag("auto", f"How experts are computed: auto, {', '.join(KERNEL_NAMES)}.")
     attn_implementation: str = _flag("sdpa", "Attention of the Hugging Face model.")
     cross_entropy: CrossEntropy = _flag(
         "auto",
@@ -78,6 +86,8 @@ class TrainConfig:
         "none",
         "To save memory, compute each layer again in backward: all of it (full, also where no value is given), or all "
         "but routing, all-to-alls and attention (selective).",
+        type=_checkpointing,
+        choices=get_args(Checkpointing),
         nargs="?",
         const="full",
     )
@@ -300,11 +310,6 @@ _AT_LEAST = {
 _MOST_YAML_BYTES = 2**20
 
 
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ExpertMeshError(message)
-
-
 def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     """The configuration from flags (default: sys.argv), and the YAML file that `--config` names.
 
@@ -312,8 +317,7 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
         ExpertMeshError: an unknown flag or key (the nearest known one is named), or a value that will not do.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(TrainConfig, allow_abbrev=False, prog="train_ep.py")  # type: ignore[arg-type]
-    next(a for a in parser._actions if a.dest == "gradient_checkpointing").type = _checkpointing
+    parser = FlagParser(TrainConfig, allow_abbrev=False, prog="train_ep.py")
     parser.add_argument("--config", default=None, help="YAML file with defaults for the flags.")
     config_file = parser.parse_known_args(arguments)[0].config
     defaults = [] if config_file is None else _yaml_arguments(parser, Path(config_file))
@@ -326,12 +330,7 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     return TrainConfig(**settings)
 
 
-def _checkpointing(text: str) -> str:
-    """In transformers it is a switch: its values mean something here too."""
-    return {"true": "full", "false": "none"}.get(text.lower(), text)
-
-
-def _yaml_arguments(parser: _Parser, file: Path) -> list[str]:
+def _yaml_arguments(parser: FlagParser, file: Path) -> list[str]:
     """The file's entries as flags, so that both go through the same checks."""
     try:
         if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:

@@ -12,7 +12,7 @@ from training.inputs import Inputs
 from training.memory import Forecast
 
 
-def facts(
+def first_lines(
     model: Any,
     source: ModelSource,
     counts: ParameterCounts,

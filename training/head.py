@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,8 @@ from torch.autograd.function import once_differentiable
 from moe import ExpertMeshError
 from moe.matmul import matmul, pad_rows, suits_onednn
 from sharding.planner.memory import LOGIT_CHUNK_BYTES
+from training.config import CrossEntropy
 from training.data import IGNORED
-
-CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 
 CHUNK_BYTES = LOGIT_CHUNK_BYTES
 """What the fp32 logits of one chunk may take: 524 positions at a vocabulary of 32,000."""

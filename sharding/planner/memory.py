@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import ceil, prod, sqrt
 
-import torch
-
-from moe.matmul import pad_rows
+from moe.padding import padded_rows
 from sharding.planner.setting import Setting, Unit, Units, units_of
 from sharding.planner.shapes import ModelShape
 
@@ -123,7 +121,7 @@ def _rows_computed(setting: Setting, model: ModelShape) -> float:
     if setting.device != "cpu" or setting.expert_kernel != "loop":
         return rows
     experts_here = model.moe.num_experts // setting.ep_size
-    return float(experts_here * len(pad_rows(torch.empty(round(rows / experts_here), 1))))
+    return float(experts_here * padded_rows(round(rows / experts_here)))
 
 
 def layer_saved(setting: Setting, model: ModelShape) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from moe import ExpertMeshError
-from sharding.checkpointing import Checkpointing
+from sharding.choices import Checkpointing
 from sharding.planner.cost import StepTime, step_time, tokens_per_second
 from sharding.planner.hardware import Hardware
 from sharding.planner.memory import Memory, peak

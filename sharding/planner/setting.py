@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from sharding.checkpointing import Checkpointing
+from sharding.choices import Checkpointing
 from sharding.planner.shapes import ModelShape, Shapes
 from sharding.topology import DenseShard, Topology
 

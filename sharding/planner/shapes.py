@@ -6,18 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from moe import (
-    KERNELS,
-    ExpertMeshError,
-    MoEShape,
-    ParameterCounts,
-    build_model,
-    check_config,
-    count_parameters,
-    decoder_layers,
-    family_of,
-    moe_blocks,
-)
+import moe
+from moe import ExpertMeshError, MoEShape, ParameterCounts, check_config, family_of
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -70,22 +60,22 @@ class ModelShape:
         return bool(getattr(self.config, "tie_word_embeddings", False))
 
 
-def shape_of_model(model: Any, config: Any, moe: MoEShape) -> ModelShape:
+def shape_of_model(model: Any, config: Any, moe_shape: MoEShape) -> ModelShape:
     """The sizes of a model from `moe.build_model`, before it is sharded."""
-    layers = decoder_layers(model)
-    experts = {p for block in moe_blocks(model) for p in block.experts.parameters()}
+    layers, blocks = moe.decoder_layers(model), moe.moe_blocks(model)
+    experts = {p for block in blocks for p in block.experts.parameters()}
     in_layers = {p for layer in layers for p in layer.parameters()}
     return ModelShape(
         config=config,
-        moe=moe,
-        counts=count_parameters(model, moe),
+        moe=moe_shape,
+        counts=moe.count_parameters(model, moe_shape),
         num_layers=len(layers),
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocabulary=config.vocab_size,
         layer=tuple(tuple(p.shape) for p in layers[0].parameters() if p not in experts),
-        experts=tuple(tuple(p.shape) for p in moe_blocks(model)[0].experts.parameters()),
+        experts=tuple(tuple(p.shape) for p in blocks[0].experts.parameters()),
         root=tuple(tuple(p.shape) for p in model.parameters() if p not in in_layers),
     )
 
@@ -97,8 +87,8 @@ def shape_of_config(config: Any, where: str) -> ModelShape:
         ExpertMeshError: the family is unknown, or a size will not do; `where` names the config.
     """
     family = family_of(config.model_type, where)
-    moe = check_config(family, config, where)
-    return shape_of_model(build_model(family, config, KERNELS["loop"]), config, moe)
+    moe_shape = check_config(family, config, where)
+    return shape_of_model(moe.build_model(family, config, moe.KERNELS["loop"]), config, moe_shape)
 
 
 def read_config(model: str) -> tuple[Any, str]:
@@ -108,8 +98,6 @@ def read_config(model: str) -> tuple[Any, str]:
     Raises:
         ExpertMeshError: there is none, or it cannot be read.
     """
-    from transformers import AutoConfig
-
     path = Path(model).expanduser()
     if not path.exists() and (model.count("/") != 1 or model.startswith((".", "/", "~")) or path.suffix == ".json"):
         raise ExpertMeshError(f"--model {model}: no such file or directory; give one, a config.json, or a hub id")
@@ -117,6 +105,8 @@ def read_config(model: str) -> tuple[Any, str]:
         raise ExpertMeshError(f"--model {model}: the directory has no config.json")
     if path.exists() and not (path / "config.json" if path.is_dir() else path).is_file():
         raise ExpertMeshError(f"--model {model}: config.json is no file")
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(str(path) if path.exists() else model, trust_remote_code=False), model
     except Exception as error:

@@ -125,7 +125,7 @@ def test_gains_are_taken_round_by_round() -> None:
 
     def result(arm: str, cpu: list[float], peak: float) -> Result:
         sent = dict.fromkeys(KINDS, 1.0)
-        return Result(case, arm, [Figures([1.0], [c], [1.0], peak, sent=sent) for c in cpu])
+        return Result(case, arm, [Figures([1.0], [c], losses=[1.0], peak_mb=peak, sent=sent) for c in cpu])
 
     # the second round ran on a machine three times as slow
     slow = result("hf-fsdp", [4.0, 12.0, 4.0], 100)

@@ -16,8 +16,9 @@ import torch
 from transformers import MixtralForCausalLM
 
 import train_ep
+import training
 from checkpoints.__main__ import main as checkpoints_main
-from checkpoints.training_state import whole_checkpoints
+from checkpoints.marker import whole_checkpoints
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import attention_mask, random_samples
 from tests.distributed.test_checkpoints import read
@@ -138,7 +139,7 @@ def resumed_logits(argv: list[str]) -> torch.Tensor:
     """Of the sharded model that a resumed run holds before its first step."""
     found = {}
 
-    def instead_of_training(run: train_ep.Run, resume_from: Path | None) -> bool:
+    def instead_of_training(run: training.Run, resume_from: Path | None) -> bool:
         from checkpoints import load_training_state
         from training.optimizer import build_optimizer
 
@@ -149,11 +150,11 @@ def resumed_logits(argv: list[str]) -> torch.Tensor:
             found["logits"] = run.model.eval()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits
         return True
 
-    train, train_ep.train = train_ep.train, instead_of_training
+    train, training.train = training.train, instead_of_training
     try:
         assert run_main([*argv, "--no-export"])[0] == 0
     finally:
-        train_ep.train = train
+        training.train = train
     return found["logits"]
 
 

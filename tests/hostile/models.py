@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from checkpoints import load_model
+from checkpoints.marker import MARKER
 from checkpoints.opening import open_readable
-from checkpoints.training_state import MARKER
+from checkpoints.tensors import as_tensor
 from moe import KERNELS, build_model
 from sharding import Topology, materialize
 
@@ -36,7 +37,9 @@ def loaded(path: Path) -> Tensors:
     reader = readable.make_reader()
     found = {}
     for name, shape in readable.parameters.items():
-        found[name] = torch.cat([piece.data.clone() for piece in reader.pieces(name, range(shape[0]))])
+        found[name] = torch.cat(
+            [as_tensor(piece.data, piece.dtype).clone() for piece in reader.pieces(name, range(shape[0]))]
+        )
         assert found[name].shape == shape
     reader.close()
     return found

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from transformers.trainer_utils import SchedulerType
 
 from moe import ExpertMeshError
 from moe.sizes import parse_size
 from training import parse_config
+from training.config import SCHEDULES
 from training.schedule import scheduler_arguments
 
 NEEDED = ["--model", "m", "--dataset", "d"]
@@ -100,3 +102,15 @@ def test_missing_flags() -> None:
 
 def test_sizes() -> None:
     assert [parse_size("--x", text) for text in ("5GB", "500 mb", "3K", "7")] == [5 * 10**9, 500 * 10**6, 3000, 7]
+
+
+def test_schedules_are_those_of_transformers() -> None:
+    assert [name.value for name in SchedulerType] == list(SCHEDULES)
+
+
+def test_switches() -> None:
+    """On by default: also with --no-; all take a value."""
+    assert parse_config(NEEDED).export
+    assert not parse_config([*NEEDED, "--no-export"]).export
+    assert not parse_config([*NEEDED, "--no_async_save", "--bf16", "F"]).bf16
+    assert parse_config([*NEEDED, "--bf16", "Yes"]).bf16

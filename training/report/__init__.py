@@ -1,6 +1,13 @@
 """report.html: one self-contained page about a run, made from what the run has written to its output directory."""
 
-from training.report.history import History, read_history, read_record
-from training.report.page import State, sweep_reports, write_report
+from typing import TYPE_CHECKING
+
+from moe.lazy import import_on_demand
+
+if TYPE_CHECKING:
+    from training.report.history import History, read_history, read_record
+    from training.report.page import State, sweep_reports, write_report
+else:
+    __getattr__ = import_on_demand(__name__)
 
 __all__ = ["History", "State", "read_history", "read_record", "sweep_reports", "write_report"]

@@ -1,0 +1,97 @@
+"""checkpoint.json, which makes a training checkpoint whole (see `checkpoints.training_state`): what it says of the run,
+and of the checkpoint's files."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoints.checksums import check_seal, file_checksum
+from checkpoints.paths import named_file
+from checkpoints.source import check_fields, read_json
+from moe import ExpertMeshError
+
+MARKER = "checkpoint.json"
+FORMAT = "expertmesh-training-checkpoint"
+METADATA = ".metadata"
+"""In `state`: the table of torch.distributed.checkpoint."""
+
+
+def whole_checkpoints(directory: Path) -> list[Path]:
+    """Those with a completion marker, newest first."""
+    found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted((path for path in found if (path / MARKER).is_file()), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    return int(path.name.removeprefix("step-"))
+
+
+def recorded_order(paths: Sequence[Path]) -> dict[str, int] | None:
+    """What decides the order of the data, of the first checkpoint that tells it; None where none does."""
+    for path in paths:
+        try:
+            order: dict[str, int] = read_marker(path)["order"]
+            return order
+        except ExpertMeshError:
+            continue  # damaged; who resumes is told of it
+    return None
+
+
+_FIELDS = {
+    "world_size": int,
+    "step": int,
+    "tokens": int,
+    "scheduler": dict,
+    "order": dict,
+    "settings": dict,
+    "exported": list,
+    "files": dict,
+}
+
+
+def read_marker(path: Path) -> dict[str, Any]:
+    """checkpoint.json of a training checkpoint, its own checksum checked.
+
+    Raises:
+        ExpertMeshError: it is missing, damaged, or of another format or version.
+    """
+    if not (path / MARKER).is_file():
+        raise ExpertMeshError(f"{path}: has no {MARKER}: not a whole training checkpoint")
+    marker = read_json(path / MARKER)
+    if marker.get("format") != FORMAT or marker.get("version") != 1:
+        raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version 1")
+    check_seal(marker, path / MARKER)
+    check_fields(marker, _FIELDS, path / MARKER)
+    if f"state/{METADATA}" not in marker["files"]:
+        raise ExpertMeshError(f"{path / MARKER}: does not list state/{METADATA}: not a whole training checkpoint")
+    return marker
+
+
+def check_owner(path: Path, any_owner: bool) -> None:
+    """The metadata of torch.distributed.checkpoint is a pickle, which can run code when it is read.
+
+    Raises:
+        ExpertMeshError: another user owns it, and nobody said that this is all right.
+    """
+    file = path / "state" / ".metadata"
+    if not any_owner and file.is_file() and file.stat().st_uid != os.geteuid():
+        raise ExpertMeshError(
+            f"{file}: belongs to another user (uid {file.stat().st_uid}), and reading it can run code of theirs; "
+            "if you trust them, say so with --trust-checkpoint-owner"
+        )
+
+
+def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
+    """
+    Raises:
+        ExpertMeshError: the file is missing or elsewhere, or its size or content is not as the marker has it.
+    """
+    file = named_file(path, name, MARKER, depth=2)
+    check_fields(entry, {"bytes": int, "xxh3_128": str}, path / MARKER)
+    if file.stat().st_size != entry["bytes"]:
+        raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MARKER} says {entry['bytes']}")
+    if file_checksum(file) != entry["xxh3_128"]:
+        raise ExpertMeshError(f"{file}: is damaged: its checksum is not the one in {MARKER}")

@@ -1,0 +1,115 @@
+"""Help, mistakes and looks at a checkpoint's heads import neither torch nor transformers, which take seconds to."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import checkpoints
+import moe
+import sharding
+import training
+import training.data
+import training.report
+from checkpoints.__main__ import main as checkpoints_main
+from tests.distributed.test_train_ep import ROOT
+
+HEAVY = {"torch", "transformers", "datasets", "accelerate", "huggingface_hub", "pyarrow", "pandas"}
+CONSOLE_SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PACKAGES = (moe, sharding, checkpoints, training, training.data, training.report)
+
+
+def imported(*command: str) -> tuple[int, str, set[str]]:
+    """(exit code, all that was said, which of HEAVY were imported) of `python COMMAND`."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "argparse" in modules, done.stderr
+    return done.returncode, done.stdout + "\n".join(told), modules & HEAVY
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train_ep.py", "--help"],
+        ["-m", "checkpoints", "--help"],
+        *(["-m", "checkpoints", name, "--help"] for name in ("convert", "export", "verify", "inspect")),
+        ["-m", "sharding", "--help"],
+        ["-m", "sharding", "plan", "--help"],
+        ["-m", "sharding", "mesh", "--help"],
+        ["-m", "training.report", "--help"],
+        *(
+            ["-c", f"from {entry.partition(':')[0]} import {(name := entry.partition(':')[2])}; {name}()", "--help"]
+            for entry in CONSOLE_SCRIPTS.values()
+        ),
+    ],
+    ids=" ".join,
+)
+def test_help(command: list[str]) -> None:
+    code, told, heavy = imported(*command)
+    assert code == 0
+    assert "usage:" in told
+    assert not heavy
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["train_ep.py", "--model", "m", "--learning-rat", "1"], "unknown flag --learning-rat"),
+        (["train_ep.py", "--model", "m"], "--dataset is missing"),
+        (["train_ep.py", "--model", "/nonexistent", "--dataset", "d"], "--model /nonexistent: no such directory"),
+        (["-m", "checkpoints", "convert", "/nonexistent", "OUT", "--ep-size", "2"], "/nonexistent: no such directory"),
+        (["-m", "checkpoints", "export", "/nonexistent", "OUT"], "/nonexistent: no such directory"),
+        (["-m", "checkpoints", "verify", "/nonexistent", "/nonexistent"], "/nonexistent: no such directory"),
+        (["-m", "checkpoints", "inspect", "/nonexistent"], "/nonexistent: no such directory"),
+        (["-m", "sharding", "plan", "--model", "/nonexistent"], "--model /nonexistent: no such file"),
+        (["-m", "sharding", "mesh", "--world-size", "8", "--ep-size", "3"], "--ep-size 3 does not divide"),
+        (["-m", "training.report", "/nonexistent"], "/nonexistent"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes(command: list[str], said: str) -> None:
+    code, told, heavy = imported(*command)
+    assert code == 2
+    assert said in told
+    assert not heavy
+
+
+def test_mesh() -> None:
+    code, told, heavy = imported("-m", "sharding", "mesh", "--world-size", "16", "--ep-size", "8")
+    assert code == 0
+    assert "ep: 2 groups of 8" in told
+    assert not heavy
+
+
+def test_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
+    """Also conversions and comparisons, where no dtype changes."""
+    shards, back = tmp_path / "shards", tmp_path / "back"
+    for command, said in (
+        (("inspect", tiny_model, "--tensors"), "Hugging Face directory"),
+        (("convert", tiny_model, shards, "--ep-size", "4"), ""),
+        (("inspect", shards, "--check"), "checksums   match"),
+        (("export", shards, back), ""),
+        (("verify", tiny_model, back), "the same bits"),
+    ):
+        code, told, heavy = imported("-m", "checkpoints", *map(str, command))
+        assert code == 0, told
+        assert said in told
+        assert not heavy, command
+    assert checkpoints_main(["verify", str(tiny_model), str(shards)]) == 0
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_exports(package: object) -> None:
+    """Every name is found, though none is imported before it is asked for, and none is a module's."""
+    names = vars(package)["__all__"]
+    file = Path(vars(package)["__file__"])
+    assert not set(names) & {path.stem for path in file.parent.iterdir()}
+    for name in names:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        package.nothing  # type: ignore[attr-defined]  # noqa: B018
