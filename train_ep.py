@@ -73,6 +73,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         config, changes = training.fit_to_ranks(config, source.shape.num_experts, ranks)
         if ranks.rank == 0 and changes:
             print(f"elastic: {ranks.world_size} ranks: {'; '.join(changes)}", flush=True)
+    products = training.choose_products(config, ranks)
     with sharding.raise_together():
         model, kernel = build(config, source, ranks)
     counts = moe.count_parameters(model, source.shape)
@@ -87,7 +88,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     memory = training.forecast(model, source, topology, kernel, config, inputs, ranks)
     if ranks.rank == 0:
         told = training.first_lines(model, source, counts, topology, kernel, config, inputs, order, memory)
-        print(folded(told), flush=True)
+        print(folded(told), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
     if config.preview:
         if ranks.rank == 0 and inputs.training is not None:
             training.print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
@@ -98,7 +99,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         with sharding.raise_together():
             memory.check(ranks.world_size)
     prompts = training.make_prompts(config, inputs)
-    log = training.RunLog(config, output_dir, training.number_of_steps(config, order), ranks)
+    log = training.RunLog(config, output_dir, training.number_of_steps(config, order), ranks, products)
     watchdog.at("loading the model", limited=False)
     mesh = sharding.build_mesh(ranks.device.type, topology, sharding.collectives_limit(watchdog.limit))
     resume_from = find_resume(config, output_dir, ranks)

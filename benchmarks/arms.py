@@ -7,7 +7,7 @@
 Shape suffixes: B rows, S positions, T = B·S tokens on this rank, D model width, E experts, K experts a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from checkpoints import open_source, shard_and_load
 from moe import ExpertMeshError, build_model, choose_kernel, moe_blocks
+from moe.matmul import Library, Product, use_libraries
 from moe.router import Router, Routing, count_experts
 from sharding import Checkpointing, Ranks, Topology, build_mesh, settle_malloc
 from training import TrainConfig, attach_loss_head, choose_cross_entropy, compile_layers
@@ -35,7 +36,7 @@ class Work:
     rows, seq_length: B and S of a rank's batch. bf16: compute in bf16 over fp32 parameters; pure_bf16: everything in
     bf16, the optimizer's state too. balanced: routing forced to give each expert as many tokens, instead of natural.
     malloc: which arms on a CPU have `settle_malloc`: "as-is" ours, as in train_ep.py; "plain" none; "settled" all.
-    cpu: even where there is a GPU.
+    cpu: even where there is a GPU. products: the libraries of ours on a CPU; transformers' products are always torch's.
     """
 
     model: Path
@@ -52,6 +53,7 @@ class Work:
     compile: bool
     malloc: str
     cpu: bool
+    products: Mapping[Product, Library]
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def parse_arm(name: str) -> tuple[str, int]:
 
 
 def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
+    use_libraries(work.products)
     source = open_source(work.model)
     device = ranks.device.type
     dtype = torch.bfloat16 if work.bf16 or work.pure_bf16 else torch.float32

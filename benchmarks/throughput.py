@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -44,10 +44,13 @@ from benchmarks.traffic import KINDS, CountTraffic
 from checkpoints import open_source
 from moe import ExpertMeshError, build_model, choose_kernel, count_parameters, training_flops
 from moe.terminal import ends_with_reader
+from moe.matmul import peak_of_products
 from moe.whole import whole
 from sharding import Ranks, end_process_group, read_environment, start_process_group
 from training.compiling import compilation
+from training.config import CpuMatmul, TrainConfig
 from training.data import Batch, Sample, collate
+from training.products import ProductLibraries, choose_products
 
 PRELOADED = ["transformers.models.mixtral.modeling_mixtral", "torch.distributed.fsdp", "accelerate", "benchmarks.arms"]
 
@@ -59,6 +62,7 @@ class Setting:
     work: Work
     case: Case
     parameters: int
+    products: ProductLibraries
 
 
 @ends_with_reader
@@ -69,7 +73,13 @@ def main() -> int:
         arguments = parse_arguments()
         ranks = start_process_group(use_cpu=True, timeout_seconds=arguments.timeout)
         with scratch_directory() as scratch:
-            settings = [make_setting(value, arguments, scratch, ranks) for value in arguments.values or [None]]
+            # this process computes nothing else, and is on a CPU whatever the arms are on
+            config = TrainConfig(model="-", dataset=["-"], cpu_matmul=arguments.cpu_matmul)
+            products = choose_products(config, ranks)
+            assert products is not None
+            peak_flops = measure_peak(arguments, ranks)
+            values = arguments.values or [None]
+            settings = [make_setting(v, arguments, scratch, ranks, products, peak_flops) for v in values]
             results = run_rounds(settings, arguments, ranks)
             failed = ranks.rank == 0 and not report(settings, results, arguments)
         end_process_group()
@@ -107,6 +117,9 @@ def parse_arguments() -> argparse.Namespace:
         help="on a CPU: with train_ep.py's settings of malloc run ours (as-is), no arm (plain), all arms (settled)",
     )
     parser.add_argument("--use-cpu", action="store_true", help="even where there is a GPU")
+    parser.add_argument(
+        "--cpu-matmul", choices=get_args(CpuMatmul), default="auto", help="library of our fp32 products on a CPU"
+    )
     parser.add_argument("--sweep", choices=("tokens", "experts"), help="over --values, instead of one setting")
     parser.add_argument("--values", type=int, nargs="+", help="of the sweep: tokens a rank, or experts")
     parser.add_argument("--rounds", type=int, default=3)
@@ -153,7 +166,24 @@ def scratch_directory() -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def make_setting(value: int | None, arguments: argparse.Namespace, scratch: Path, ranks: Ranks) -> Setting:
+def measure_peak(arguments: argparse.Namespace, ranks: Ranks) -> float | None:
+    """Floating point operations a second of CPU time that this machine's faster library makes of large fp32 products;
+    None where the arms compute otherwise. On rank 0, while the others wait."""
+    if arguments.dtype != "fp32" or not (arguments.use_cpu or not torch.cuda.is_available()):
+        return None
+    found = [peak_of_products() if ranks.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def make_setting(
+    value: int | None,
+    arguments: argparse.Namespace,
+    scratch: Path,
+    ranks: Ranks,
+    products: ProductLibraries,
+    peak_flops: float | None,
+) -> Setting:
     """The model (made and saved, where there is none) and the work of one value of the sweep."""
     arguments = argparse.Namespace(**vars(arguments))
     if arguments.sweep == "tokens":
@@ -186,11 +216,12 @@ def make_setting(value: int | None, arguments: argparse.Namespace, scratch: Path
         arguments.compile,
         arguments.malloc,
         arguments.use_cpu,
+        products.by_product,
     )
     bytes_a_number = 4 if arguments.dtype == "fp32" else 2
     layers = source.config.num_hidden_layers
-    case = Case(value, source.shape, layers, rows * length, ranks.world_size, flops, bytes_a_number)
-    return Setting(work, case, counts.total)
+    case = Case(value, source.shape, layers, rows * length, ranks.world_size, flops, bytes_a_number, peak_flops)
+    return Setting(work, case, counts.total, products)
 
 
 def divide_rows(tokens: int, seq_length: int) -> tuple[int, int]:
@@ -473,7 +504,10 @@ def describe(setting: Setting, arguments: argparse.Namespace, results: list[Resu
     ]
     said += ["ours not resharded after forward"] * (not work.reshard_after_forward)
     said += ["torch.compile of ours by region, of transformers' whole"] * work.compile
-    said += [mallocs[work.malloc]] * ("cpu" in devices)
+    if "cpu" in devices:
+        said += [mallocs[work.malloc], f"our products {setting.products} ({setting.products.why})"]
+    if case.peak_flops is not None:
+        said += [f"floor: the FLOPs at {case.peak_flops / 1e9:,.0f} GFLOP/s of CPU time, measured here"]
     said += [versions, f"Python {platform.python_version()}"]
     said += [f"{arguments.rounds} rounds of {arguments.steps} steps after {arguments.warm_up} of warm-up, interleaved"]
     return "; ".join(said)

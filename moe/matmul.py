@@ -1,11 +1,15 @@
-"""Matrix products on a CPU by oneDNN where torch would take MKL, which runs at half oneDNN's speed on AMD's processors.
+"""Matrix products on a CPU, by oneDNN or by the BLAS that torch has, MKL as a rule: whichever is the faster here.
 
-The results differ in rounding alone.
+On AMD's processors oneDNN may be twice as fast as MKL, on Intel's it is up to a fifth slower. The results differ in
+rounding alone.
 
 Shape suffixes: M, K, N of a product a_MK · b_KN.
 """
 
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +18,70 @@ from torch.autograd.function import once_differentiable
 
 from moe.padding import padded_rows
 
+Library = Literal["blas", "onednn"]
+Product = Literal["forward", "input-gradient", "weight-gradient"]
+"""Products by which operand is transposed: x · Wᵀ, grad · W, gradᵀ · x."""
+
 SMALL = 2**21
 """Below so many multiplications a call of oneDNN costs more than it gains."""
+
+MARGIN = 1.05
+"""How many times as fast oneDNN has to be in a probe: it needs batches padded, and its results copied to their place."""
+
+PROBED_MKN = (256, 512, 512)
+PROBES = 5
+
+_libraries: dict[Product, Library] = {"forward": "onednn", "input-gradient": "onednn", "weight-gradient": "onednn"}
+
+
+def use_libraries(libraries: Mapping[Product, Library]) -> None:
+    """From now on, in this process, compute these products by these libraries. Until told, all are oneDNN's."""
+    _libraries.update(libraries)
+
+
+def libraries_in_use() -> dict[Product, Library]:
+    return dict(_libraries)
+
+
+def probe_libraries() -> dict[Product, float]:
+    """How many times as fast oneDNN is as the BLAS, by this thread's own CPU time: what else the machine does hardly
+    tells. Takes some 30 ms."""
+    m, k, n = PROBED_MKN
+    x_MK, weight_NK, grad_MN = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+    operands: dict[Product, tuple[Tensor, Tensor]] = {
+        "forward": (x_MK, weight_NK.t()),
+        "input-gradient": (grad_MN, weight_NK),
+        "weight-gradient": (grad_MN.t(), x_MK),
+    }
+    return {product: _seconds(torch.mm, *pair) / _seconds(_onednn, *pair) for product, pair in operands.items()}
+
+
+def faster_libraries(ratios: Mapping[Product, float]) -> dict[Product, Library]:
+    """By what `probe_libraries` found."""
+    return {product: "onednn" if ratio >= MARGIN else "blas" for product, ratio in ratios.items()}
+
+
+def peak_of_products() -> float:
+    """Floating point operations a second of CPU time that the faster library makes on one thread, of large products."""
+    n, threads = 1024, torch.get_num_threads()
+    a_MK, b_KN = torch.randn(n, n), torch.randn(n, n)
+    torch.set_num_threads(1)
+    try:
+        seconds = [_seconds(multiply, a_MK, b_KN) for multiply in (torch.mm, _onednn)[: 1 + has_onednn()]]
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * n**3 / min(seconds)
+
+
+def has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
 def matmul(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None) -> Tensor:
     """a_MK @ b_KN, written into `out_MN` (of any dtype) where that is given; without a gradient. Transposed views cost
     no copy."""
     if suits_onednn(a_MK, b_KN):
-        product = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), None, "none", [], "")
+        product = _onednn(a_MK, b_KN)
     elif out_MN is not None and out_MN.dtype == a_MK.dtype:
         return torch.mm(a_MK, b_KN, out=out_MN)
     else:
@@ -32,17 +91,40 @@ def matmul(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None) -> Tensor:
 
 def pad_rows(x_MK: Tensor) -> Tensor:
     """With a few rows of zeros more (from 512 rows on, less than a sixteenth), so that batches of all lengths have few
-    different ones: oneDNN compiles code for each length it meets, which takes longer than a small product."""
+    different ones: oneDNN compiles code for each length it meets, which takes longer than a small product. As they are
+    where it has nothing to do."""
     num_rows = len(x_MK)
-    if x_MK.device.type != "cpu" or padded_rows(num_rows) == num_rows:
+    if x_MK.device.type != "cpu" or padded_rows(num_rows) == num_rows or "onednn" not in _libraries.values():
         return x_MK
     return F.pad(x_MK, (0, 0, 0, padded_rows(num_rows) - num_rows))
 
 
 def suits_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
     is_fp32_on_cpu = a_MK.device.type == "cpu" and a_MK.dtype == torch.float32
-    has_onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
-    return is_fp32_on_cpu and a_MK.numel() * b_KN.shape[1] >= SMALL and has_onednn
+    is_large = a_MK.numel() * b_KN.shape[1] >= SMALL
+    return is_fp32_on_cpu and is_large and _libraries[_product(a_MK, b_KN)] == "onednn" and has_onednn()
+
+
+def _product(a_MK: Tensor, b_KN: Tensor) -> Product:
+    if a_MK.stride(0) == 1:
+        return "weight-gradient"
+    return "forward" if b_KN.stride(0) == 1 else "input-gradient"
+
+
+def _onednn(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), None, "none", [], "")
+    return product
+
+
+def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], a_MK: Tensor, b_KN: Tensor) -> float:
+    """Of the fastest of a few products, the first left out: oneDNN compiles then."""
+    multiply(a_MK, b_KN)
+    best = math.inf
+    for _ in range(PROBES):
+        begin = time.thread_time()
+        multiply(a_MK, b_KN)
+        best = min(best, time.thread_time() - begin)
+    return best
 
 
 class Linear(nn.Linear):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from training.log import RunLog
     from training.loop import Run, data_order, loss_weights, number_of_steps, train
     from training.memory import forecast, measured_peak
+    from training.products import choose_products
     from training.schedule import check_schedule
 else:
     __getattr__ = import_on_demand(__name__)
@@ -30,6 +31,7 @@ __all__ = [
     "check_schedule",
     "choose_attention",
     "choose_cross_entropy",
+    "choose_products",
     "compile_layers",
     "compute_deterministically",
     "data_order",

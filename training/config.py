@@ -21,6 +21,7 @@ from training.flags import FlagParser
 
 Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
+CpuMatmul = Literal["auto", "blas", "onednn"]
 SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
     "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
@@ -81,6 +82,9 @@ class TrainConfig:
         "auto",
         "Logits of a part of the sequence at a time (chunked, or liger: liger-kernel's, for GPUs) or of all of it "
         "(full). auto: liger on a GPU where it is installed, else chunked.",
+    )
+    cpu_matmul: CpuMatmul = _flag(
+        "auto", "Library of matrix products on a CPU in fp32. auto: by a probe at the start, kept when the run goes on."
     )
     gradient_checkpointing: Checkpointing = _flag(
         "none",

@@ -20,7 +20,7 @@ PACKAGES = ("expertmesh", "torch", "transformers", "accelerate", "datasets", "sa
 _CHECKOUT = Path(__file__).parents[1]
 
 
-def environment(ranks: Ranks, global_batch_size: int) -> dict[str, str | int]:
+def environment(ranks: Ranks, global_batch_size: int, cpu_matmul: str | None) -> dict[str, str | int]:
     """The facts by name, for environment.json and the report. What cannot be found out is left out.
 
     All ranks call it together and get the same devices; the rest is of the rank's own machine.
@@ -34,7 +34,8 @@ def environment(ranks: Ranks, global_batch_size: int) -> dict[str, str | int]:
         "ranks": ranks.world_size,
         "global_batch_size": global_batch_size,
         "devices": _devices(ranks),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
+        "cpu_matmul": cpu_matmul,
         "cpu_cores": os.cpu_count(),
         "os": _operating_system(),
     }
@@ -77,7 +78,7 @@ def _devices(ranks: Ranks) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def _cpu_model() -> str | None:
+def cpu_model() -> str | None:
     """From Linux's /proc/cpuinfo; elsewhere what Python knows."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

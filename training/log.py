@@ -22,6 +22,7 @@ from moe.whole import whole
 from sharding import Ranks, raise_together
 from training.config import TrainConfig
 from training.environment import environment, write_environment
+from training.products import ProductLibraries
 from training.report import State, read_record, sweep_reports, write_report
 
 
@@ -31,7 +32,7 @@ class RunLog:
     state: for the report; whoever brings the run to its end sets it to "finished", else it ends as "stopped".
     """
 
-    def __init__(self, config: TrainConfig, output_dir: Path, num_steps: int, ranks: Ranks):
+    def __init__(self, config: TrainConfig, output_dir: Path, num_steps: int, ranks: Ranks, products: ProductLibraries | None):
         trackers: list[Any] = [name for name in config.report_to if name != "none"]
         try:
             self.accelerator = Accelerator(
@@ -46,6 +47,7 @@ class RunLog:
         self.is_main = self.accelerator.is_main_process
         self.config = config
         self.ranks = ranks
+        self.products = products
         self.output_dir = output_dir
         self.path = output_dir / "metrics.jsonl"
         self.num_steps = num_steps
@@ -55,7 +57,8 @@ class RunLog:
         self.bar: Any = None
 
     def __enter__(self) -> "RunLog":
-        facts = environment(self.ranks, self.config.rows_a_step(self.ranks.world_size))
+        matmul = None if self.products is None else str(self.products)
+        facts = environment(self.ranks, self.config.rows_a_step(self.ranks.world_size), matmul)
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 sweep_reports(self.output_dir)

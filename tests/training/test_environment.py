@@ -27,7 +27,7 @@ SOMETIMES = {"expertmesh", "megablocks", "commit", "cuda", "nccl", "cpu", "cpu_c
 
 def facts_of_a_rank(output_dir: Path) -> dict[str, str | int]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
-    facts = environment(ranks, 16)
+    facts = environment(ranks, 16, "onednn")
     if ranks.rank == 0:
         write_environment(output_dir, facts)
     return facts
