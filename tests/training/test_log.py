@@ -37,7 +37,7 @@ def go_on(out: Path, step: int, failing: bool = False) -> str:
             raise OSError(5, "Input/output error", str(path))
         return replace(path, target)
 
-    Path.replace = or_fail  # type: ignore[method-assign]
+    Path.replace = or_fail  # type: ignore[assignment, method-assign]
     try:
         with log:
             log.keep_until(step)
