@@ -43,8 +43,8 @@ from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, 
 from benchmarks.traffic import KINDS, CountTraffic
 from checkpoints import open_source
 from moe import ExpertMeshError, build_model, choose_kernel, count_parameters, training_flops
-from moe.terminal import ends_with_reader
 from moe.matmul import peak_of_products
+from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import Ranks, end_process_group, read_environment, start_process_group
 from training.compiling import compilation

@@ -65,7 +65,7 @@ def _choose(config: TrainConfig) -> ProductLibraries:
 
 
 def _all(library: Library) -> dict[Product, Library]:
-    return {product: library for product in get_args(Product)}
+    return dict.fromkeys(get_args(Product), library)
 
 
 def _earlier(config: TrainConfig) -> dict[Product, Library] | None:

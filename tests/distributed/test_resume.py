@@ -17,6 +17,7 @@ from transformers import MixtralForCausalLM
 
 import train_ep
 import training
+from benchmarks.chaos import is_complete
 from checkpoints.__main__ import main as checkpoints_main
 from checkpoints.marker import whole_checkpoints
 from tests.distributed.pool import RankPool
@@ -317,3 +318,43 @@ def test_full_disk(
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step-00000002"]
     resumed = [*flags(tiny_model, tiny_data, tmp_path / "on", *shares(2)), "--save-steps", "0", "--resume"]
     run(ranks, 2, [*resumed, str(out / "checkpoints" / "step-00000002")])
+
+
+def test_what_a_kill_leaves_behind(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
+) -> None:
+    """Half of every file that a run writes, a checkpoint that `latest` does not name yet, and a log cut off in the line
+    of a step: the run that goes on ends with the files of one that was never killed, and nothing beside them."""
+    out = tmp_path / "run"
+    stop_at_checkpoint(finished, out)
+    logged = (out / "metrics.jsonl").read_bytes()
+    (out / "metrics.jsonl").write_bytes(logged[:-40])
+    (out / "checkpoints" / "latest").write_text("step-00000003")
+    for name in ("metrics.jsonl", "config.yaml", "environment.json", "report.html.4711", "checkpoints/latest"):
+        (out / f"{name}.part").write_bytes(logged * 2)
+    (out / "checkpoints" / "best.part").symlink_to("step-00000003")
+    for name in (".hf-4711", "checkpoints/.step-00000005-4711"):
+        (out / f"{name}.part").mkdir()
+        (out / f"{name}.part" / "config.json").write_text("{")
+    run(ranks, 4, [*flags(tiny_model, tiny_data, out, *shares(4)), "--ep-size", "2", "--resume", "auto"])
+    found, expected = ({str(path.relative_to(p)) for path in p.rglob("*")} for p in (out, finished))
+    assert found == expected
+    assert (out / "checkpoints" / "latest").read_text() == "step-00000004"
+    assert is_complete(out / "metrics.jsonl", finished / "metrics.jsonl")
+    weights, expected_weights = read(out / "hf"), read(finished / "hf")
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
+
+
+def test_going_back_gives_up_what_came_later(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Resumed from an earlier checkpoint than the newest, what it saves is the newest."""
+    out = tmp_path / "run"
+    argv = [*flags(tiny_model, tiny_data, out, *shares(1)), "--lr-scheduler-type", "constant", "--save-steps", "1"]
+    run(ranks, 1, argv)
+    back = ["--resume", str(out / "checkpoints" / "step-00000003"), "--max-steps", "4", "--save-total-limit", "1"]
+    run(ranks, 1, [*argv, *back])
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step-00000004"]
+    assert (out / "checkpoints" / "latest").read_text() == "step-00000004"
+    run(ranks, 1, [*argv, "--resume", "auto"])
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(range(1, 7))

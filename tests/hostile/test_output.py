@@ -197,6 +197,16 @@ def test_conversion_goes_on_from_a_damaged_note(small: Path, tmp_path: Path, not
     assert manifests[0] == manifests[1]
 
 
+@pytest.mark.parametrize("end", [".part", ".done", ".done.part"])
+def test_conversion_goes_on_after_a_kill(small: Path, tmp_path: Path, end: str) -> None:
+    """What it died in writing, under another plan even, is neither kept nor listed."""
+    assert checkpoints("convert", small, tmp_path / "whole", "--ep-size", 2)[0] == 0
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / f"ep-00000-of-00004.safetensors{end}").write_bytes(b"half of it")
+    assert checkpoints("convert", small, tmp_path / "begun", "--ep-size", 2) == (0, "")
+    assert tree(tmp_path / "begun") == tree(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("command", [("convert", "--ep-size", "2"), ("export",)], ids=["convert", "export"])
 def test_conversion_whose_directory_goes_away(
     small: Path, tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

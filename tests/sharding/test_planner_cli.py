@@ -110,6 +110,10 @@ def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--model", "CONFIG", "--gpu-memory", "much"], "--gpu-memory much: write it like"),
         (["--model", "CONFIG", "--imbalance", "0.5"], "--imbalance 0.5: the busiest expert has at least the mean"),
         (["--model", "CONFIG", "--calibrate", "CONFIG"], "is not what `python -m sharding mesh --check --json` writes"),
+        (
+            ["--model", "CONFIG", "--sweep", "--plot", "/nowhere/x.svg"],
+            "--plot /nowhere/x.svg: cannot be written: No such",
+        ),
     ],
     ids=lambda value: " ".join(value[2:] or value) if isinstance(value, list) else "",
 )

@@ -96,7 +96,8 @@ def test_content(tmp_path: Path) -> None:
     assert {"run_name", "learning_rate", "max_steps"} < set(content["not_default"])
     assert "seed" not in content["not_default"]
     assert content["environment"] == {"torch": "2.13.0", "ranks": "4"}
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"metrics.jsonl", "config.yaml", "environment.json", "report.html"}
 
 
 @pytest.mark.parametrize(
