@@ -205,6 +205,7 @@ def test_speeds_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) ->
     groups = [tuple(range(index, 128, 8)) for index in range(2)]
     speeds = [GroupSpeed("dp", ranks, 123456e-6, 1234.5e9, ranks[0] == 1) for ranks in groups]
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "dumb")  # without colours
     with contextlib.redirect_stdout(Terminal()) as terminal:
         _print_speeds(speeds, 32768)
     lines = terminal.getvalue().splitlines()
