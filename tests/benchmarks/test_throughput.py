@@ -86,7 +86,7 @@ def test_arms_agree(ranks: RankPool, tmp_path: Path, balanced: bool) -> None:
     figures = {arm: ranks.run(run_arm, 2, arm, work)[0] for arm in ARMS}
     case = Case(None, SHAPE, 2, 64, 2, 1.0, 4)
     results = [Result(case, arm, [found]) for arm, found in figures.items()]
-    assert 0 < largest_difference(results)[0] < 1e-5
+    assert largest_difference(results)[0] < 1e-5
     assert why_void(results, 1e-4) is None
     assert figures["ours-ep=1"].sent["all-to-all"] == figures["hf-fsdp"].sent["all-to-all"] == 0
     # rows, and in each of two layers the counts of the other rank's four experts
