@@ -1,8 +1,10 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Between two edits: `make check`, which is
+# lint, types and the tests that start no processes; and `make format`.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Another torch, say one for a given CUDA: TORCH="torch==2.11.0 --index-url ..." make install
 TORCH  ?= torch==2.13.0
@@ -10,7 +12,7 @@ TORCH  ?= torch==2.13.0
 SOURCE         := $(abspath $(VENV)/megablocks)
 PIP_MEGABLOCKS := $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation
 
-.PHONY: install megablocks demo test lint format clean
+.PHONY: install megablocks demo test check lint format clean
 
 install: $(VENV)/.installed
 
@@ -44,7 +46,10 @@ demo: install
 
 # two at a time: many tests wait for processes that wait for one another
 test: lint
-	$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(RUN) $(PYTEST)
+
+check: lint
+	$(RUN) $(PYTEST) -m "not processes"
 
 lint: install
 	$(BIN)/ruff check .

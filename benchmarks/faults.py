@@ -62,6 +62,7 @@ class Outcome:
 class Bench:
     """What all faults share.
 
+    run_whole: makes a run into which no fault is put, of so many ranks with these flags; None: torchrun does.
     undisturbed: for each set of flags, where the weights lie of a run that had nothing but them.
     """
 
@@ -69,6 +70,7 @@ class Bench:
     ranks: int
     steps: int
     rng: random.Random
+    run_whole: Callable[[int, list[str]], Run] | None = None
     undisturbed: dict[tuple[str, ...], Path] = field(default_factory=dict)
 
     @property
@@ -106,6 +108,8 @@ class Bench:
         )  # fmt: skip
 
     def run(self, out: Path, *flags: str, fault: tuple[str, int, int] | None = None) -> Run:
+        if fault is None and self.run_whole is not None:
+            return self.run_whole(self.ranks, self.flags(out, *flags))
         return finish(self.start(out, *flags, fault=fault))
 
     def difference(self, out: Path, *flags: str) -> float:
@@ -406,7 +410,7 @@ ROUNDING = 1e-4
 
 
 @ends_with_reader
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Run] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=None, metavar="FAULT", help=", ".join(FAULTS))
     parser.add_argument("--times", type=int, default=3)
@@ -419,7 +423,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.short:
         arguments.times, arguments.ranks, arguments.steps = 1, 2, 6
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
-        bench = Bench(Path(directory), arguments.ranks, arguments.steps, random.Random(arguments.seed))
+        rng = random.Random(arguments.seed)
+        bench = Bench(Path(directory), arguments.ranks, arguments.steps, rng, run_whole)
         make_inputs(bench.directory / "model", bench.directory / "data.jsonl")
         print(
             f"{bench.ranks} ranks, ep {bench.ep_size}, {bench.steps} steps, a checkpoint every 2, seed {arguments.seed}"

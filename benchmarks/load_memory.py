@@ -99,6 +99,7 @@ def measure(directory: Path, ep_size: int) -> int:
     source = open_source(directory / "model")
     model: Any = build_model(source.family, source.config, KERNELS["loop"])
     dist.barrier()
+    restart_peak()
     start = resident("VmRSS")
 
     begin = time.perf_counter()

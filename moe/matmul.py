@@ -26,7 +26,7 @@ SMALL = 2**21
 """Below so many multiplications a call of oneDNN costs more than it gains."""
 
 MARGIN = 1.05
-"""How many times as fast oneDNN has to be in a probe: it needs batches padded, and its results copied to their place."""
+"""How many times as fast oneDNN has to be in a probe: it needs batches padded, and results copied to their place."""
 
 PROBED_MKN = (256, 512, 512)
 PROBES = 5

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# read when torch is imported: the other cores are the other ranks', and the tests' that run beside this one
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
 if not torch.cuda.is_available():
     # read when triton is imported, by this process or a rank: kernels then run in Python, on the CPU
     os.environ["TRITON_INTERPRET"] = "1"
@@ -19,10 +23,24 @@ from tests.tiny import save_model, save_tokenizer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if starts_processes(item):
+            item.add_marker("processes")
+
+
+def starts_processes(item: pytest.Item) -> bool:
+    """Whether a test is not for `make check`, between two edits: it takes ranks, watched processes, benchmarks, or what
+    its module runs by `subprocess`."""
+    fixtures: list[str] = getattr(item, "fixturenames", [])
+    module = getattr(item, "module", None)
+    return (
+        "ranks" in fixtures
+        or "campaign" in fixtures
+        or "benchmarks" in item.path.parts
+        or hasattr(module, "subprocess")
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

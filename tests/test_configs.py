@@ -81,7 +81,7 @@ def test_torchrun_script(flags: list[str], tmp_path: Path) -> None:
         env=environment(GPUS_PER_NODE="2", PORT=port),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
@@ -114,7 +114,7 @@ def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
         settings = environment(**slurm, **more, SLURM_SUBMIT_DIR=str(root))
         settings["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{settings['PATH']}"
         command = ["bash", str(ROOT / "configs/launch/slurm.sbatch"), *flags, "--output-dir", str(tmp_path / "out")]
-        return subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=180)
+        return subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=300)
 
     done = run(ROOT)
     assert done.returncode == 0, done.stderr

@@ -32,7 +32,9 @@ class RunLog:
     state: for the report; whoever brings the run to its end sets it to "finished", else it ends as "stopped".
     """
 
-    def __init__(self, config: TrainConfig, output_dir: Path, num_steps: int, ranks: Ranks, products: ProductLibraries | None):
+    def __init__(
+        self, config: TrainConfig, output_dir: Path, num_steps: int, ranks: Ranks, products: ProductLibraries | None
+    ):
         trackers: list[Any] = [name for name in config.report_to if name != "none"]
         try:
             self.accelerator = Accelerator(

@@ -2,19 +2,22 @@
 
 Starting eight interpreters with torch and transformers costs more than most tests, so the workers are forked from one
 process that has imported everything, and each job only joins and leaves a process group.
+
+As torchrun's agent does, this process holds the store at which the ranks of a job meet: were it to be rank 0's, a rank
+that came before it would be refused, and would only try again after most of a second.
 """
 
 import io
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 MAX_RANKS = 8
 PRELOAD = [
@@ -47,7 +50,7 @@ class RankPool:
         world_size: int,
         *args: Any,
         join_group: bool = True,
-        timeout: float = 120.0,
+        timeout: float = 600.0,
         **kwargs: Any,
     ) -> list[Any]:
         """What `function(*args, **kwargs)` returned on each rank.
@@ -55,14 +58,15 @@ class RankPool:
         Args:
             function: importable by name.
             join_group: whether the worker joins the process group around the call; else the function does it itself.
+            timeout: seconds after which a job counts as hung; many times what any takes.
 
         Raises:
             RankFailure: with the traceback of the first rank that failed.
         """
         self._grow(world_size)
-        port = _free_port()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
-            self.workers[rank][1].send((function, args, kwargs, rank, world_size, port, join_group))
+            self.workers[rank][1].send((function, args, kwargs, rank, world_size, store.port, join_group))
         return self._collect(world_size, time.monotonic() + timeout)
 
     def _grow(self, world_size: int) -> None:
@@ -77,27 +81,26 @@ class RankPool:
     def _collect(self, world_size: int, deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
         failure: str | None = None
-        while len(results) < world_size and time.monotonic() < deadline:
-            for rank in set(range(world_size)) - set(results):
-                process, connection = self.workers[rank]
+        waiting: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(self.workers[:world_size])}
+        while waiting and (seconds := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), seconds):
+                rank = waiting.pop(connection)
+                process, ours = self.workers[rank]
                 try:
-                    if not connection.poll(0.005):
-                        if not process.is_alive():
-                            raise EOFError
-                        continue
-                    ok, content = connection.recv()
+                    ok, content = ours.recv()
                 except (EOFError, OSError):
+                    process.join(1.0)
                     ok, content = False, f"the process died with exit code {process.exitcode}"
-                results[rank] = content if not ok else torch.load(io.BytesIO(content), weights_only=False)
-                if not ok and failure is None:
+                if ok:
+                    results[rank] = torch.load(io.BytesIO(content), weights_only=False)
+                elif failure is None:
                     failure = f"rank {rank}: {content}"
                     # the others may wait for this one in a collective
                     deadline = min(deadline, time.monotonic() + 5.0)
-        if failure is None and len(results) == world_size:
+        if failure is None and not waiting:
             return [results[rank] for rank in range(world_size)]
         self.close()
-        late = sorted(set(range(world_size)) - set(results))
-        raise RankFailure(failure or f"ranks {late} did not finish in time")
+        raise RankFailure(failure or f"ranks {sorted(waiting.values())} did not finish in time")
 
     def close(self) -> None:
         """End the workers; the next job starts new ones."""
@@ -106,12 +109,6 @@ class RankPool:
             process.kill()
             process.join()
         self.workers = []
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _work(connection: Connection) -> None:
@@ -150,11 +147,12 @@ def _run_job(
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
         OMP_NUM_THREADS="1",
     )
     torch.manual_seed(rank)
     if join_group:
-        start_process_group(use_cpu=True, timeout_seconds=60)
+        start_process_group(use_cpu=True, timeout_seconds=300)
     result = function(*args, **kwargs)
     if join_group:
         end_process_group()

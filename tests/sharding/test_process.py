@@ -33,5 +33,5 @@ print(mallinfo2().hblks - before)
 @pytest.mark.parametrize(("how", "own_pages"), [("settled", 1), ("as it is", 0)])
 def test_large_tensors_get_pages_of_their_own(how: str, own_pages: int) -> None:
     command = [sys.executable, "-c", PROGRAM, how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert int(done.stdout) == own_pages

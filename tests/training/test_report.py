@@ -290,7 +290,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_command_line_as_a_module(tmp_path: Path) -> None:
     make_run(tmp_path, [training(1)])
     command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "training.report", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report.html").is_file()
 
