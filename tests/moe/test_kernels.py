@@ -1,5 +1,6 @@
 """Expert kernels against a plain matmul an expert, with autograd's own backward."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -56,17 +57,43 @@ def test_fp32(kernel: str, counts: list[int]) -> None:
     check(kernel, counts, torch.float32, "cpu", 1e-5)
 
 
-@pytest.mark.parametrize("counts", [*COUNTS.values(), [70, 0, 33]])
-def test_onednn(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+@pytest.fixture(params=["blas", "onednn"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> matmul.Library:
+    """Of all products, the smallest too."""
     monkeypatch.setattr(matmul, "SMALL", 0)
+    monkeypatch.setattr(matmul, "_libraries", dict.fromkeys(matmul.libraries_in_use(), request.param))
+    chosen: matmul.Library = request.param
+    return chosen
+
+
+@pytest.mark.parametrize("counts", [*COUNTS.values(), [70, 0, 33]])
+def test_libraries(library: matmul.Library, counts: list[int]) -> None:
     with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as product:
         check("loop", counts, torch.float32, "cpu", 1e-5)
-    assert product.call_count == 9 * sum(count > 0 for count in counts)
+    assert product.call_count == (9 * sum(count > 0 for count in counts) if library == "onednn" else 0)
+
+
+@pytest.mark.parametrize(("product", "calls"), [("forward", 3), ("input-gradient", 3), ("weight-gradient", 3)])
+def test_each_product_has_its_library(monkeypatch: pytest.MonkeyPatch, product: matmul.Product, calls: int) -> None:
+    monkeypatch.setattr(matmul, "SMALL", 0)
+    monkeypatch.setattr(matmul, "_libraries", dict.fromkeys(matmul.libraries_in_use(), "blas"))
+    matmul.use_libraries({product: "onednn"})
+    with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as onednn:
+        check("loop", [40], torch.float32, "cpu", 1e-5)
+    assert onednn.call_count == calls
+
+
+def test_probe() -> None:
+    ratios = matmul.probe_libraries()
+    assert set(ratios) == set(matmul.libraries_in_use())
+    assert all(0 < ratio < math.inf for ratio in ratios.values())
+    found = matmul.faster_libraries({"forward": 1.9, "input-gradient": 1.0, "weight-gradient": 0.8})
+    assert found == {"forward": "onednn", "input-gradient": "blas", "weight-gradient": "blas"}
+    assert 0 < matmul.peak_of_products() < 1e13
 
 
 @pytest.mark.parametrize("shape", [(2, 35, D), (40, D), (1, 1, D)])
-def test_linear(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    monkeypatch.setattr(matmul, "SMALL", 0)
+def test_linear(library: matmul.Library, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layer, with_bias = torch.nn.Linear(D, WIDTH, bias=False), torch.nn.Linear(D, WIDTH)
     x, grad = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], WIDTH)
@@ -76,7 +103,7 @@ def test_linear(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None
     assert list(layer.state_dict()) == ["weight"]
     with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as product:
         found = (layer(x), *torch.autograd.grad(layer(x), (x, layer.weight), grad))
-    assert product.call_count == 4
+    assert product.call_count == (4 if library == "onednn" else 0)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
