@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 TRAIN_ROWS = 40_000
 HELD_OUT_ROWS = 100  # a task
 LETTERS = "abcdefghijklmnop"
-SEED = 0
+SOUND = 0.85
+"""Share of every task's held-out rows that a sound run answers exactly; with less, the demo fails."""
 
 
 def _letters(rng: random.Random) -> str:
@@ -35,8 +36,9 @@ def _letters(rng: random.Random) -> str:
 
 
 def _sum(rng: random.Random) -> tuple[str, str]:
+    """Two digits each, so that the digits to be added always stand at the same distances."""
     a, b = rng.randint(0, 49), rng.randint(0, 49)
-    return f"{a}+{b}", str(a + b)
+    return f"{a:02}+{b:02}", f"{a + b:02}"
 
 
 def _on_letters(name: str, answer: Callable[[str], str]) -> Callable[[random.Random], tuple[str, str]]:
@@ -61,6 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("demo-run"), help="an earlier demo in it is replaced")
     parser.add_argument("--max-steps", type=int, default=None, help="other than in configs/tiny.yaml")
+    parser.add_argument("--seed", type=int, default=0, help="of the data, the model and the order of training")
     arguments = parser.parse_args()
     begin = time.perf_counter()
     out: Path = arguments.output_dir
@@ -73,32 +76,32 @@ def main() -> int:
     out.mkdir(parents=True)
     marker.touch()
 
-    held_out = make_inputs(model, data)
+    held_out = make_inputs(model, data, arguments.seed)
     print(f"made {model} and {data} ({TRAIN_ROWS:,} rows)", flush=True)
     before = accuracy(model, held_out)
-    train(model, data, run, arguments.max_steps)
+    train(model, data, run, arguments.max_steps, arguments.seed)
     after = accuracy(run / "hf", held_out)
     print_accuracy(before, after, held_out)
     print(f"whole demo: {time.perf_counter() - begin:.0f} s; the trained model: {run / 'hf'}")
     print(f"its report, for a browser: {run / 'report.html'}")
-    easiest = next(iter(TASKS))
-    if after[easiest][0] < 0.9:
-        print(f"demo: error: only {after[easiest][0]:.0%} of {easiest!r} right after training", file=sys.stderr)
+    failed = [f"{share:.0%} of {name!r}" for name, (share, _) in after.items() if share < SOUND]
+    if failed:
+        print(f"demo: error: right after training: {', '.join(failed)}; {SOUND:.0%} is sound", file=sys.stderr)
         return 1
     return 0
 
 
-def make_inputs(model: Path, data: Path) -> dict[str, list[tuple[str, str]]]:
+def make_inputs(model: Path, data: Path, seed: int = 0) -> dict[str, list[tuple[str, str]]]:
     """Write the training rows, and a random model with a tokenizer made for them; the rows held out, by task."""
-    held_out = write_tasks(data)
+    held_out = write_tasks(data, seed)
     save_tokenizer(model, data)
-    save_random_model(model)
+    save_random_model(model, seed)
     return held_out
 
 
-def write_tasks(file: Path) -> dict[str, list[tuple[str, str]]]:
+def write_tasks(file: Path, seed: int) -> dict[str, list[tuple[str, str]]]:
     """Write the training rows; the held-out tasks, none of which is among them."""
-    rng = random.Random(SEED)
+    rng = random.Random(seed)
     held_out: dict[str, list[tuple[str, str]]] = {}
     for name, make in TASKS.items():
         distinct: dict[str, str] = {}
@@ -106,11 +109,12 @@ def write_tasks(file: Path) -> dict[str, list[tuple[str, str]]]:
             prompt, answer = make(rng)
             distinct[prompt] = answer
         held_out[name] = list(distinct.items())
+    drawn = [*TASKS, "sum"]  # twice as often: it is the hardest
     forbidden = {prompt for rows in held_out.values() for prompt, _ in rows}
     with open(file, "w", encoding="utf-8") as lines:
         written = 0
         while written < TRAIN_ROWS:
-            prompt, answer = TASKS[rng.choice(list(TASKS))](rng)
+            prompt, answer = TASKS[rng.choice(drawn)](rng)
             if prompt not in forbidden:
                 lines.write(json.dumps({"prompt": prompt, "response": answer}) + "\n")
                 written += 1
@@ -118,12 +122,12 @@ def write_tasks(file: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def save_tokenizer(path: Path, data: Path) -> None:
-    """A tokenizer of characters, trained on the data."""
+    """A tokenizer of characters and of whole names of tasks, trained on the data."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"^({'|'.join(TASKS)}) |[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
     tokenizer.train_from_iterator(_texts(data), trainer)
@@ -140,7 +144,7 @@ def _texts(data: Path) -> Iterable[str]:
             yield f"{row['prompt']}\n{row['response']}"
 
 
-def save_random_model(path: Path) -> None:
+def save_random_model(path: Path, seed: int) -> None:
     from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -154,19 +158,20 @@ def save_random_model(path: Path) -> None:
         num_local_experts=8,
         num_experts_per_tok=2,
         max_position_embeddings=64,
+        initializer_range=0.05,  # the default, 0.02, is for wider models
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     model: Any = MixtralForCausalLM(config)
     model.save_pretrained(path)
 
 
-def train(model: Path, data: Path, run: Path, max_steps: int | None) -> None:
+def train(model: Path, data: Path, run: Path, max_steps: int | None, seed: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += ["train_ep.py", "--config", "configs/tiny.yaml", "--ep-size", "4", "--model", str(model.resolve())]
-    command += ["--dataset", str(data.resolve()), "--output-dir", str(run.resolve())]
+    command += ["--dataset", str(data.resolve()), "--output-dir", str(run.resolve()), "--seed", str(seed)]
     command += [] if max_steps is None else ["--max-steps", str(max_steps)]
     print("$ torchrun " + " ".join(command[3:]), flush=True)
     subprocess.run(command, cwd=ROOT, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -3,7 +3,7 @@
 Each function returns this rank's part: the parts of all ranks add up to the loss, and their gradients to its
 gradient, however the tokens are spread. Only the counts, which carry no gradient, must be summed over ranks first.
 
-Shape suffixes: L MoE layers, E experts.
+Shape suffixes: L MoE layers, E experts, G groups of layers that are balanced together: 1, or L.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,22 @@ from torch import Tensor
 from moe.router import RouterStats
 
 
-def load_balancing_loss(stats: Sequence[RouterStats], global_counts_E: Tensor, global_tokens: Tensor | int) -> Tensor:
-    """This rank's part of `load_balancing_loss_func` in transformers (Switch Transformer, eq. 4-6), fp32 scalar.
+def load_balancing_loss(stats: Sequence[RouterStats], global_counts_GE: Tensor, global_tokens: Tensor | int) -> Tensor:
+    """This rank's part of the balancing loss (Switch Transformer, eq. 4-6), averaged over groups, fp32 scalar.
 
-    As there, counts and probabilities are pooled over the layers before they are multiplied.
+    Counts and probabilities are pooled over a group's layers before they are multiplied. With one group this is
+    `load_balancing_loss_func` in transformers, which is at its least, K, where every layer is uneven but the layers
+    make up for one another; with a group a layer, only where each is even.
 
     Args:
         stats: one entry a MoE layer, of one forward.
-        global_counts_E: the layers' counts_E summed over layers and over all ranks.
+        global_counts_GE: the layers' counts_E summed over each group's layers and over all ranks; G is 1 or L.
         global_tokens: tokens of all ranks in that forward, padding left out.
     """
-    rows = global_tokens * len(stats)
-    prob_sum_E = torch.stack([s.prob_sum_E for s in stats]).sum(dim=0)
-    return global_counts_E.numel() * ((global_counts_E / rows) * (prob_sum_E / rows)).sum()
+    groups, experts = global_counts_GE.shape
+    rows = global_tokens * (len(stats) // groups)
+    prob_sum_GE = torch.stack([s.prob_sum_E for s in stats]).view(groups, -1, experts).sum(dim=1)
+    return experts * ((global_counts_GE / rows) * (prob_sum_GE / rows)).sum() / groups
 
 
 def router_z_loss(stats: Sequence[RouterStats], global_tokens: Tensor | int) -> Tensor:

@@ -135,6 +135,9 @@ class RouterAlarm:
         balance = f"raise --router-aux-loss-coef (now {self.weights.balance:g})"
         if self.weights.balance == 0:
             balance = "switch the balancing loss on, by --router-aux-loss-coef 0.02 say"
+        elif not self.weights.balance_per_layer:
+            # however high its coefficient, the pooled loss asks nothing of layers that make up for one another
+            balance = f"balance each layer by itself, by --router-aux-loss-per-layer, {balance}"
         return (
             f"{balance}, or --router-z-loss-coef (now {self.weights.z:g}) where the router is too sure of itself, or "
             f"lower --learning-rate (now {self.config.learning_rate:g})"

@@ -136,6 +136,11 @@ class TrainConfig:
     router_aux_loss_coef: float | None = _flag(
         None, "Weight of the load-balancing loss. Default: the model config's, if it sets output_router_logits, else 0."
     )
+    router_aux_loss_per_layer: bool = _flag(
+        False,
+        "Balance every layer by itself. false, as in transformers: their sum, where one layer's surplus at an expert "
+        "makes up for another's lack.",
+    )
     router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss.")
     on_nonfinite: OnNonfinite = _flag(
         "stop", "At a loss or gradient norm that is not finite: stop, or skip the update."

@@ -71,7 +71,7 @@ def loss_weights(config: TrainConfig, source: ModelSource) -> LossWeights:
     balance = config.router_aux_loss_coef
     if balance is None:
         balance = source.config.router_aux_loss_coef if source.config.output_router_logits else 0.0
-    return LossWeights(balance, config.router_z_loss_coef)
+    return LossWeights(balance, config.router_z_loss_coef, config.router_aux_loss_per_layer)
 
 
 def train(run: Run, resume_from: Path | None) -> bool:

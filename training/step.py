@@ -2,7 +2,7 @@
 
 Every loss is a local sum over a global count, so that gradients are plain sums over ranks and micro-steps.
 
-Shape suffixes: L MoE layers, E experts.
+Shape suffixes: L MoE layers, E experts, G groups of layers that are balanced together: 1, or L.
 """
 
 import math
@@ -25,10 +25,14 @@ from training.routing import Routing, routing_of
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Coefficients of the auxiliary losses; 0 leaves one out."""
+    """Coefficients of the auxiliary losses; 0 leaves one out.
+
+    balance_per_layer: whether each layer is balanced by itself, not all of them pooled.
+    """
 
     balance: float
     z: float
+    balance_per_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
     Args:
         model: sharded, with a `LossHead`.
         batches: this rank's, equally many on every rank, on the model's device.
-        weights: of the auxiliary losses. The balancing loss is taken over one forward of all ranks, as HF defines it,
+        weights: of the auxiliary losses. The balancing loss is taken over one forward of all ranks, as HF does,
             and averaged over the micro-steps; the z-loss over all tokens of the step.
 
     Returns:
@@ -79,9 +83,10 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
         routings.append(routing_of(stats))
         balance = z = torch.zeros((), device=device)
         if weights.balance > 0:
-            counts_E = routings[-1].counts_LE.sum(dim=0)
-            dist.all_reduce(counts_E)
-            balance = load_balancing_loss(stats, counts_E, tokens_in_forward.clamp(min=1)) / len(batches)
+            counts_LE = routings[-1].counts_LE
+            counts_GE = counts_LE.clone() if weights.balance_per_layer else counts_LE.sum(dim=0, keepdim=True)
+            dist.all_reduce(counts_GE)
+            balance = load_balancing_loss(stats, counts_GE, tokens_in_forward.clamp(min=1)) / len(batches)
         if weights.z > 0:
             z = router_z_loss(stats, num_tokens)
         (cross_entropy + weights.balance * balance + weights.z * z).backward()

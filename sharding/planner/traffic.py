@@ -56,7 +56,7 @@ def step_traffic(model: ModelShape, setting: Setting, balance: bool = False) -> 
     """Everything that `training.step.train_step` sends, but what sends nothing since its group is one rank.
 
     Args:
-        balance: whether there is a balancing loss, whose counts are added up over all ranks.
+        balance: whether there is a balancing loss, pooled over layers, whose counts are added up over all ranks.
     """
     return [traffic for traffic in _all_traffic(model, setting, balance) if traffic.sent > 0]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from checkpoints import open_source, shard_and_load
 from moe import KERNELS, build_model
@@ -85,8 +86,8 @@ def reference(case: Case, **changes: Any) -> Figures:
             num_items_in_batch=max(int((labels[:, 1:] != -100).sum()), 1),
             output_router_logits=True,
         )
-        balance = out.aux_loss
-        cross_entropy = out.loss - model.router_aux_loss_coef * balance
+        cross_entropy = out.loss - model.router_aux_loss_coef * out.aux_loss
+        balance = _balance_by_layer(model, out, batch) if config.router_aux_loss_per_layer else out.aux_loss
         logits = torch.stack([layer.float()[attention_mask(batch).bool().flatten()] for layer in out.router_logits])
         z = logits.logsumexp(dim=-1).square().mean()
         (cross_entropy + case.balance * balance + case.z * z).backward()
@@ -98,6 +99,15 @@ def reference(case: Case, **changes: Any) -> Figures:
         balances.append(float(balance.detach()))
         zs.append(float(z.detach()))
     return Figures(losses, balances[0], zs[0], grad_norms, grads, in_our_layout(model, "data"))
+
+
+def _balance_by_layer(model: MixtralForCausalLM, out: Any, batch: Batch) -> Tensor:
+    """HF's balancing loss of each layer alone, averaged."""
+    losses = [
+        load_balancing_loss_func((layer,), model.num_experts, model.num_experts_per_tok, attention_mask(batch))
+        for layer in out.router_logits
+    ]
+    return torch.stack([torch.as_tensor(loss) for loss in losses]).mean()
 
 
 def hf_adamw(model: MixtralForCausalLM, config: TrainConfig, but: Collection[Tensor] = ()) -> torch.optim.AdamW:
@@ -213,10 +223,11 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
     """The same figures from this process group; rank 0 returns them."""
     model, mesh, _ = sharded_model(path, topology, case)
     model.train()
-    optimizer = build_optimizer(model, train_config(**case.settings), mesh)
+    config = train_config(**case.settings)
+    optimizer = build_optimizer(model, config, mesh)
     rank = torch.distributed.get_rank()
     batches = my_batches(case, topology, rank)
-    weights = LossWeights(case.balance, case.z)
+    weights = LossWeights(case.balance, case.z, config.router_aux_loss_per_layer)
     first = compute_gradients(model, batches, weights)
     grads = {n: _full(p.grad) for n, p in model.named_parameters()}
     losses, grad_norms = [], []

@@ -34,6 +34,7 @@ CASES = {
 OTHER_CASES = {
     "selective": Case(SAMPLES, balance=0.05, z=0.01, gradient_checkpointing="selective", kernel="torch-grouped"),
     "compiled": Case(SAMPLES, z=0.01, gradient_checkpointing="selective", settings={"compile": True}),
+    "aux per layer": Case(SAMPLES, balance=0.05, settings={"router_aux_loss_per_layer": True}),
     "no reshard": Case(SAMPLES, z=0.01, accumulation=2, settings={"reshard_after_forward": False}),
 }
 
@@ -78,6 +79,7 @@ def test_equals_one_process(
         ("selective", 4, 2),
         ("selective", 4, 4),
         ("no reshard", 4, 2),
+        ("aux per layer", 4, 2),
     ],
 )
 def test_other_cases_equal_one_process(ranks: RankPool, model: Path, world_size: int, ep_size: int, name: str) -> None:

@@ -151,17 +151,21 @@ def test_router_counts_and_weights() -> None:
 
 
 def test_auxiliary_losses_add_up_over_ranks() -> None:
-    """Two halves of a batch give parts that sum to HF's loss on the whole, and to the z-loss by its definition."""
+    """Two halves of a batch give parts that sum to HF's loss on the whole, or to its mean over the layers where each is
+    balanced by itself, and to the z-loss by its definition."""
     torch.manual_seed(0)
     routers = [Router(8, 5, 2, True) for _ in range(3)]
     for router in routers:
         torch.nn.init.normal_(router.weight)
     x_TD = torch.randn(14, 8)
     halves = [[router(half).stats for router in routers] for half in (x_TD[:5], x_TD[5:])]
-    counts_E = torch.stack([stats.counts_E for half in halves for stats in half]).sum(dim=0)
+    counts_LE = torch.stack([sum(stats.counts_E for stats in layer) for layer in zip(*halves, strict=True)])
     logits: Any = tuple(x_TD @ router.weight.t() for router in routers)
-    balance = sum(load_balancing_loss(half, counts_E, 14) for half in halves)
-    torch.testing.assert_close(balance, load_balancing_loss_func(logits, 5, 2))
+    pooled = sum(load_balancing_loss(half, counts_LE.sum(dim=0, keepdim=True), 14) for half in halves)
+    torch.testing.assert_close(pooled, load_balancing_loss_func(logits, 5, 2))
+    by_layer = sum(load_balancing_loss(half, counts_LE, 14) for half in halves)
+    of_layers = [torch.as_tensor(load_balancing_loss_func((layer,), 5, 2)) for layer in logits]
+    torch.testing.assert_close(by_layer, torch.stack(of_layers).mean())
     z = sum(router_z_loss(half, 14) for half in halves)
     torch.testing.assert_close(z, torch.stack(logits).logsumexp(dim=-1).square().mean())
 

@@ -52,9 +52,9 @@ def test_which_losses_are_spikes(losses: list[float], warned: list[int]) -> None
     assert loss_warnings(losses) == warned
 
 
-def router_alarm(top_k: int = 2, balance: float = 0.02, **settings: object) -> RouterAlarm:
+def router_alarm(top_k: int = 2, balance: float = 0.02, per_layer: bool = False, **settings: object) -> RouterAlarm:
     config = TrainConfig(model="m", dataset=["d"], **{"router_warn_steps": 10, **settings})  # type: ignore[arg-type]
-    return RouterAlarm(config, LossWeights(balance, 0.0), top_k)
+    return RouterAlarm(config, LossWeights(balance, 0.0, per_layer), top_k)
 
 
 def test_dead_experts_are_named_once() -> None:
@@ -106,6 +106,13 @@ def test_load_bound(top_k: int, bound: float | None, load: float, warns: bool) -
 def test_without_a_balancing_loss_it_is_to_be_switched_on() -> None:
     (warning,) = router_alarm(top_k=1, balance=0.0).check(10, np.array([[0, 1, 1, 1]]))
     assert "switch the balancing loss on, by --router-aux-loss-coef 0.02" in warning
+
+
+def test_layers_pooled_are_to_be_balanced_by_themselves() -> None:
+    (pooled,) = router_alarm(top_k=1).check(10, np.array([[0, 1, 1, 1]]))
+    assert "; balance each layer by itself, by --router-aux-loss-per-layer, raise --router-aux-loss-coef" in pooled
+    (by_layer,) = router_alarm(top_k=1, per_layer=True).check(10, np.array([[0, 1, 1, 1]]))
+    assert "; raise --router-aux-loss-coef" in by_layer
 
 
 def test_zero_steps_watches_nothing() -> None:
