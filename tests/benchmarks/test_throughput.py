@@ -19,6 +19,7 @@ from moe import ExpertMeshError, MoEShape
 from moe.dispatch import all_to_all
 from moe.matmul import libraries_in_use
 from sharding import Ranks
+from sharding.gloo import all_gather, reduce_scatter
 from tests.distributed.pool import RankPool
 from tests.tiny import save_model
 
@@ -38,6 +39,8 @@ def every_collective() -> tuple[dict[str, float], dict[str, int]]:
     with CountTraffic() as traffic:
         dist.all_gather_into_tensor(torch.empty(16, 3), x)
         dist.reduce_scatter_tensor(torch.empty(4, 3), x)
+        all_gather(x.flatten(), torch.empty(48), world.group_name)
+        reduce_scatter(x.flatten(), torch.empty(12), torch.empty(12), world.group_name)
         dist.all_reduce(x)
         dist.all_to_all_single(torch.empty(8, 3), x)
         sent = [5, 3] if dist.get_rank() == 0 else [1, 7]
@@ -52,11 +55,11 @@ def every_collective() -> tuple[dict[str, float], dict[str, int]]:
 def test_counts_what_collectives_send(ranks: RankPool) -> None:
     row = 3 * 4
     for rank, (sent, calls) in enumerate(ranks.run(every_collective, 2)):
-        assert sent["all-gather"] == 8 * row + 4 * row
-        assert sent["reduce-scatter"] == 4 * row
+        assert sent["all-gather"] == 2 * 8 * row + 4 * row
+        assert sent["reduce-scatter"] == 2 * 4 * row
         assert sent["all-reduce"] == 8 * row
         assert sent["all-to-all"] == 4 * row + 2 * [3, 1][rank] * row
-        assert calls == {"all-gather": 2, "reduce-scatter": 1, "all-reduce": 1, "all-to-all": 3}
+        assert calls == {"all-gather": 3, "reduce-scatter": 2, "all-reduce": 1, "all-to-all": 3}
 
 
 def test_what_is_compiled_while_counting_stays_compiled() -> None:

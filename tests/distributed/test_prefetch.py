@@ -19,7 +19,7 @@ from tests.tiny import save_model
 from training.step import LossWeights, compute_gradients
 
 LAYERS = 4
-LETTERS = {"c10d::_allgather_base_": "G", "aten::topk": "R", "c10d::_reduce_scatter_base_": "S"}
+LETTERS = {"expertmesh::all_gather": "G", "aten::topk": "R", "expertmesh::reduce_scatter": "S"}
 
 
 class Order(TorchDispatchMode):
