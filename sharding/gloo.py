@@ -62,14 +62,20 @@ class GlooReduceScatter(ReduceScatter):
 
     def __init__(self, memory: SharedMemory):
         self.memory = memory
+        self.input_is_next = True
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.memory.take(torch.Size(size).numel(), dtype)
+        """FSDP asks for a call's input, then for its output: the gradients, which live until the update is made and
+        are not to hold on to memory that is shared."""
+        is_input, self.input_is_next = self.input_is_next, not self.input_is_next
+        numel = torch.Size(size).numel()
+        return self.memory.take(numel, dtype) if is_input else torch.empty(numel, dtype=dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, op
+        self.input_is_next = True
         received = self.memory.take(output_tensor.numel(), output_tensor.dtype)
         reduce_scatter(input_tensor, output_tensor, received, group.group_name)
 
