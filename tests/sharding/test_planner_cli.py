@@ -199,14 +199,14 @@ def test_mesh_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int, wor
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_speeds_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     groups = [tuple(range(index, 128, 8)) for index in range(2)]
-    speeds = [GroupSpeed("dp", ranks, 123456e-6, 1234.5e9, ranks[0] == 1) for ranks in groups]
+    speeds = [GroupSpeed("dp", ranks, 123456e-6, 234.5e9, ranks[0] == 1) for ranks in groups]
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "dumb")  # without colours
     with contextlib.redirect_stdout(Terminal()) as terminal:
         _print_speeds(speeds, 32768)
     lines = terminal.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    assert sum("123,456 us  1,234.500 GB/s" in line for line in lines) == 2
+    assert sum("123,456 us  234.500" in line for line in lines) == 2
     assert "1 to 121 in steps of 8" in terminal.getvalue()
     assert [line.split()[-1] for line in lines].count("slow") == 1
 
