@@ -228,7 +228,7 @@ def _print_speeds(speeds: Sequence[Any], row_bytes: int) -> None:
         Column("group", [speed.name for speed in speeds], is_text=True),
         Column("ranks", [ranks_of(speed.ranks, most=8) for speed in speeds], is_text=True),
         Column(f"latency of\n{row_bytes:,} bytes", [f"{speed.latency * 1e6:,.0f} us" for speed in speeds]),
-        Column("bandwidth\na rank", [f"{speed.bandwidth / 1e9:,.3f} GB/s" for speed in speeds]),
+        Column("GB/s\na rank", [f"{speed.bandwidth / 1e9:,.3f}" for speed in speeds]),
         Column("", ["[red]slow[/]" if speed.is_slow else "" for speed in speeds], is_text=True),
     ]
     print_table(open_console(), columns)

@@ -591,7 +591,7 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
         (b'{"messages": [{"content": "a"}]}', r"message 1 has no role \(or from\); found: content"),
         (b'{"messages": [{"role": "user"}]}', r"message 1 has no content \(or value\); found: role"),
         (b'{"messages": [{"role": "user", "content": 3}]}', "message 1: content is 3, not text"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "a part that is not text.*image"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "a part that is none of text.*image"),
         (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "weight is 0.5; true or false"),
         (b'{"messages": [{"role": "judge", "content": "a"}]}', "line 1: the chat template refuses .*not judge"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "no row has a token to learn"),
