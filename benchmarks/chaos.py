@@ -84,6 +84,8 @@ def main() -> int:
 def launch(directory: Path, out: Path, arguments: argparse.Namespace, restarts: int, save_steps: int) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
     command += ["--monitor-interval", "0.1", "--nproc-per-node", str(arguments.ranks), "train_ep.py", "--use-cpu"]
+    # a probe may tip from one start to the next, and the last bits of the weights with it
+    command += ["--cpu-matmul", "onednn"]
     command += ["--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl")]
     command += ["--output-dir", str(out), "--ep-size", str(arguments.ep_size), "--max-steps", str(arguments.steps)]
     command += ["--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "2", "--learning-rate", "1e-3"]

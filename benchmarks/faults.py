@@ -89,7 +89,8 @@ class Bench:
 
     def flags(self, out: Path, *more: str) -> list[str]:
         return [
-            "--use-cpu", "--model", str(self.directory / "model"), "--dataset", str(self.directory / "data.jsonl"),
+            "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
+            "--model", str(self.directory / "model"), "--dataset", str(self.directory / "data.jsonl"),
             "--output-dir", str(out), "--ep-size", str(self.ep_size), "--max-steps", str(self.steps),
             "--per-device-train-batch-size", "4", "--learning-rate", "1e-3", "--save-steps", "2", "--resume", "auto",
             *more,

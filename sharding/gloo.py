@@ -26,12 +26,13 @@ class SharedMemory:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor (numel,) on the CPU."""
         num_bytes = numel * dtype.itemsize
-        free = [piece for piece in self.pieces if _is_free(piece)]
+        free = sorted((piece for piece in self.pieces if _is_free(piece)), key=Tensor.numel)
         piece = next((piece for piece in free if piece.numel() >= num_bytes), None)
         if piece is None:
             # what is too small makes way: at the end there are as many pieces as were ever in use at once
-            for small in free[:1]:
-                self.pieces = [other for other in self.pieces if other is not small]
+            if free:
+                self.pieces = [other for other in self.pieces if other is not free[-1]]
+            del free
             piece = torch.empty(num_bytes, dtype=torch.uint8)
             self.pieces.append(piece)
         return piece[:num_bytes].view(dtype)

@@ -212,14 +212,23 @@ def optimizer_temporaries(setting: Setting, model: ModelShape) -> float:
 
 def reduce_peak(unit: Unit, setting: Setting) -> float:
     """While a unit's gradients are summed over its ranks (`foreach_reduce`): first the gradients and an fp32 copy, the
-    reduce-scatter's input; then this copy and its fp32 result. A lone rank divides its copy by 1 into another; gloo
-    makes a reduce-scatter of an all-reduce of a copy, with a buffer of one rank's share."""
-    copies = 1.0
-    if unit.ranks == 1:
-        copies = 2.0
-    elif setting.device == "cpu":
-        copies = 2.0 + 1 / unit.ranks
-    return max(unit.gathered * (setting.compute_bytes + 4), 4 * (unit.gathered * copies + unit.shard))
+    reduce-scatter's input; then this copy and its fp32 result. A lone rank divides its copy by 1 into another. On a CPU
+    the input lies in `shared_memory`."""
+    sent = 0 if setting.device == "cpu" else unit.gathered
+    divided = unit.gathered if unit.ranks == 1 else 0
+    return max(unit.gathered * setting.compute_bytes + 4 * sent, 4 * (sent + divided + unit.shard))
+
+
+def shared_memory(setting: Setting, units: Units) -> float:
+    """On a CPU, from the first step on, the pieces of `sharding.gloo.SharedMemory`: the largest unit's, gathered or to
+    be reduced; what one rank has received of it for its part; and two of a layer without its experts: its gradients
+    wait to be let go while the layer before it is gathered."""
+    if setting.device != "cpu":
+        return 0
+    reduced = [units.layer, units.root] + ([units.experts] if setting.experts_are_gathered else [])
+    sent = [unit for unit in reduced if unit.ranks > 1]
+    layers = 2 * 4 * units.layer.gathered if units.layer.ranks > 1 else 0
+    return max(4 * unit.gathered for unit in reduced) + max((4 * unit.shard for unit in sent), default=0) + layers
 
 
 def moments(model: ModelShape, setting: Setting) -> Iterator[tuple[str, Memory]]:
@@ -230,16 +239,16 @@ def moments(model: ModelShape, setting: Setting) -> Iterator[tuple[str, Memory]]
     """
     units = units_of(model, setting)
     first, last = 0, model.num_layers - 1
-    yield "loss", _with_slack(_at_loss(model, setting, units), setting)
+    yield "loss", _with_slack(_at_loss(model, setting, units), setting, units)
     for layer in dict.fromkeys((last, first)):
         for when, at in (
             ("backward of experts", _at_experts),
             ("reduction of experts' gradients", _at_reduction),
             ("backward of attention", _at_attention),
         ):
-            yield f"{when}, layer {layer}", _with_slack(at(model, setting, units, layer), setting)
-    yield "reduction of embedding and head", _with_slack(_at_root(model, setting, units), setting)
-    yield "optimizer step", _with_slack(_at_update(model, setting, units), setting)
+            yield f"{when}, layer {layer}", _with_slack(at(model, setting, units, layer), setting, units)
+    yield "reduction of embedding and head", _with_slack(_at_root(model, setting, units), setting, units)
+    yield "optimizer step", _with_slack(_at_update(model, setting, units), setting, units)
 
 
 def peak(model: ModelShape, setting: Setting) -> tuple[str, Memory]:
@@ -268,7 +277,9 @@ def _always_gathered(model: ModelShape, setting: Setting, units: Units) -> float
 def _at_loss(model: ModelShape, setting: Setting, units: Units) -> Memory:
     """Activations of all layers and the logits. The last all-gather's buffer is still there (FSDP2 frees it when the
     next unit is gathered in forward)."""
-    if not setting.experts_are_gathered:
+    if setting.device == "cpu":
+        buffer = 0  # part of `shared_memory`
+    elif not setting.experts_are_gathered:
         buffer = units.layer.gathered if units.layer.ranks > 1 else 0
     else:
         buffer = units.experts.gathered if units.experts.ranks > 1 else 0
@@ -290,7 +301,7 @@ def _in_backward(model: ModelShape, setting: Setting, units: Units, layer: int) 
     c = setting.compute_bytes
     own = c * units.layer.gathered if setting.reshard_after_forward else 0
     is_prefetched = layer > 0 and units.layer.ranks > 1 and setting.reshard_after_forward
-    before = c * units.layer.gathered if is_prefetched else 0
+    before = c * units.layer.gathered if is_prefetched and setting.device != "cpu" else 0
     # on a GPU `sharding.parallelize` asks for the whole layer before, experts included
     if setting.device == "cuda" and is_prefetched and setting.experts_are_gathered and units.experts.ranks > 1:
         before += c * units.experts.gathered
@@ -310,7 +321,7 @@ def _at_experts(model: ModelShape, setting: Setting, units: Units, layer: int) -
     c, experts = setting.compute_bytes, units.experts
     gathered = _in_backward(model, setting, units, layer)
     gradients = (model.num_layers - 1 - layer) * (units.layer.shard + experts.shard)
-    if layer < model.num_layers - 1:
+    if layer < model.num_layers - 1 and setting.device != "cpu":
         gathered += 4 * units.layer.gathered
     if setting.experts_are_gathered:
         gathered += c * experts.gathered * (2 if setting.reshard_after_forward else 1)
@@ -350,7 +361,7 @@ def _at_attention(model: ModelShape, setting: Setting, units: Units, layer: int)
     c = setting.compute_bytes
     gradients = (model.num_layers - 1 - layer) * (units.layer.shard + units.experts.shard) + units.experts.shard
     gathered = _in_backward(model, setting, units, layer) + c * units.layer.gathered
-    if setting.experts_are_gathered:
+    if setting.experts_are_gathered and setting.device != "cpu":
         gathered += 4 * units.experts.gathered
     widths = 2 * (model.num_heads + model.num_kv_heads) * model.head_width + 2 * model.moe.model_width
     activations = _recomputed(setting, model) - experts_saved(setting, model) - norm_saved(setting, model)
@@ -380,7 +391,8 @@ def _at_update(model: ModelShape, setting: Setting, units: Units) -> Memory:
     )
 
 
-def _with_slack(memory: Memory, setting: Setting) -> Memory:
+def _with_slack(memory: Memory, setting: Setting, units: Units) -> Memory:
+    """What is there at every moment besides."""
     if setting.device == "cpu":
-        return memory
+        return replace(memory, gathered=memory.gathered + shared_memory(setting, units))
     return replace(memory, slack=CUDA_CONTEXT + FRAGMENTATION * (memory.total - memory.lasting))

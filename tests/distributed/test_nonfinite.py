@@ -22,6 +22,7 @@ from sharding import local_tensor
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_resume import flags, shares
+from tests.distributed.test_train_ep import FIXED_PRODUCTS
 from training.anomaly import AnomalyDetector
 from training.evaluate import Evaluation
 from training.step import StepResult
@@ -94,7 +95,7 @@ def run_poisoned(argv: list[str], poison: Poison | None, first_step: int = 0) ->
     """(exit code, all that was written) of train_ep.py on this rank."""
     told = io.StringIO()
     with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told), poisoned(poison, first_step):
-        code = train_ep.main(argv)
+        code = train_ep.main([*FIXED_PRODUCTS, *argv])
     return code, told.getvalue()
 
 
