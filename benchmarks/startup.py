@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from moe.terminal import ends_with_reader
+
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = ["-c", "import torch"]
 
@@ -34,6 +36,7 @@ COMMANDS: dict[str, list[str]] = {
 }
 
 
+@ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)

@@ -182,15 +182,16 @@ def kernel_backward(setting: Setting, model: ModelShape) -> float:
     """The experts' backward holds the gradients of its result and of its input (R, D), and of all experts
     silu(gate)·up and the gradients of it, of gate and of up (R, F). With the loop it is those of one expert, of r rows:
     three (r, F), or five while the next expert begins; its rows, their gradients and its result's (r, D), on a CPU
-    padded and so copied; and there, for oneDNN, a transposed copy (r, F) and a product (F, D) before it is written to
-    its place. The gradient of the residual stream (T, D) waits beside."""
+    copied where they are padded; and there, for oneDNN, a transposed copy (r, F) and a product (F, D) before it is
+    written to its place. The gradient of the residual stream (T, D) waits beside."""
     R, D, F = rows_received(setting, model), model.moe.model_width, model.moe.expert_width
     outside = 2 * R * D + float(setting.tokens * D)
     if setting.expert_kernel != "loop":
         return setting.compute_bytes * (outside + 4 * R * F)
     experts_here = model.moe.num_experts // setting.ep_size
     r = _rows_computed(setting, model) / experts_here
-    copies, product = (2 * r * D, r * F + F * D) if setting.device == "cpu" else (0, 0)
+    is_padded = r != round(R / experts_here)
+    copies, product = (2 * r * D * is_padded, r * F + F * D) if setting.device == "cpu" else (0, 0)
     if experts_here > 1:
         return setting.compute_bytes * (outside + 5 * r * F + r * D + copies + product)
     return setting.compute_bytes * (outside + 3 * r * F + copies + max(2 * r * D, product))

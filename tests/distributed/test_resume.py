@@ -350,7 +350,8 @@ def test_going_back_gives_up_what_came_later(
 ) -> None:
     """Resumed from an earlier checkpoint than the newest, what it saves is the newest."""
     out = tmp_path / "run"
-    argv = [*flags(tiny_model, tiny_data, out, *shares(1)), "--lr-scheduler-type", "constant", "--save-steps", "1"]
+    constant = ["--lr-scheduler-type", "constant", "--warmup-steps", "0"]
+    argv = [*flags(tiny_model, tiny_data, out, *shares(1)), *constant, "--save-steps", "1"]
     run(ranks, 1, argv)
     back = ["--resume", str(out / "checkpoints" / "step-00000003"), "--max-steps", "4", "--save-total-limit", "1"]
     run(ranks, 1, [*argv, *back])

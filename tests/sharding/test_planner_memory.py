@@ -191,8 +191,8 @@ def test_rows_of_the_all_to_alls(ranks: RankPool, ep_size: int) -> None:
 @pytest.mark.parametrize(("kernel", "ep_experts"), [("loop", 8), ("loop", 1), ("torch-grouped", 8)])
 def test_experts_backward(monkeypatch: pytest.MonkeyPatch, kernel: str, ep_experts: int) -> None:
     """One rank's experts, all 8 or 1 of 8, beside the gradient that comes in and the residual stream's."""
-    # on a CPU without AVX-512 oneDNN also allocates a copy of an operand, in an order of its own
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda a_MK, b_NK, *_: a_MK @ b_NK.t())
+    # as oneDNN does with AVX-512: it copies a transposed operand. Without, it copies others too, in an order of its own
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda a_MK, b_NK, *_: a_MK.contiguous() @ b_NK.t())
     setting = cpu_setting(8 // ep_experts, 8 // ep_experts, seq_length=256, expert_kernel=kernel)
     shape = model_shape(**BIG)
     D, F = shape.moe.model_width, shape.moe.expert_width

@@ -22,7 +22,7 @@ ALWAYS = {
     "ranks",
     "devices",
 }
-SOMETIMES = {"expertmesh", "megablocks", "commit", "cuda", "nccl", "cpu", "cpu_cores", "os"}
+SOMETIMES = {"expertmesh", "megablocks", "commit", "cuda", "nccl", "cpu", "cpu_cores", "cpu_matmul", "os"}
 
 
 def facts_of_a_rank(output_dir: Path) -> dict[str, str | int]:
