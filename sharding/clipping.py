@@ -32,5 +32,6 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     norm = float(square.sqrt())
     if max_norm > 0 and math.isfinite(norm):
         scale = min(max_norm / (norm + 1e-6), 1.0)
-        torch._foreach_mul_(list(grads.values()), scale)
+        if scale < 1.0:
+            torch._foreach_mul_(list(grads.values()), scale)
     return norm
