@@ -20,7 +20,7 @@ from training.data import Batch, DataOrder, Sample, collate
 from training.optimizer import build_optimizer
 from training.step import LossWeights, compute_gradients, train_step
 
-STEPS = 2
+STEPS = 3
 MAX_GRAD_NORM = 0.5
 
 

@@ -18,7 +18,7 @@ from training.optimizer import build_optimizer
 
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
 OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
-# between arrangements after two or three steps; a rank with random numbers of its own would be 3e-3 off in bf16
+# between arrangements after three steps; a rank with random numbers of its own would be 3e-3 off in bf16
 TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5}
 
 
@@ -43,7 +43,7 @@ def test_muon_is_torchs_on_every_experts_matrices(
     ep_size: int,
     dense_shard: Any,
 ) -> None:
-    """Two steps with clipping, to a relative 1e-5. torch.optim.Muon goes to bf16 by itself, and is kept from it."""
+    """Three steps with clipping, to a relative 1e-5. torch.optim.Muon goes to bf16 by itself, and is kept from it."""
     case = Case(SAMPLES, z=0.01, changes={"num_local_experts": num_experts}, settings={"optim": "muon"})
     save_model(tmp_path, **case.changes)
     found = ranks.run(ours, world_size, tmp_path, Topology(world_size, ep_size, dense_shard), case)[0]
