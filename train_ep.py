@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sharding.settle_malloc()
         if config.deterministic:
             training.compute_deterministically()
-        # who sits at a debugger takes their time
+        # nobody at a debugger is to be hurried by a time limit
         limit = None if config.debug_ranks else config.ddp_timeout
         ranks = sharding.start_process_group(config.use_cpu, sharding.collectives_limit(limit))
         watchdog = sharding.Watchdog(ranks, limit)

@@ -50,6 +50,7 @@ from sharding import Ranks, end_process_group, read_environment, start_process_g
 from training.compiling import compilation
 from training.config import CpuMatmul, TrainConfig
 from training.data import Batch, Sample, collate
+from training.environment import cpu_model
 from training.products import ProductLibraries, choose_products
 
 PRELOADED = ["transformers.models.mixtral.modeling_mixtral", "torch.distributed.fsdp", "accelerate", "benchmarks.arms"]
@@ -491,7 +492,7 @@ def describe(setting: Setting, arguments: argparse.Namespace, results: list[Resu
         "settled": "malloc settled",
     }
     said = [
-        f"{case.world_size} ranks on {', '.join(devices)} ({cpu_name()}, {os.cpu_count()} cores)",
+        f"{case.world_size} ranks on {', '.join(devices)} ({cpu_model()}, {os.cpu_count()} cores)",
         f"{arguments.dtype}",
         f"{setting.parameters / 1e6:,.1f} M parameters: {case.layers} layers, hidden {case.shape.model_width}, expert "
         f"width {case.shape.expert_width}, {case.shape.num_experts} experts, top-{case.shape.top_k}",
@@ -511,11 +512,6 @@ def describe(setting: Setting, arguments: argparse.Namespace, results: list[Resu
     said += [versions, f"Python {platform.python_version()}"]
     said += [f"{arguments.rounds} rounds of {arguments.steps} steps after {arguments.warm_up} of warm-up, interleaved"]
     return "; ".join(said)
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ SMALL = 2**21
 """Below so many multiplications a call of oneDNN costs more than it gains."""
 
 MARGIN = 1.1
-"""How many times as fast oneDNN has to be in a probe: it needs batches copied, and padded by up to an eighth."""
+"""How many times as fast oneDNN has to be in a probe: it needs batches copied and padded."""
 
 PROBED_MKN = (256, 512, 512)
 PROBES = 5
@@ -46,7 +46,7 @@ def libraries_in_use() -> dict[Product, Library]:
 
 def probe_libraries() -> dict[Product, float]:
     """How many times as fast oneDNN is as the BLAS, by this thread's own CPU time: what else the machine does hardly
-    tells. Takes some 30 ms. Weights' gradients are written to a given place, as they are in a step."""
+    tells. Takes some 50 ms. Weights' gradients are written to a given place, as they are in a step."""
     m, k, n = PROBED_MKN
     x_MK, weight_NK, grad_MN = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
     place_NK = torch.empty(n, k)
