@@ -69,14 +69,19 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     watchdog.at("the checks before training", limited=False)
     with sharding.raise_together():
         source = checkpoints.open_source(checkpoints.resolve_model(config.model))
+    with sharding.raise_together():
+        model = build(config, source, ranks)
+    num_experts = moe.moe_shape(model).num_experts
     if config.elastic:
-        config, changes = training.fit_to_ranks(config, source.shape.num_experts, ranks)
+        config, changes = training.fit_to_ranks(config, num_experts, ranks)
         if ranks.rank == 0 and changes:
             print(f"elastic: {ranks.world_size} ranks: {'; '.join(changes)}", flush=True)
     products = training.choose_products(config, ranks)
     with sharding.raise_together():
-        model, kernel = build(config, source, ranks)
-    counts = moe.count_parameters(model, source.shape)
+        sharding.check_ep_size(config.ep_size, ranks.world_size, num_experts)
+        kernel = choose_kernel(config, model, ranks)
+        weights = training.loss_weights(config, model, source)
+    counts = moe.count_parameters(model)
     topology = sharding.Topology(ranks.world_size, config.ep_size, config.dense_shard)
     if not config.preview:
         output_dir = prepare_output(config, ranks)
@@ -95,7 +100,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         return True
 
     # only training needs gradients and optimizer state
-    if inputs.training is not None and not config.force:
+    if memory is not None and inputs.training is not None and not config.force:
         with sharding.raise_together():
             memory.check(ranks.world_size)
     prompts = training.make_prompts(config, inputs)
@@ -119,14 +124,13 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     # an error is told before the log is closed, which may wait for a tracker
     with log, watchdog.ending_clearly():
         if inputs.training is not None:
-            weights = training.loss_weights(config, source)
-            top_k = source.shape.top_k
+            top_k = moe.moe_shape(model).top_k
             run = training.Run(
                 config, model, counts, top_k, inputs, order, prompts, weights, mesh, ranks, log, saver, watchdog
             )
             with watchdog.following(model), sharding.debugging(config.debug_ranks, ranks, watchdog, output_dir):
                 finished = training.train(run, resume_from)
-            log.line(memory.beside(training.measured_peak(ranks.device)))
+            log.line(training.beside(memory, training.measured_peak(ranks.device)))
             if not finished:
                 kept = "--resume auto goes on from here" if saver else "nothing was saved, as --save-steps is 0"
                 log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
@@ -143,28 +147,27 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     return True
 
 
-def build(
-    config: training.TrainConfig, source: checkpoints.ModelSource, ranks: sharding.Ranks
-) -> tuple[Any, moe.KernelChoice]:
-    """The model on the meta device, with our MoE layers and head; the expert kernel."""
+def build(config: training.TrainConfig, source: checkpoints.ModelSource, ranks: sharding.Ranks) -> Any:
+    """The model on the meta device, with our experts and head."""
     import torch
 
-    sharding.check_ep_size(config.ep_size, ranks.world_size, source.shape.num_experts)
-    kernel = moe.choose_kernel(
-        config.expert_kernel,
-        ranks.device.type,
-        source.shape.model_width,
-        source.shape.expert_width,
-        torch.bfloat16 if config.bf16 else torch.float32,
-    )
-    attention = training.choose_attention(config.attn_implementation, config.packing, source.config)
-    model = moe.build_model(source.family, source.config, kernel.kernel, attention)
+    model = source.build(training.choose_attention(config.attn_implementation, config.packing, source.config))
     if config.compile:
         training.compile_layers(model)
     training.attach_loss_head(model, training.choose_cross_entropy(config.cross_entropy, ranks.device.type))
     if config.optim == "adamw_bf16":
-        model.to(torch.bfloat16)
-    return model, kernel
+        sharding.set_parameter_dtype(model, torch.bfloat16)
+    return model
+
+
+def choose_kernel(config: training.TrainConfig, model: Any, ranks: sharding.Ranks) -> moe.KernelChoice:
+    """What computes the experts, put to use in the model."""
+    import torch
+
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    kernel = moe.choose_kernel(config.expert_kernel, moe.kernel_needs(model, ranks.device.type, dtype))
+    moe.use_kernel(model, kernel.kernel)
+    return kernel
 
 
 def make_saver(

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from checkpoints.files import write_errors
     from checkpoints.load import load_model, shard_and_load
     from checkpoints.marker import recorded_order, whole_checkpoints
-    from checkpoints.opening import open_checkpoint, parameter_shapes
+    from checkpoints.names import Names
+    from checkpoints.opening import open_checkpoint
     from checkpoints.source import Checkpoint, ModelSource, check_model, open_source, resolve_model
     from checkpoints.training_state import (
         Progress,
@@ -24,6 +25,7 @@ else:
 __all__ = [
     "Checkpoint",
     "ModelSource",
+    "Names",
     "Progress",
     "Saver",
     "check_model",
@@ -34,7 +36,6 @@ __all__ = [
     "load_training_state",
     "open_checkpoint",
     "open_source",
-    "parameter_shapes",
     "recorded_order",
     "resolve_model",
     "shard_and_load",

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpoints.convert import HowToWrite, convert, export_offline
-from checkpoints.dtypes import DTYPE_NAMES
-from checkpoints.inspection import describe
+from checkpoints.dtypes import FLOATS
+from checkpoints.inspection import describe, describe_model, read_heads
 from checkpoints.manifest import MANIFEST, check_all_bytes
-from checkpoints.marker import MARKER
+from checkpoints.marker import MARKER, check_owner
 from checkpoints.opening import open_readable
 from checkpoints.source import resolve_model
 from checkpoints.verify import compare
@@ -19,7 +19,7 @@ from moe import ExpertMeshError
 from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded
 
-DTYPES = {name: code for code, name in DTYPE_NAMES.items()}
+DTYPES = {name: code for code, name in FLOATS.items()}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     to_shards.add_argument("source", help="directory, or hub id")
     to_shards.add_argument("out", type=Path)
     to_shards.add_argument("--ep-size", type=int, required=True, help="ranks that share out the experts")
-    to_shards.add_argument("--dtype", choices=list(DTYPES), help="of every tensor; default: as they are")
+    to_shards.add_argument("--dtype", choices=list(DTYPES), help="of every parameter; default: as they are")
 
     to_hf = commands.add_parser(
         "export", parents=[how, trust], help="EP shards or training checkpoint to Hugging Face form"
@@ -59,10 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("b", type=Path)
     verify.add_argument("--rtol", type=float, help="allow values this far apart, relatively; default: same bits")
 
-    inspect = commands.add_parser("inspect", parents=[trust], help="what a checkpoint is, and whether it is whole")
+    inspect = commands.add_parser(
+        "inspect", parents=[trust], help="what a checkpoint is; with --check, whether it is whole"
+    )
     inspect.add_argument("path", type=Path)
     inspect.add_argument("--tensors", action="store_true", help="list them")
-    inspect.add_argument("--check", action="store_true", help="hold every byte against the checksums")
+    inspect.add_argument(
+        "--check", action="store_true", help="hold it against its model, and every byte against the checksums"
+    )
     return parser
 
 
@@ -116,13 +120,18 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     path = _directory(arguments.path)
-    readable = open_readable(path, strict=False, any_owner=arguments.trust_checkpoint_owner)
-    for line in describe(path, readable.checkpoint, readable.parameters, arguments.tensors):
+    if (path / MARKER).exists():
+        check_owner(path, arguments.trust_checkpoint_owner)
+    for line in describe(path, read_heads(path), arguments.tensors):
         print(folded(line))
-    if arguments.check:
-        check_all_bytes(path)
-        in_this_form = (path / MANIFEST).exists() or (path / MARKER).exists()
-        print("checksums   match" if in_this_form else "checksums   none in this form")
+    if not arguments.check:
+        return 0
+    readable = open_readable(path, strict=False, any_owner=arguments.trust_checkpoint_owner)
+    for line in describe_model(readable):
+        print(folded(line))
+    check_all_bytes(path)
+    in_this_form = (path / MANIFEST).exists() or (path / MARKER).exists()
+    print("checksums   match" if in_this_form else "checksums   none in this form")
     return 1 if readable.checkpoint.problems else 0
 
 

@@ -37,14 +37,14 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
     """Write EP shards of a Hugging Face directory, or of other EP shards.
 
     Args:
-        dtype: of every tensor, by its code (see `checkpoints.dtypes`); None leaves each as it is.
+        dtype: of every parameter, by its code (see `checkpoints.dtypes`); None leaves each as it is.
 
     Raises:
         ExpertMeshError: the source is damaged, ep_size does not divide its experts, or `out` is not to be had.
     """
     readable = open_readable(source_path)
-    source, parameters, checkpoint = readable.checkpoint.source, readable.parameters, readable.checkpoint
-    num_experts = source.shape.num_experts
+    source, names, checkpoint = readable.checkpoint.source, readable.names, readable.checkpoint
+    num_experts = names.shape.num_experts
     if ep_size < 1 or num_experts % ep_size:
         fits = either(divisors(num_experts))
         raise ExpertMeshError(
@@ -52,9 +52,13 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
         )
     check_all_bytes(source_path)
     _check_tied_copies(checkpoint)
-    dtypes = {name: dtype or found for name, found in parameter_dtypes(checkpoint).items()}
-    exported = [OutputTensor(o.tensor, dtype or o.dtype) for o in checkpoint.exported]
-    files = shard_files(parameters, dtypes, source, ep_size, how.max_shard_size)
+    found = parameter_dtypes(checkpoint)
+    dtypes = {name: found[name] if dtype is None or name in names.buffers else dtype for name in names.parameters}
+    exported = [
+        OutputTensor(o.tensor, o.dtype if dtype is None else dtypes[o.tensor.regions[0].parameter])
+        for o in checkpoint.exported
+    ]
+    files = shard_files(names, dtypes, ep_size, how.max_shard_size)
 
     _prepare(source_path, out, MANIFEST, how.overwrite)
     records = _write(files, out, readable, how)
@@ -65,7 +69,7 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
             if file.name not in sums:
                 sums[file.name] = FileSum(file.stat().st_size, file_checksum(file), None)
         row_sums = {name: value for r in records for name, value in r.row_sums.items()}
-        manifest = make_manifest(source, ep_size, files, sums, row_sums, exported, origin=source_path.name)
+        manifest = make_manifest(source, names, ep_size, files, sums, row_sums, exported, origin=source_path.name)
         _finish(out, MANIFEST, json.dumps(manifest, indent=1))
 
 

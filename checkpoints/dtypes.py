@@ -10,16 +10,21 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""As torch calls them."""
-ARRAY_TYPES: dict[str, Any] = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16}
-_BITS: dict[str, Any] = {"F32": np.uint32, "BF16": np.uint16, "F16": np.uint16}
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""What parameters are stored in, as torch calls it."""
+DTYPE_NAMES = {**FLOATS, "F64": "float64", "I64": "int64", "I32": "int32", "BOOL": "bool"}
+"""And buffers."""
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I64": 8, "I32": 4, "BOOL": 1}
+ARRAY_TYPES: dict[str, Any] = {
+    "F32": np.float32, "BF16": np.uint16, "F16": np.float16,
+    "F64": np.float64, "I64": np.int64, "I32": np.int32, "BOOL": np.bool_,
+}  # fmt: skip
+_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _STRIP = 32
 
 
 def wider(a: str, b: str) -> str:
-    """The type that holds all values of both."""
+    """The type that holds all values of both, of floats with 32 bits or fewer."""
     return a if a == b else "F32"
 
 
@@ -41,7 +46,8 @@ def as_double(array: Array, dtype: str) -> Array:
 
 def same_bits(a: Array, b: Array, dtype: str) -> bool:
     """Whether two arrays of one type hold the same bits; NaNs and zeros too."""
-    return bool(np.array_equal(a.view(_BITS[dtype]), b.view(_BITS[dtype])))
+    bits = _BITS[DTYPE_BYTES[dtype]]
+    return bool(np.array_equal(a.view(bits), b.view(bits)))
 
 
 def same_values(a: Array, dtype_a: str, b: Array, dtype_b: str) -> bool:

@@ -23,8 +23,8 @@ from checkpoints.source import Checkpoint
 from checkpoints.tensors import as_array, torch_dtype
 from sharding import Topology, raise_together
 
-# What rank 0 holds of a tensor whose rows lie on disk as they do in memory. A transposed one, an expert's down
-# projection, must be collected whole.
+# What rank 0 holds of a tensor whose rows lie on disk as they do in memory. An expert's matrix that is transposed
+# there, or whose rows stand by turns with another's, must be put together whole.
 _PIECE_BYTES = 16 * 2**20
 WRITER = 0
 
@@ -40,7 +40,7 @@ def export_model(
     """Write `out`, a directory that `transformers` loads. All ranks call it together.
 
     Args:
-        model: the sharded model, every parameter fp32, bf16 or fp16.
+        model: the sharded model.
         checkpoint: what it was loaded from; gives names, dtypes and the files copied beside the weights.
         topology: how its ranks are arranged.
         out: is replaced if it exists, once the new one is whole.
@@ -125,15 +125,23 @@ class _Output:
 def _pieces(output: OutputTensor, shards: dict[str, ShardedParameter]) -> Iterator[Tensor]:
     """On rank 0 the tensor's content in disk order, piece by piece; on other ranks empty, sending what they own."""
     dtype = torch_dtype(output.dtype)
-    for region in output.tensor.regions:
-        shard = shards[region.parameter]
-        runs = _runs(shard, region, dtype)
-        if region.transposed:
-            collected = [_bring(shard, owner, rows, dtype) for owner, rows in runs]
-            yield torch.cat(collected).t().contiguous()
-        else:
-            for owner, rows in runs:
-                yield _bring(shard, owner, rows, dtype)
+    for block in output.tensor.blocks():
+        if len(block) == 1 and block[0].is_run:
+            yield from _brought(shards[block[0].parameter], block[0], dtype)
+            continue
+        matrix = output.tensor.matrix(block[0]) if dist.get_rank() == WRITER else (0,)
+        whole = torch.empty(matrix, dtype=dtype)
+        for region in block:
+            rows = torch.cat(list(_brought(shards[region.parameter], region, dtype)))
+            if dist.get_rank() == WRITER:
+                place = region.on_disk(region.rows)
+                (whole.t() if region.transposed else whole)[place] = rows
+        yield whole
+
+
+def _brought(shard: ShardedParameter, region: Region, dtype: torch.dtype) -> Iterator[Tensor]:
+    for owner, rows in _runs(shard, region, dtype):
+        yield _bring(shard, owner, rows, dtype)
 
 
 def _runs(shard: ShardedParameter, region: Region, dtype: torch.dtype) -> Iterator[tuple[int, range]]:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from checkpoints.checksums import add_sums, row_sum
 from checkpoints.mapping import DiskTensor, overlap
+from checkpoints.names import Names
 from checkpoints.opening import open_checkpoint
 from checkpoints.reader import SafetensorsReader
 from checkpoints.shards import ShardedParameter, sharded_parameters
@@ -44,7 +45,7 @@ def shard_and_load(
         ExpertMeshError: on all ranks, when the checkpoint is damaged or does not fit (see `open_checkpoint`).
     """
     with raise_together():
-        checkpoint = open_checkpoint(source, {name: tuple(p.shape) for name, p in model.named_parameters()})
+        checkpoint = open_checkpoint(source, Names(model))
     parallelize(model, mesh, compute_dtype, gradient_checkpointing, offload, reshard_after_forward)
     materialize(model, device, offload)
     if read_weights:
@@ -101,6 +102,8 @@ def _check_copy(copy: DiskTensor, shards: dict[str, ShardedParameter], reader: S
 
 
 def _all_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
     # minimum and maximum carry NaN and infinity without a mask as large as the tensor
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 

@@ -8,67 +8,59 @@
 The manifest is written last: a directory without one is not whole.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from checkpoints.checksums import check_seal, file_checksum, seal
 from checkpoints.dtypes import DTYPE_BYTES
-from checkpoints.mapping import DiskTensor, Region, disk_tensors, names_on_disk
+from checkpoints.mapping import DiskTensor, Region
 from checkpoints.output import OutputFile, OutputTensor, plan_files
 from checkpoints.paths import named_file
 from checkpoints.source import (
     Checkpoint,
     ModelSource,
-    Parameters,
     TensorInfo,
     check_fields,
     read_header,
     read_json,
-    tied_head,
     well_formed,
 )
 from moe import ExpertMeshError
+from sharding.topology import rows_of
+
+if TYPE_CHECKING:
+    from checkpoints.names import Names
 
 MANIFEST = "manifest.json"
 FORMAT = "expertmesh-ep-shards"
+VERSION = 2
 
 
-def shard_files(
-    parameters: Parameters,
-    dtypes: dict[str, str],
-    source: ModelSource,
-    ep_size: int,
-    max_shard_size: int,
-) -> list[OutputFile]:
+def shard_files(names: Names, dtypes: dict[str, str], ep_size: int, max_shard_size: int) -> list[OutputFile]:
     """The files of a model's EP shards: one an ep rank, and as many dense ones as the size asks for."""
-    experts = {name: shape for name, shape in parameters.items() if is_expert_name(name, source)}
     files = []
     for rank in range(ep_size):
         outputs = []
-        for name, shape in experts.items():
-            block = shape[0] // ep_size
+        for name, width in names.experts.items():
+            num_rows, *row = names.parameters[name]
+            block = num_rows // ep_size
             rows = range(rank * block, (rank + 1) * block)
-            outputs.append(OutputTensor(_shard_of(name, rows, shape, source), dtypes[name]))
+            first, last = (n // width for n in (rows.start, rows.stop - 1))
+            tensor = DiskTensor(f"{name}.{first}-{last}", (len(rows), *row), (Region(name, rows),))
+            outputs.append(OutputTensor(tensor, dtypes[name]))
         files.append(OutputFile(f"ep-{rank:05d}-of-{ep_size:05d}.safetensors", outputs))
     dense = [
-        OutputTensor(DiskTensor(name, shape, (Region(name, range(shape[0])),)), dtypes[name])
-        for name, shape in parameters.items()
-        if name not in experts
+        OutputTensor(DiskTensor(name, shape, (Region(name, range(rows_of(shape))),)), dtypes[name])
+        for name, shape in names.parameters.items()
+        if name not in names.experts
     ]
     return files + plan_files(dense, max_shard_size, "dense")
-
-
-def is_expert_name(parameter: str, source: ModelSource) -> bool:
-    return f".{source.family.block}.experts." in parameter
-
-
-def _shard_of(parameter: str, rows: range, shape: tuple[int, ...], source: ModelSource) -> DiskTensor:
-    first, last = (row // source.shape.expert_width for row in (rows.start, rows.stop - 1))
-    return DiskTensor(f"{parameter}.{first}-{last}", (len(rows), *shape[1:]), (Region(parameter, rows),))
 
 
 @dataclass(frozen=True)
@@ -82,6 +74,7 @@ class FileSum:
 
 def make_manifest(
     source: ModelSource,
+    names: Names,
     ep_size: int,
     files: Sequence[OutputFile],
     file_sums: dict[str, FileSum],
@@ -94,14 +87,13 @@ def make_manifest(
     for file in files:
         for output in file.tensors:
             (region,) = output.tensor.regions
-            width = source.shape.expert_width
-            is_expert = is_expert_name(region.parameter, source)
+            width = names.experts.get(region.parameter)
             tensors.append(
                 {
                     "name": output.tensor.name,
                     "parameter": region.parameter,
                     "rows": [region.rows.start, region.rows.stop],
-                    "experts": [region.rows.start // width, region.rows.stop // width] if is_expert else None,
+                    "experts": [region.rows.start // width, region.rows.stop // width] if width else None,
                     "shape": list(output.tensor.shape),
                     "dtype": output.dtype,
                     "file": file.name,
@@ -111,8 +103,8 @@ def make_manifest(
     return seal(
         {
             "format": FORMAT,
-            "version": 1,
-            "family": source.family.model_type,
+            "version": VERSION,
+            "family": source.model_type,
             "source": origin,
             "ep_size": ep_size,
             "tensors": tensors,
@@ -120,7 +112,7 @@ def make_manifest(
                 name: {"bytes": s.num_bytes, "xxh3_128": s.checksum, "header_xxh3_128": s.header_checksum}
                 for name, s in sorted(file_sums.items())
             },
-            "exported": [{"name": o.tensor.name, "dtype": o.dtype} for o in exported],
+            "exported": export_table(exported),
         }
     )
 
@@ -136,17 +128,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     manifest = read_json(file)
-    if manifest.get("format") != FORMAT or manifest.get("version") != 1:
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise ExpertMeshError(
-            f"{file}: format {manifest.get('format')!r} version {manifest.get('version')!r} is unknown; "
-            f"this version reads {FORMAT!r} version 1"
+            f"{file}: format {manifest.get('format')!r:.80} version {manifest.get('version')!r:.80} is unknown; "
+            f"this version reads {FORMAT!r} version {VERSION}: convert the model again"
         )
     check_seal(manifest, file)
     check_fields(manifest, _FIELDS, file)
     return manifest
 
 
-def open_shards(source: ModelSource, parameters: Parameters) -> Checkpoint:
+def open_shards(source: ModelSource, names: Names) -> Checkpoint:
     """Check a directory of EP shards against its manifest and the model, without reading the weights.
 
     Raises:
@@ -167,10 +159,10 @@ def open_shards(source: ModelSource, parameters: Parameters) -> Checkpoint:
             tensors.append(DiskTensor(name, shape, (Region(entry["parameter"], range(*entry["rows"])),)))
             infos[name] = headers[file][name]
             row_sums[name] = int(entry["row_sum"], 16)
-        _check_coverage(source, tensors, parameters)
-        exported = exported_from(manifest["exported"], source, parameters)
+        _check_coverage(source, tensors, names)
+        exported = exported_from(manifest["exported"], names)
     files = sorted(source.path / file for file in headers)
-    return Checkpoint(source, tensors, [], infos, exported, row_sums, files)
+    return Checkpoint(source, tensors, [], infos, exported, row_sums=row_sums, files=files)
 
 
 def _check_files(path: Path, files: dict[str, Any]) -> dict[str, dict[str, TensorInfo]]:
@@ -211,39 +203,44 @@ def _header_checksum(file: Path) -> str:
     return xxhash.xxh3_128(length + rest).hexdigest()
 
 
-def _check_coverage(source: ModelSource, tensors: list[DiskTensor], parameters: Parameters) -> None:
+def _check_coverage(source: ModelSource, tensors: list[DiskTensor], names: Names) -> None:
     """Every row of every parameter is there once, with the right row shape."""
-    rows: dict[str, list[range]] = {name: [] for name in parameters}
+    rows: dict[str, list[range]] = {name: [] for name in names.parameters}
     for tensor in tensors:
         (region,) = tensor.regions
-        shape = (len(region.rows), *parameters.get(region.parameter, ())[1:])
-        if region.parameter not in parameters or tensor.shape != shape or region.rows.step != 1:
+        whole = names.parameters.get(region.parameter)
+        shape = whole and (len(region.rows), *whole[1:])
+        if whole is None or tensor.shape != shape or region.rows.step != 1:
             raise ExpertMeshError(
                 f"{source.path}: tensor {tensor.name} does not fit the model that config.json describes"
             )
         rows[region.parameter].append(region.rows)
-    for name, shape in parameters.items():
+    for name, shape in names.parameters.items():
         end = 0
         for part in sorted(rows[name], key=lambda r: r.start):
             if part.start != end:
                 break
             end = part.stop
-        if end != shape[0]:
+        if end != rows_of(shape):
             raise ExpertMeshError(f"{source.path}: rows from {end} on of {name} are missing")
 
 
-def exported_from(table: Sequence[dict[str, str]], source: ModelSource, parameters: Parameters) -> list[OutputTensor]:
-    """The tensors of this model's Hugging Face form, from a saved list of their names and dtypes.
+def export_table(exported: Iterable[OutputTensor]) -> list[dict[str, Any]]:
+    """What a manifest or a marker says of a model's Hugging Face form, for `exported_from`."""
+    return [{"name": o.tensor.name, "dtype": o.dtype, "shape": list(o.tensor.shape)} for o in exported]
+
+
+def exported_from(table: Sequence[dict[str, Any]], names: Names) -> list[OutputTensor]:
+    """The tensors of this model's Hugging Face form, from a saved list of them.
 
     Raises:
         ValueError, LookupError, TypeError: the list is of another model, or no such list.
     """
-    names = names_on_disk([entry["name"] for entry in table], source.family)
-    tensors = disk_tensors(parameters, source.family, source.shape, names)
-    tensors += tied_head(parameters, [entry["name"] for entry in table])
-    by_name = {tensor.name: tensor for tensor in tensors}
-    if sorted(by_name) != sorted(entry["name"] for entry in table):
+    shapes = {str(entry["name"]): tuple(int(size) for size in entry["shape"]) for entry in table}
+    dtypes = {str(entry["name"]): entry["dtype"] for entry in table}
+    matched = names.match(shapes)
+    if matched.problems or matched.left_out or len(shapes) != len(table):
         raise ValueError("what it says that an export holds is not this model")
-    if not all(entry["dtype"] in DTYPE_BYTES for entry in table):
+    if not all(dtype in DTYPE_BYTES for dtype in dtypes.values()):
         raise ValueError("it has a dtype that no export has")
-    return [OutputTensor(by_name[entry["name"]], entry["dtype"]) for entry in table]
+    return [OutputTensor(tensor, dtypes[tensor.name]) for tensor in matched.tensors + matched.tied_copies]

@@ -3,14 +3,12 @@
 A parameter's rows (dim 0) are the unit, since every parameter is sharded along dim 0 only. For experts, row
 n·F + f of w1, v1 and w2 is row f of expert n.
 
-Shape suffixes: D model width, F expert width, E experts.
+Shape suffixes: F expert width.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-from moe import Family, MoEShape
-from moe.families import DiskNames, FusedNames
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -22,6 +20,7 @@ class Region:
         rows: the parameter's rows.
         index: leading index into the tensor on disk, (expert,) in a fused one, else ().
         first: where on disk the run begins, along the matrix's first dim, or its second if transposed.
+        step: from one row to the next there; 2 where gate and up stand by turns.
         transposed: whether the parameter's rows are columns on disk.
     """
 
@@ -29,82 +28,44 @@ class Region:
     rows: range
     index: tuple[int, ...] = ()
     first: int = 0
+    step: int = 1
     transposed: bool = False
 
-    def start_on_disk(self, rows: range) -> int:
-        """Where `rows`, a part of self.rows, begin on disk, counted as `first` is."""
-        return self.first + rows.start - self.rows.start
+    def on_disk(self, rows: range) -> slice:
+        """Where `rows`, a part of self.rows, are on disk, counted as `first` is."""
+        start = self.first + self.step * (rows.start - self.rows.start)
+        return slice(start, start + self.step * (len(rows) - 1) + 1, self.step)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether its rows follow one another on disk as they do in memory."""
+        return self.step == 1 and not self.transposed
 
 
 @dataclass(frozen=True)
 class DiskTensor:
-    """A tensor on disk. Its regions, in order, cover it from its first element to its last, each a block of its own."""
+    """A tensor on disk. Its regions cover it; those of one index are a block, and blocks follow one another."""
 
     name: str
     shape: tuple[int, ...]
     regions: tuple[Region, ...]
+
+    def blocks(self) -> Iterator[tuple[Region, ...]]:
+        """Runs of regions that fill a contiguous part of the tensor, in the order of its bytes. One that is more than a
+        single run of rows must be put together as a whole."""
+        for _, group in groupby(self.regions, key=lambda region: region.index):
+            regions = tuple(group)
+            if all(region.is_run for region in regions):
+                yield from ((region,) for region in regions)
+            else:
+                yield regions
+
+    def matrix(self, region: Region) -> tuple[int, ...]:
+        """Shape of what lies under a region's index; of a scalar, one row."""
+        return self.shape[len(region.index) :] or (1,)
 
 
 def overlap(a: range, b: range) -> range:
     """The rows that two runs share; empty when none."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
-
-
-def disk_tensors(
-    parameters: dict[str, tuple[int, ...]], family: Family, shape: MoEShape, names: DiskNames
-) -> list[DiskTensor]:
-    """Every tensor that a checkpoint of this model has, in the model's order.
-
-    Args:
-        parameters: global shape of every parameter, by its name in our model.
-        family, shape: of the model.
-        names: how the MoE tensors are called on disk.
-    """
-    return list(_disk_tensors(parameters, family, shape, names))
-
-
-def _disk_tensors(
-    parameters: dict[str, tuple[int, ...]], family: Family, shape: MoEShape, names: DiskNames
-) -> Iterator[DiskTensor]:
-    for name, size in parameters.items():
-        layer, _, part = name.partition(f".{family.block}.")
-        number = layer.rpartition(".")[2]
-        if not part:
-            yield DiskTensor(name, size, (Region(name, range(size[0])),))
-        elif part == "router.weight":
-            yield DiskTensor(names.router.format(layer=number), size, (Region(name, range(size[0])),))
-        elif part == "experts.w1":
-            yield from _expert_tensors(name.removesuffix("w1"), number, shape, names)
-        else:
-            assert part in ("experts.v1", "experts.w2"), name
-
-
-def _expert_tensors(prefix: str, layer: str, shape: MoEShape, names: DiskNames) -> Iterator[DiskTensor]:
-    width, model_width, num_experts = shape.expert_width, shape.model_width, shape.num_experts
-    rows = [range(n * width, (n + 1) * width) for n in range(num_experts)]
-    w1, v1, w2 = (f"{prefix}{name}" for name in ("w1", "v1", "w2"))
-    if isinstance(names, FusedNames):
-        gate_up = []
-        for n in range(num_experts):
-            gate_up += [Region(w1, rows[n], index=(n,)), Region(v1, rows[n], index=(n,), first=width)]
-        down = tuple(Region(w2, rows[n], index=(n,), transposed=True) for n in range(num_experts))
-        yield DiskTensor(names.gate_up.format(layer=layer), (num_experts, 2 * width, model_width), tuple(gate_up))
-        yield DiskTensor(names.down.format(layer=layer), (num_experts, model_width, width), down)
-        return
-    for n in range(num_experts):
-        gate, up, down_name = (t.format(layer=layer, expert=n) for t in (names.gate, names.up, names.down))
-        yield DiskTensor(gate, (width, model_width), (Region(w1, rows[n]),))
-        yield DiskTensor(down_name, (model_width, width), (Region(w2, rows[n], transposed=True),))
-        yield DiskTensor(up, (width, model_width), (Region(v1, rows[n]),))
-
-
-def names_on_disk(found: Iterable[str], family: Family) -> DiskNames:
-    """The naming that a checkpoint uses, by the expert tensors it has; the family's first if it has none of any."""
-    present = set(found)
-    for names in family.disk_names:
-        down = names.down.format(layer=0, expert=0)
-        gate = names.gate_up.format(layer=0) if isinstance(names, FusedNames) else names.gate.format(layer=0, expert=0)
-        if present & {down, gate}:
-            return names
-    return family.disk_names[0]

@@ -14,6 +14,7 @@ from moe import ExpertMeshError
 
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
+VERSION = 2
 METADATA = ".metadata"
 """In `state`: the table of torch.distributed.checkpoint."""
 
@@ -61,8 +62,8 @@ def read_marker(path: Path) -> dict[str, Any]:
     if not (path / MARKER).is_file():
         raise ExpertMeshError(f"{path}: has no {MARKER}: not a whole training checkpoint")
     marker = read_json(path / MARKER)
-    if marker.get("format") != FORMAT or marker.get("version") != 1:
-        raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version 1")
+    if marker.get("format") != FORMAT or marker.get("version") != VERSION:
+        raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version {VERSION}")
     check_seal(marker, path / MARKER)
     check_fields(marker, _FIELDS, path / MARKER)
     if f"state/{METADATA}" not in marker["files"]:

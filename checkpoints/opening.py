@@ -1,34 +1,38 @@
 """Opening a checkpoint, whichever form it has."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from checkpoints.dtypes import wider
 from checkpoints.manifest import MANIFEST, open_shards
 from checkpoints.marker import MARKER
 from checkpoints.reader import ParameterReader, SafetensorsReader
-from checkpoints.source import Checkpoint, ModelSource, Parameters, open_hf, open_source
+from checkpoints.source import Checkpoint, ModelSource, open_hf, open_source
 
-
-def parameter_shapes(source: ModelSource) -> Parameters:
-    """Global shapes of the model that a config describes, as `moe.build_model` makes it."""
-    return source.family.parameters(source.settings)
+if TYPE_CHECKING:
+    from checkpoints.names import Names
 
 
 def is_shards(path: Path) -> bool:
     return (path / MANIFEST).exists() or any(path.glob("ep-*-of-*.safetensors*"))
 
 
-def open_checkpoint(source: ModelSource, parameters: Parameters, strict: bool = True) -> Checkpoint:
+def open_checkpoint(source: ModelSource, names: Names, strict: bool = True) -> Checkpoint:
     """Open a Hugging Face directory or EP shards, whichever `source.path` is.
+
+    Args:
+        names: of the model that it is to fill.
 
     Raises:
         ExpertMeshError: it is damaged, not whole, or does not fit the model (see `open_hf` and `open_shards`).
     """
     if is_shards(source.path):
-        return open_shards(source, parameters)
-    return open_hf(source, parameters, strict)
+        return open_shards(source, names)
+    return open_hf(source, names, strict)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Readable:
 
     path: Path
     checkpoint: Checkpoint
-    parameters: Parameters
+    names: Names
     make_reader: Callable[[], ParameterReader]
 
 
@@ -51,13 +55,11 @@ def open_readable(path: Path, strict: bool = True, any_owner: bool = False) -> R
     if (path / MARKER).exists():
         from checkpoints.training_state import TrainingReader, open_training  # of all forms the one that needs torch
 
-        training = open_training(path, parameter_shapes, any_owner)
-        parameters = {tensor.name: tensor.shape for tensor in training.tensors}
-        return Readable(path, training, parameters, lambda: TrainingReader(training, path))
+        training = open_training(path, any_owner)
+        return Readable(path, training, training.source.names, lambda: TrainingReader(training, path))
     source = open_source(path)
-    parameters = parameter_shapes(source)
-    checkpoint = open_checkpoint(source, parameters, strict)
-    return Readable(path, checkpoint, parameters, lambda: SafetensorsReader(checkpoint))
+    checkpoint = open_checkpoint(source, source.names, strict)
+    return Readable(path, checkpoint, source.names, lambda: SafetensorsReader(checkpoint))
 
 
 def parameter_dtypes(checkpoint: Checkpoint) -> dict[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 from checkpoints.checksums import to_granule_end
 from checkpoints.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, wider
 from checkpoints.mapping import DiskTensor, Region, overlap
-from checkpoints.source import Checkpoint, TensorInfo
+from checkpoints.source import Checkpoint
 from moe import ExpertMeshError
 
 
@@ -62,6 +62,8 @@ class SafetensorsReader:
         for tensor in checkpoint.tensors:
             for region in tensor.regions:
                 self.places.setdefault(region.parameter, []).append((region, tensor))
+        for places in self.places.values():
+            places.sort(key=lambda place: place[0].rows.start)
         self.path: Path | None = None
         self.file = -1
 
@@ -83,28 +85,30 @@ class SafetensorsReader:
             info = self.checkpoint.infos[tensor.name]
             path = self.checkpoint.source.path / info.file
             self._open(path)
-            data = self._read(info, region, shared)
+            data = self._read(tensor, region, shared)
             yield Piece(shared, data.T if region.transposed else data, info.dtype, tensor, path)
 
-    def _read(self, info: TensorInfo, region: Region, rows: range) -> Array:
+    def _read(self, tensor: DiskTensor, region: Region, rows: range) -> Array:
         """As it lies on disk: columns, if the region is transposed."""
-        matrix, start = info.shape[len(region.index) :], region.start_on_disk(rows)
+        info = self.checkpoint.infos[tensor.name]
+        matrix, place = tensor.matrix(region), region.on_disk(rows)
         row_bytes = prod(matrix[1:]) * DTYPE_BYTES[info.dtype]
         offset = info.offset + sum(region.index) * matrix[0] * row_bytes
+        length = place.stop - place.start
         if not region.transposed:
-            data = np.empty((len(rows), *matrix[1:]), ARRAY_TYPES[info.dtype])
-            self._fill(as_bytes(data), offset + start * row_bytes)
-            return data
-        data = np.empty((matrix[0], len(rows)), ARRAY_TYPES[info.dtype])
-        if len(rows) == matrix[1]:
+            data = np.empty((length, *matrix[1:]), ARRAY_TYPES[info.dtype])
+            self._fill(as_bytes(data), offset + place.start * row_bytes)
+            return data[:: region.step]
+        data = np.empty((matrix[0], length), ARRAY_TYPES[info.dtype])
+        if length == matrix[1]:
             self._fill(as_bytes(data), offset)
-            return data
+            return data[:, :: region.step]
         if hasattr(os, "posix_fadvise"):  # the kernel foresees no strides
             os.posix_fadvise(self.file, offset, matrix[0] * row_bytes, os.POSIX_FADV_WILLNEED)
-        offset += start * DTYPE_BYTES[info.dtype]
+        offset += place.start * DTYPE_BYTES[info.dtype]
         for row, columns in enumerate(data):
             self._fill(as_bytes(columns), offset + row * row_bytes)
-        return data
+        return data[:, :: region.step]
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
         while len(buffer):

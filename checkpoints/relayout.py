@@ -16,7 +16,7 @@ import xxhash
 from tqdm import tqdm
 
 from checkpoints.checksums import GRANULE, add_sums, row_sum
-from checkpoints.dtypes import Array, as_bytes, cast, contiguous
+from checkpoints.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
 from checkpoints.mapping import Region
 from checkpoints.output import OutputFile, OutputTensor
 from checkpoints.reader import ParameterReader, gather
@@ -134,18 +134,35 @@ def _write_file(
 
 
 def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Array, int]]:
-    """(content in row order, share of the row sum) of a tensor in disk order. A transposed one has no row sum."""
-    for region in output.tensor.regions:
-        if region.transposed:
-            found = gather(reader, region.parameter, region.rows)
-            assert found is not None, region
-            yield contiguous(cast(*found, output.dtype).T), 0
+    """(content in row order, share of the row sum) of a tensor in disk order. One whose rows are not in the parameter's
+    order has no row sum."""
+    for block in output.tensor.blocks():
+        if len(block) > 1 or not block[0].is_run:
+            yield _put_together(output, block, reader), 0
             continue
+        (region,) = block
         for rows in _chunks(region, output):
             first_row = rows.start - region.rows.start
             for data in _whole_granules(reader, region.parameter, rows, output.dtype):
                 yield data, row_sum(data, first_row)
                 first_row += len(data)
+
+
+def _put_together(output: OutputTensor, block: tuple[Region, ...], reader: ParameterReader) -> Array:
+    """A block of a tensor on disk out of the rows of all its regions."""
+    parts = []
+    for region in block:
+        found = gather(reader, region.parameter, region.rows)
+        assert found is not None, region
+        rows = cast(*found, output.dtype)
+        parts.append((region, rows.T if region.transposed else rows))
+    if len(parts) == 1 and parts[0][1].shape == output.tensor.matrix(block[0]):
+        return contiguous(parts[0][1])
+    whole = np.empty(output.tensor.matrix(block[0]), ARRAY_TYPES[output.dtype])
+    for region, part in parts:
+        place = region.on_disk(region.rows)
+        whole[(slice(None), place) if region.transposed else place] = part
+    return whole
 
 
 def _whole_granules(reader: ParameterReader, parameter: str, rows: range, dtype: str) -> Iterator[Array]:

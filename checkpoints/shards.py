@@ -4,11 +4,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sharding import Topology, is_expert, local_tensor
+from sharding import StateTensor, Topology, saved_state
 
 
 class ShardedParameter:
-    """One parameter of a sharded model.
+    """One parameter of a sharded model, or a buffer that checkpoints hold.
 
     Attributes:
         local: this rank's rows, sharing memory with the parameter.
@@ -18,11 +18,11 @@ class ShardedParameter:
         is_owner: whether this rank is among them; else it holds a replica.
     """
 
-    def __init__(self, parameter: Tensor, is_expert: bool, topology: Topology):
-        self.local = local_tensor(parameter.detach())
-        self.rows = topology.rows(parameter.shape[0], is_expert, dist.get_rank())
-        self.row_shape = torch.Size(parameter.shape[1:])
-        self.owners = list(topology.owners(parameter.shape[0], is_expert))
+    def __init__(self, part: StateTensor, topology: Topology):
+        self.local = part.local
+        self.rows = topology.rows(part.num_rows, part.layout, dist.get_rank())
+        self.row_shape = torch.Size(part.shape[1:])
+        self.owners = list(topology.owners(part.num_rows, part.layout))
         self.is_owner = any(rank == dist.get_rank() for rank, _ in self.owners)
         assert self.local.shape[0] == len(self.rows), (self.local.shape, self.rows)
 
@@ -33,5 +33,5 @@ class ShardedParameter:
 
 
 def sharded_parameters(model: nn.Module, topology: Topology) -> dict[str, ShardedParameter]:
-    """All parameters by name; a tied one appears once."""
-    return {name: ShardedParameter(p, is_expert(name, model), topology) for name, p in model.named_parameters()}
+    """All that checkpoints hold, by name; what is tied appears once."""
+    return {name: ShardedParameter(part, topology) for name, part in saved_state(model).items()}

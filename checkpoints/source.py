@@ -3,32 +3,32 @@
 Only JSON and safetensors are read; nothing is unpickled, and no path from an index leads out of the directory.
 """
 
+from __future__ import annotations
+
 import json
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from checkpoints.dtypes import DTYPE_BYTES
-from checkpoints.mapping import DiskTensor, Region, disk_tensors, names_on_disk
+from checkpoints.dtypes import DTYPE_BYTES, FLOATS
+from checkpoints.mapping import DiskTensor
 from checkpoints.output import INDEX_NAME, SINGLE_NAME, OutputTensor
 from checkpoints.paths import check_regular, named_file
-from moe import ExpertMeshError, Family, MoEShape, check_config, family_of
-from moe.families import read_settings
+from moe import ExpertMeshError, check_config
+
+if TYPE_CHECKING:
+    from checkpoints.names import Names
 
 # not "*.safetensors": some repositories hold the weights a second time, as consolidated*.safetensors
 _HUB_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 # parsed it takes some twenty times as much memory; the largest index and manifest of today have a few MB
 _MOST_JSON_BYTES = 64 * 2**20
-
-Parameters = dict[str, tuple[int, ...]]
-"""Global shape of every parameter of a model, by name; a tied one appears once."""
 
 
 @dataclass(frozen=True)
@@ -46,33 +46,52 @@ class ModelSource:
     """A model directory whose config.json has been read.
 
     Attributes:
-        settings: what config.json says, as far as sizes and names depend on it (see `moe.families.read_settings`).
-        shape: of its MoE layers.
+        model_type: what the family calls itself.
     """
 
     path: Path
-    family: Family
-    settings: Any
-    shape: MoEShape
+    model_type: str
 
     @cached_property
     def config(self) -> Any:
         """transformers' own config object, read when it is first asked for: transformers takes seconds to import.
 
         Raises:
-            ExpertMeshError: transformers cannot read config.json, or understands other sizes from it.
+            ExpertMeshError: transformers cannot read config.json.
         """
         from transformers import AutoConfig
 
         file = self.path / "config.json"
         try:
-            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:
             raise ExpertMeshError(f"{file}: transformers cannot read it: {error}") from error
-        shape = check_config(self.family, config, str(file))
-        if (shape, self.family.parameters(config)) != (self.shape, self.family.parameters(self.settings)):
-            raise ExpertMeshError(f"{file}: transformers reads other sizes in it than are written there")
-        return config
+
+    @property
+    def text_config(self) -> Any:
+        """The part of it that describes the language model."""
+        return self.config.get_text_config()
+
+    def build(self, attn_implementation: str = "auto") -> Any:
+        """The model that it describes, on the meta device (see `moe.build_model`).
+
+        Raises:
+            ExpertMeshError: it cannot be built; the message names config.json.
+        """
+        from moe import build_model
+
+        try:
+            return build_model(self.config, attn_implementation)
+        except ExpertMeshError as error:
+            file = self.path / "config.json"
+            raise ExpertMeshError(str(error) if str(file) in str(error) else f"{file}: {error}") from error
+
+    @cached_property
+    def names(self) -> Names:
+        """Of that model's tensors; for those who do not build it themselves."""
+        from checkpoints.names import Names
+
+        return Names(self.build())
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,7 @@ class Checkpoint:
         tied_copies: tensors that repeat one of these, as an output projection stored beside the tied embedding does.
         infos: file, shape and dtype of each tensor, by name.
         exported: what a Hugging Face directory of this model holds, in this order.
+        left_out: names of tensors that belong to no trained module (see `checkpoints.names`).
         row_sums: of each tensor, where the directory has them (see `checkpoints.checksums`).
         files: that hold the weights.
         problems: what does not match, where the caller asked to be told instead of stopped.
@@ -95,6 +115,7 @@ class Checkpoint:
     tied_copies: list[DiskTensor]
     infos: dict[str, TensorInfo]
     exported: list[OutputTensor]
+    left_out: list[str] = field(default_factory=list)
     row_sums: dict[str, int] | None = None
     files: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -144,13 +165,10 @@ def open_source(path: Path) -> ModelSource:
     """Read and check config.json, without transformers.
 
     Raises:
-        ExpertMeshError: it is missing, no JSON, of an unknown family, or has impossible sizes.
+        ExpertMeshError: it is missing, no JSON, or has impossible sizes.
     """
     file = path / "config.json"
-    raw = read_json(file)
-    family = family_of(raw.get("model_type"), str(file))
-    settings = read_settings(family, raw)
-    return ModelSource(path, family, settings, check_config(family, settings, str(file)))
+    return ModelSource(path, check_config(read_json(file), str(file)))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -197,7 +215,7 @@ def well_formed(file: Path) -> Iterator[None]:
         raise ExpertMeshError(f"{file}: is not as this version writes it: {type(error).__name__}: {error}") from error
 
 
-def open_hf(source: ModelSource, parameters: Parameters, strict: bool = True) -> Checkpoint:
+def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoint:
     """Read the headers of all files of a Hugging Face directory and match them with the model's parameters.
 
     Args:
@@ -207,57 +225,52 @@ def open_hf(source: ModelSource, parameters: Parameters, strict: bool = True) ->
         ExpertMeshError: a file is missing, truncated or outside the directory; a tensor is missing, unused,
             mis-shaped or of an unsupported dtype. The message names it.
     """
-    infos = _read_headers(source.path, source.family)
-    names = names_on_disk(infos, source.family)
-    tensors = disk_tensors(parameters, source.family, source.shape, names)
-    copies = tied_head(parameters, infos)
-    wrong = _mismatches(source, tensors + copies, infos)
+    infos = read_headers(source.path)
+    matched = names.match({name: info.shape for name, info in infos.items()})
+    wrong = {
+        name: f"{problem} ({infos[name].file})" if name in infos else problem
+        for name, problem in matched.problems.items()
+    }
+    for tensor in matched.tensors + matched.tied_copies:
+        is_buffer = tensor.regions[0].parameter in names.buffers
+        if not is_buffer and infos[tensor.name].dtype not in FLOATS:
+            wrong[tensor.name] = _unsupported(infos[tensor.name], tensor.name)
     if strict and wrong:
         raise ExpertMeshError(f"{source.path}: {next(iter(wrong.values()))}")
-    tensors = [tensor for tensor in tensors if tensor.name not in wrong]
-    exported = [OutputTensor(tensor, infos[tensor.name].dtype) for tensor in tensors + copies]
+    tensors = [tensor for tensor in matched.tensors if tensor.name not in wrong]
+    exported = [OutputTensor(tensor, infos[tensor.name].dtype) for tensor in tensors + matched.tied_copies]
     files = sorted({source.path / info.file for info in infos.values()})
-    return Checkpoint(source, tensors, copies, infos, exported, files=files, problems=list(wrong.values()))
+    return Checkpoint(
+        source,
+        tensors,
+        matched.tied_copies,
+        infos,
+        exported,
+        matched.left_out,
+        files=files,
+        problems=list(wrong.values()),
+    )
 
 
-def tied_head(parameters: Parameters, found: Collection[str]) -> list[DiskTensor]:
-    """With tied embeddings some checkpoints hold the output projection as a second copy; it, if it is among `found`."""
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    if head in parameters or head not in found:
-        return []
-    size = parameters[embedding]
-    return [DiskTensor(head, size, (Region(embedding, range(size[0])),))]
+def _unsupported(info: TensorInfo, name: str) -> str:
+    return f"tensor {name} in {info.file} has dtype {info.dtype}; it must be one of {', '.join(FLOATS)}"
 
 
-def _mismatches(source: ModelSource, tensors: list[DiskTensor], infos: dict[str, TensorInfo]) -> dict[str, str]:
-    """What is wrong, by the name of the tensor."""
-    wrong = {}
-    for tensor in tensors:
-        info = infos.get(tensor.name)
-        if info is None:
-            wrong[tensor.name] = f"tensor {tensor.name} is missing"
-        elif info.shape != tensor.shape:
-            wrong[tensor.name] = (
-                f"tensor {tensor.name} in {info.file} has shape {list(info.shape)}; "
-                f"the config asks for {list(tensor.shape)}"
-            )
-    for name in sorted(set(infos) - {tensor.name for tensor in tensors}):
-        wrong[name] = f"tensor {name} in {infos[name].file} has no place in this model; is config.json its own?"
-    return wrong
+def read_headers(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor in the files of a Hugging Face directory.
 
-
-def _read_headers(path: Path, family: Family) -> dict[str, TensorInfo]:
+    Raises:
+        ExpertMeshError: a file is missing, damaged or outside the directory, or not as the index has it.
+    """
     infos: dict[str, TensorInfo] = {}
     weight_map = _weight_map(path)
-    ignored = [re.compile(pattern) for pattern in family.ignored_on_disk]
     for file in _files(path, weight_map):
         for name, info in read_header(path / file).items():
             if weight_map is not None and weight_map.get(name) != file:
                 raise ExpertMeshError(f"{path / file}: tensor {name} is not where {INDEX_NAME} has it")
-            if not any(pattern.search(name) for pattern in ignored):
-                infos[name] = info
+            infos[name] = info
     for name, file in (weight_map or {}).items():
-        if name not in infos and not any(pattern.search(name) for pattern in ignored):
+        if name not in infos:
             raise ExpertMeshError(f"{path / INDEX_NAME}: tensor {name} is said to be in {file}, which does not hold it")
     return infos
 
@@ -287,8 +300,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """Every tensor in a safetensors file.
 
     Raises:
-        ExpertMeshError: the file is missing, truncated or no safetensors file, or has a tensor of another dtype
-            than fp32, bf16 or fp16.
+        ExpertMeshError: the file is missing, truncated or no safetensors file, or has a tensor of a dtype that is not
+            known.
     """
     check_regular(file)
     infos = {}

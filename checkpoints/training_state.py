@@ -13,7 +13,7 @@ One is written under a temporary name and renamed once every rank's bytes are on
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,17 +27,16 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from checkpoints.checksums import file_checksum, seal
 from checkpoints.files import copy_side_files, temporary_beside, write_errors
-from checkpoints.manifest import exported_from
+from checkpoints.manifest import export_table, exported_from
 from checkpoints.mapping import DiskTensor, Region
-from checkpoints.marker import FORMAT, MARKER, check_file, check_owner, read_marker, step_of, whole_checkpoints
-from checkpoints.output import OutputTensor
+from checkpoints.marker import FORMAT, MARKER, VERSION, check_file, check_owner, read_marker, step_of, whole_checkpoints
 from checkpoints.reader import Piece
-from checkpoints.source import Checkpoint, Parameters, TensorInfo, open_source, well_formed
+from checkpoints.source import Checkpoint, TensorInfo, open_source, well_formed
 from checkpoints.state_reader import StateReader, brief, load_state
 from checkpoints.tensors import DTYPE_CODES, as_array, torch_dtype
 from moe import ExpertMeshError
 from moe.whole import PARTIAL, place_link, whole
-from sharding import NO_LIMIT_SECONDS, SAVERS, raise_together, zeros_by_rows
+from sharding import NO_LIMIT_SECONDS, SAVERS, raise_together, rows_of, saved_state, zeros_by_rows
 
 LATEST = "latest"
 BEST = "best"
@@ -167,10 +166,10 @@ class Saver:
     def _complete(self, partial: Path, progress: Progress, files: dict[str, Any]) -> None:
         table = {
             "format": FORMAT,
-            "version": 1,
+            "version": VERSION,
             "world_size": dist.get_world_size(),
             **vars(progress),
-            "exported": [{"name": o.tensor.name, "dtype": o.dtype} for o in self.origin.exported],
+            "exported": export_table(self.origin.exported),
             "files": dict(sorted(files.items())),
         }
         with whole(partial / MARKER, durable=True) as marker:
@@ -239,11 +238,11 @@ def checkpoint_name(step: int) -> str:
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters and optimizer state under flat names, sharing memory with what they name."""
+    """Parameters, buffers and optimizer state under flat names, sharing memory with what they name."""
     state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        state[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state.get(parameter, {}).items():
+    for name, part in saved_state(model).items():
+        state[f"model.{name}"] = part.tensor.detach()
+        for key, value in optimizer.state.get(part.tensor, {}).items():
             state[f"optimizer.{name}.{key}"] = value
     return state
 
@@ -387,7 +386,7 @@ def load_best_model(directory: Path, model: nn.Module, step: int, any_owner: boo
     problem = _check_together(link, any_owner)
     if problem is not None:
         raise ExpertMeshError(f"--load-best-model-at-end: {link}: {problem}")
-    state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    state = {f"model.{name}": part.tensor.detach() for name, part in saved_state(model).items()}
     load_state(state, link / "state")
     return link.resolve()
 
@@ -396,8 +395,8 @@ def _state_to_fill(
     path: Path, saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
     """The model's own tensors, and an optimizer state made anew with the names and shapes that the checkpoint has."""
-    parameters = dict(model.named_parameters())
-    expected = {f"model.{name}" for name in parameters}
+    parts = saved_state(model)
+    expected = {f"model.{name}" for name in parts}
     found = {name for name in saved if name.startswith("model.")}
     if expected != found:
         name = min(expected ^ found)
@@ -406,17 +405,17 @@ def _state_to_fill(
         if not name.startswith("optimizer."):
             continue
         owner, _, key = name.removeprefix("optimizer.").rpartition(".")
-        parameter = parameters[owner]
+        parameter = parts[owner].tensor
         if entry.size and entry.size[0] == parameter.shape[0]:
             value = zeros_by_rows(parameter, entry.size[1:], entry.properties.dtype)
         else:
             value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
         optimizer.state[parameter][key] = value
-    for name, parameter in parameters.items():
-        if tuple(saved[f"model.{name}"].size) != tuple(parameter.shape):
+    for name, part in parts.items():
+        if tuple(saved[f"model.{name}"].size) != part.shape:
             raise ExpertMeshError(
                 f"{path}: is of another model: {name} has shape {list(saved[f'model.{name}'].size)} there, "
-                f"{list(parameter.shape)} here"
+                f"{list(part.shape)} here"
             )
     return training_state(model, optimizer)
 
@@ -439,17 +438,15 @@ class TrainingReader:
             state = {f"model.{parameter}": self.content}
             load_state(state, self.path / "state", no_dist=True)
             self.parameter = parameter
-        yield Piece(rows, as_array(self.content[rows.start : rows.stop]), self.dtype, tensor, self.path / "state")
+        content = self.content.view(-1) if self.content.dim() == 0 else self.content
+        yield Piece(rows, as_array(content[rows.start : rows.stop]), self.dtype, tensor, self.path / "state")
 
     def close(self) -> None:
         self.parameter, self.content = "", torch.empty(0)
 
 
-def open_training(path: Path, parameters_of: Callable[[Any], Parameters], any_owner: bool) -> Checkpoint:
+def open_training(path: Path, any_owner: bool) -> Checkpoint:
     """A training checkpoint as a source for exports and comparisons, every file checked.
-
-    Args:
-        parameters_of: the shapes of the model that a `ModelSource` describes.
 
     Raises:
         ExpertMeshError: it is damaged, not whole, or another user's.
@@ -459,16 +456,18 @@ def open_training(path: Path, parameters_of: Callable[[Any], Parameters], any_ow
     for file, described in marker["files"].items():
         check_file(path, file, described)
     source = open_source(path / "model")
-    parameters = parameters_of(source)
+    names = source.names
     saved = StateReader(path / "state").read_metadata().state_dict_metadata
     tensors, infos = [], {}
-    for name, shape in parameters.items():
+    for name, shape in names.parameters.items():
         entry: Any = saved.get(f"model.{name}")
         if entry is None or tuple(entry.size) != shape:
             raise ExpertMeshError(f"{path}: {name} is missing or of another shape than model/config.json asks for")
-        tensors.append(DiskTensor(name, shape, (Region(name, range(shape[0])),)))
+        if entry.properties.dtype not in DTYPE_CODES:
+            raise ExpertMeshError(f"{path}: {name} has dtype {entry.properties.dtype}, which no checkpoint has")
+        tensors.append(DiskTensor(name, shape, (Region(name, range(rows_of(shape))),)))
         infos[name] = TensorInfo("state", shape, DTYPE_CODES[entry.properties.dtype])
     with well_formed(path / MARKER):
-        exported: Sequence[OutputTensor] = exported_from(marker["exported"], source, parameters)
+        exported = exported_from(marker["exported"], names)
     files = [path / name for name in marker["files"] if name.startswith("state/")]
-    return Checkpoint(source, tensors, [], infos, list(exported), files=files)
+    return Checkpoint(source, tensors, [], infos, exported, files=files)

@@ -50,8 +50,7 @@ def _name(output: OutputTensor, region: Region) -> str:
     """The tensor; in a fused one also whose rows they are."""
     if not region.index:
         return output.tensor.name
-    part = {"w1": "gate", "v1": "up", "w2": "down"}[region.parameter.rpartition(".")[2]]
-    return f"{output.tensor.name} (expert {region.index[0]}, {part})"
+    return f"{output.tensor.name} (expert {region.index[0]}, {region.parameter.rpartition('.')[2]})"
 
 
 def _difference(a: Array, dtype_a: str, b: Array, dtype_b: str, rtol: float | None) -> str | None:

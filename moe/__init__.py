@@ -1,36 +1,51 @@
-"""The dropless mixture-of-experts layer as plain maths: families, router, dispatch, experts, kernels."""
+"""Mixture-of-experts layers as plain maths: transformers' models of any family, with dropless experts in them."""
 
 from typing import TYPE_CHECKING
 
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
+    from moe.config import check_config
     from moe.counts import ParameterCounts, active_parameters, training_flops
     from moe.errors import ExpertMeshError
-    from moe.families import FAMILIES, Family, check_config, family_of
+    from moe.experts import ExpertLayout, ExpertMLP, ExpertParameter
     from moe.kernel_names import KERNEL_NAMES, check_kernel_name
-    from moe.kernels import KERNELS, KernelChoice, check_kernel, choose_kernel
-    from moe.layer import DroplessMoE, ExpertMLP
+    from moe.kernels import KERNELS, LOOP, ExpertKernel, KernelChoice, Needs, check_kernel, choose_kernel
+    from moe.layer import DroplessExperts
     from moe.losses import load_balancing_loss, router_z_loss
+    from moe.model import (
+        build_model,
+        count_parameters,
+        decoder_layers,
+        dropless_experts,
+        kernel_needs,
+        model_class,
+        moe_layers,
+        moe_shape,
+        take_logits,
+        take_stats,
+        use_kernel,
+    )
     from moe.original import original_dmoe
-    from moe.router import Router, RouterStats
+    from moe.routing import RouterStats
     from moe.shape import MoEShape
-    from moe.swap import build_model, count_parameters, decoder_layers, moe_blocks, take_stats
 else:
     __getattr__ = import_on_demand(__name__)
 
 __all__ = [
-    "FAMILIES",
     "KERNELS",
     "KERNEL_NAMES",
-    "DroplessMoE",
+    "LOOP",
+    "DroplessExperts",
+    "ExpertKernel",
+    "ExpertLayout",
     "ExpertMLP",
     "ExpertMeshError",
-    "Family",
+    "ExpertParameter",
     "KernelChoice",
     "MoEShape",
+    "Needs",
     "ParameterCounts",
-    "Router",
     "RouterStats",
     "active_parameters",
     "build_model",
@@ -40,11 +55,16 @@ __all__ = [
     "choose_kernel",
     "count_parameters",
     "decoder_layers",
-    "family_of",
+    "dropless_experts",
+    "kernel_needs",
     "load_balancing_loss",
-    "moe_blocks",
+    "model_class",
+    "moe_layers",
+    "moe_shape",
     "original_dmoe",
     "router_z_loss",
+    "take_logits",
     "take_stats",
     "training_flops",
+    "use_kernel",
 ]

@@ -1,10 +1,13 @@
-"""Expert kernels: the gated MLP of each expert over its rows, all behind one signature.
+"""Expert kernels: how each expert's products over its rows are computed, by name.
 
-    kernel(rows_RD, counts_e, w1, v1, w2) -> rows_RD
+A kernel has a `product`, of which experts of any family are composed (see `moe.products`), or, for those that are plain
+SwiGLU, all of an expert at once, `fused`, or both:
+
+    fused(rows_RD, counts_e, w1, v1, w2) -> rows_RD
 
 Row r belongs to the expert in whose run it falls when the rows are cut by counts_e (int64, on the rows' device).
 w1 (gate), v1 (up) and w2 (down, transposed) are each (e·F, D): MegaBlocks' layout, experts concatenated along dim 0.
-For expert i: (silu(x @ w1_i.T) * (x @ v1_i.T)) @ w2_i, as `MixtralExperts.forward` in transformers.
+For expert i: (silu(x @ w1_i.T) * (x @ v1_i.T)) @ w2_i, as the experts modules of most families in transformers.
 
 Shape suffixes: R rows, D model width, F expert width, e experts on this rank.
 """
@@ -19,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.errors import ExpertMeshError
-from moe.grouped import grouped_gated_mlp
+from moe.grouped import GroupedMatmul, grouped_gated_mlp
 from moe.kernel_names import check_kernel_name
 from moe.matmul import matmul, pad_rows
 from moe.megablocks import (
@@ -27,11 +30,22 @@ from moe.megablocks import (
     SPARSE_PACKAGES,
     check_megablocks_sparse,
     megablocks_grouped,
+    megablocks_grouped_product,
     megablocks_sparse,
     require,
 )
+from moe.products import Product, compute_dtype, grouped_product, looped_product, runs
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+FusedSwiGLU = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertKernel:
+    """One way of computing; at least one of `product` and `fused` is there."""
+
+    name: str
+    product: Product | None
+    fused: FusedSwiGLU | None
 
 
 def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
@@ -45,11 +59,11 @@ class _LoopedGatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
-        dtype = _compute_dtype(rows_RD)
+        dtype = compute_dtype(rows_RD)
         out_RD = torch.empty_like(rows_RD)
         kept = []
         weights = zip(*(w.chunk(len(counts)) for w in (w1, v1, w2)), strict=True)
-        for rows, (w1_FD, v1_FD, w2_FD) in zip(_runs(counts), weights, strict=True):
+        for rows, (w1_FD, v1_FD, w2_FD) in zip(runs(counts), weights, strict=True):
             if rows.stop == rows.start:
                 continue
             x = pad_rows(rows_RD[rows].to(dtype))
@@ -66,12 +80,12 @@ class _LoopedGatedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, Tensor, Tensor, Tensor]:
         rows_RD, w1, v1, w2, *kept = ctx.saved_tensors
-        dtype = _compute_dtype(rows_RD)
+        dtype = compute_dtype(rows_RD)
         grad_rows_RD = torch.empty_like(rows_RD)
         grad_w1, grad_v1, grad_w2 = torch.empty_like(w1), torch.empty_like(v1), torch.empty_like(w2)
         gates_and_ups = zip(kept[::2], kept[1::2], strict=True)
         weights = zip(*(t.chunk(len(ctx.counts)) for t in (w1, v1, w2, grad_w1, grad_v1, grad_w2)), strict=True)
-        for rows, (w1_FD, v1_FD, w2_FD, dw1_FD, dv1_FD, dw2_FD) in zip(_runs(ctx.counts), weights, strict=True):
+        for rows, (w1_FD, v1_FD, w2_FD, dw1_FD, dv1_FD, dw2_FD) in zip(runs(ctx.counts), weights, strict=True):
             if rows.stop == rows.start:
                 dw1_FD.zero_(), dv1_FD.zero_(), dw2_FD.zero_()
                 continue
@@ -89,19 +103,6 @@ class _LoopedGatedMLP(torch.autograd.Function):
         return grad_rows_RD, None, grad_w1, grad_v1, grad_w2
 
 
-def _runs(counts: list[int]) -> list[slice]:
-    runs, start = [], 0
-    for count in counts:
-        runs.append(slice(start, start + count))
-        start += count
-    return runs
-
-
-def _compute_dtype(rows: Tensor) -> torch.dtype:
-    emulated = rows.device.type == "cpu" and rows.dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if emulated and not torch.cpu._is_avx512_bf16_supported() else rows.dtype
-
-
 def torch_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
     """`torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
 
@@ -110,12 +111,22 @@ def torch_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2:
     """
     num_experts = counts_e.numel()
     _check_grouped_mm(rows_RD.dtype, rows_RD.shape[1], w1.shape[0] // num_experts)
+    return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, _grouped_mm(counts_e))
+
+
+def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+    """As `torch_grouped`, one product."""
+    _check_grouped_mm(x_RI.dtype, *weight_eOI.shape[1:])
+    return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e))
+
+
+def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
 
     def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
         return F.grouped_mm(a.t() if trans_a else a, b.transpose(1, 2) if trans_b else b, offs=ends_e)
 
-    return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, gmm)
+    return gmm
 
 
 def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
@@ -129,52 +140,72 @@ def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
         )
 
 
-KERNELS: dict[str, Kernel] = {
-    "loop": loop,
-    "torch-grouped": torch_grouped,
-    "megablocks-sparse": megablocks_sparse,
-    "megablocks-grouped": megablocks_grouped,
+LOOP = ExpertKernel("loop", looped_product, loop)
+
+KERNELS: dict[str, ExpertKernel] = {
+    kernel.name: kernel
+    for kernel in (
+        LOOP,
+        ExpertKernel("torch-grouped", torch_grouped_product, torch_grouped),
+        ExpertKernel("megablocks-sparse", None, megablocks_sparse),
+        ExpertKernel("megablocks-grouped", megablocks_grouped_product, megablocks_grouped),
+    )
 }
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What decides whether a kernel can compute a model's experts.
+
+    widths: D and F of each kind of MoE layer. is_swiglu: whether all experts are plain SwiGLU without biases.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    widths: tuple[tuple[int, int], ...]
+    is_swiglu: bool = True
+
+
+@dataclass(frozen=True)
 class KernelChoice:
-    name: str
-    kernel: Kernel
+    kernel: ExpertKernel
     why: str
 
+    @property
+    def name(self) -> str:
+        return self.kernel.name
 
-def choose_kernel(name: str, device_type: str, model_width: int, expert_width: int, dtype: torch.dtype) -> KernelChoice:
-    """The kernel for `--expert-kernel name`; "auto" picks by device, sizes, dtype and what is installed.
+
+def choose_kernel(name: str, needs: Needs) -> KernelChoice:
+    """The kernel for `--expert-kernel name`; "auto" picks by device, experts, dtype and what is installed.
 
     Raises:
-        ExpertMeshError: the name is unknown, or that kernel is not installed, or cannot compute these sizes in this
-            dtype on this device.
+        ExpertMeshError: the name is unknown, or that kernel is not installed, or cannot compute these experts.
     """
     check_kernel_name(name)
     if name == "auto":
-        name, why = _choose(device_type, model_width, expert_width, dtype)
-        return KernelChoice(name, KERNELS[name], f"auto: {why}")
-    check_kernel(name, device_type, model_width, expert_width, dtype)
-    if name == "megablocks-sparse" and dtype == torch.float32:
-        return KernelChoice(name, megablocks_sparse, "asked for; in fp32 it multiplies in TF32")
-    return KernelChoice(name, KERNELS[name], "asked for")
+        name, why = _choose(needs)
+        return KernelChoice(KERNELS[name], f"auto: {why}")
+    check_kernel(name, needs)
+    if name == "megablocks-sparse" and needs.dtype == torch.float32:
+        return KernelChoice(KERNELS[name], "asked for; in fp32 it multiplies in TF32")
+    return KernelChoice(KERNELS[name], "asked for")
 
 
-def _choose(device_type: str, model_width: int, expert_width: int, dtype: torch.dtype) -> tuple[str, str]:
+def _choose(needs: Needs) -> tuple[str, str]:
     """(name, why). Only bf16 on a GPU has a choice."""
-    if device_type == "cpu":
+    if needs.device_type == "cpu":
         return "loop", "this is a CPU"
-    if dtype == torch.float32:
+    if needs.dtype == torch.float32:
         return "loop", "the grouped kernels are made for bf16"
-    sizes = (device_type, model_width, expert_width, dtype)
-    if _can_compute("torch-grouped", *sizes) and _has_grouped_mm():
-        return "torch-grouped", f"one launch for all experts on {device_type}"
-    if _can_compute("megablocks-sparse", *sizes):
+    if _can_compute("torch-grouped", needs) and _has_grouped_mm():
+        return "torch-grouped", f"one launch for all experts on {needs.device_type}"
+    if _can_compute("megablocks-sparse", needs):
         return "megablocks-sparse", "in grouped_mm this GPU would launch a matmul an expert"
-    if _can_compute("torch-grouped", *sizes):
-        return "torch-grouped", "without megablocks-sparse, as it is not installed or its widths not multiples of 128"
-    return "loop", f"widths {model_width} and {expert_width} do not suit grouped_mm"
+    if _can_compute("torch-grouped", needs):
+        return "torch-grouped", "as megablocks-sparse is not installed, or does not suit these experts"
+    widths = ", ".join(f"{d} and {f}" for d, f in needs.widths)
+    return "loop", f"widths {widths} do not suit grouped_mm"
 
 
 def _has_grouped_mm() -> bool:
@@ -183,27 +214,34 @@ def _has_grouped_mm() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
-def _can_compute(name: str, device_type: str, model_width: int, expert_width: int, dtype: torch.dtype) -> bool:
+def _can_compute(name: str, needs: Needs) -> bool:
     try:
-        check_kernel(name, device_type, model_width, expert_width, dtype)
+        check_kernel(name, needs)
     except ExpertMeshError:
         return False
     return True
 
 
-def check_kernel(name: str, device_type: str, model_width: int, expert_width: int, dtype: torch.dtype) -> None:
+def check_kernel(name: str, needs: Needs) -> None:
     """
     Raises:
-        ExpertMeshError: the kernel is not installed, or cannot compute these sizes in this dtype on this device.
+        ExpertMeshError: the kernel is not installed, or cannot compute these experts in this dtype on this device.
     """
-    if name == "torch-grouped":
-        _check_grouped_mm(dtype, model_width, expert_width)
-    if name.startswith("megablocks") and device_type != "cuda":
-        raise ExpertMeshError(f"--expert-kernel {name} needs a GPU, and this run is on {device_type}; use loop")
+    if KERNELS[name].product is None and not needs.is_swiglu:
+        raise ExpertMeshError(
+            f"--expert-kernel {name} computes plain SwiGLU only, and this model's experts have biases or another "
+            "activation; use torch-grouped or loop"
+        )
+    for model_width, width in needs.widths:
+        if name == "torch-grouped":
+            _check_grouped_mm(needs.dtype, model_width, width)
+        if name == "megablocks-sparse":
+            check_megablocks_sparse(model_width, width)
+    if name.startswith("megablocks") and needs.device_type != "cuda":
+        raise ExpertMeshError(f"--expert-kernel {name} needs a GPU, and this run is on {needs.device_type}; use loop")
     if name == "megablocks-sparse":
-        check_megablocks_sparse(model_width, expert_width)
         require(f"--expert-kernel {name}", SPARSE_PACKAGES)
     if name == "megablocks-grouped":
-        if dtype != torch.bfloat16:
+        if needs.dtype != torch.bfloat16:
             raise ExpertMeshError(f"--expert-kernel {name} computes in bf16 only; add --bf16, or use loop")
         require(f"--expert-kernel {name}", GROUPED_PACKAGES)

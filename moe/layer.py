@@ -1,78 +1,75 @@
-"""The dropless MoE layer: router, dispatch, experts, combine. Parallelism is applied to it from outside.
+"""The dropless experts of one layer: dispatch, experts, combine. Parallelism is applied to it from outside.
 
-    x_TD ─ Router ─ weights_TK, experts_TK ─ dispatch ─ rows_RD, counts_e ─ ExpertMLP ─ combine ─ out_TD
+    HF's block:   router(x) ─ weights_TK, experts_TK ─┐
+                                                      ├─ DroplessExperts ─ out_TD
+                  x_TD ───────────────────────────────┘
+    DroplessExperts:  dispatch ─ rows_RD, counts_e ─ ExpertMLP ─ combine
 
-Shape suffixes: B sequences, S sequence length, T = B·S tokens on this rank, D model width, F expert width,
-E experts, e experts on this rank, K experts a token, R rows received.
+Shape suffixes: B sequences, S sequence length, T = B·S tokens on this rank, D model width, E experts, e experts on this
+rank, K experts a token, R rows received.
 """
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moe.dispatch import Dispatcher, LocalDispatcher
-from moe.kernels import Kernel, loop
-from moe.router import Router, RouterStats
+from moe.experts import ExpertMLP
+from moe.routing import RouterStats, count_experts, router_stats
 from moe.shape import MoEShape
 
 
-class ExpertMLP(nn.Module):
-    """All experts' weights, concatenated: w1 (gate), v1 (up), w2 (down, transposed), each (E·F, D)."""
-
-    def __init__(self, shape: MoEShape, kernel: Kernel = loop):
-        super().__init__()
-        self.kernel = kernel
-        size = (shape.num_experts * shape.expert_width, shape.model_width)
-        self.w1 = nn.Parameter(torch.empty(size))
-        self.v1 = nn.Parameter(torch.empty(size))
-        self.w2 = nn.Parameter(torch.empty(size))
-
-    def forward(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
-        """Run even when R is 0: an expert that sits out would leave the other ranks' collectives waiting."""
-        return self.kernel(rows_RD, counts_e, _local(self.w1), _local(self.v1), _local(self.w2))
-
-
-def _local(weight: Tensor) -> Tensor:
-    """Experts that have been distributed are DTensors; a kernel computes on this rank's part."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-class DroplessMoE(nn.Module):
-    """Drop-in for HF's sparse MoE block: (B, S, D) in, (B, S, D) out, no token dropped.
+class DroplessExperts(nn.Module):
+    """Takes the place of the module that transformers marks as a layer's experts; no token is dropped.
 
     Attributes:
+        mlp: the experts' weights.
+        post_expert_norm: of the family's module, on each expert's output; None for most.
         dispatcher: local until `sharding` puts an all-to-all one in its place.
-        is_token_BS: set before each forward where the batch holds padding (see `moe.swap`); None means no padding.
-        stats: the routing statistics of the latest forward, until `moe.swap.take_stats` takes them.
+        router: path in the model of the module that chooses from these experts and gives a logit each; None where there
+            is no such module, and so neither an auxiliary loss nor an entropy.
+        is_token_BS: set before each forward where the batch holds padding (see `moe.model`); None means no padding.
+        logits_TE: of the router, which a hook on it leaves here before each forward.
+        stats: the routing statistics of the latest forward, until `moe.take_stats` takes them.
         recording: whether a forward leaves its statistics in `stats`.
     """
 
-    def __init__(self, shape: MoEShape, kernel: Kernel = loop):
+    def __init__(self, mlp: ExpertMLP, post_expert_norm: nn.Module | None = None):
         super().__init__()
-        self.shape = shape
-        self.router = Router(shape.model_width, shape.num_experts, shape.top_k, shape.normalize_top_k)
-        self.experts = ExpertMLP(shape, kernel)
-        self.dispatcher: Dispatcher = LocalDispatcher(shape.num_experts)
+        self.mlp = mlp
+        self.post_expert_norm = post_expert_norm
+        self.dispatcher: Dispatcher = LocalDispatcher(self.shape.num_experts)
+        self.router: str | None = None
         self.is_token_BS: Tensor | None = None
+        self.logits_TE: Tensor | None = None
         self.stats: RouterStats | None = None
         self.recording = True
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.training and self.shape.jitter_noise > 0:
-            low, high = 1.0 - self.shape.jitter_noise, 1.0 + self.shape.jitter_noise
-            x_BSD = x_BSD * torch.empty_like(x_BSD).uniform_(low, high)
-        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+    @property
+    def shape(self) -> MoEShape:
+        return self.mlp.layout.shape
+
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The weighted sum of each token's experts, in x_TD's dtype, summed up in fp32.
+
+        Args:
+            experts_TK: int64, expert of each choice.
+            weights_TK: of each choice. Those of padding, which is not routed, may be anything.
+        """
+        num_experts = self.shape.num_experts
         is_token_T = None if self.is_token_BS is None else self.is_token_BS.reshape(-1)
-        routing = self.router(x_TD, is_token_T)
-        has_padding = is_token_T is not None
-        rows_RD, counts_e, plan = self.dispatcher.dispatch(
-            x_TD, routing.experts_TK, routing.stats.counts_E, has_padding
-        )
-        rows_RD = self.experts(rows_RD, counts_e)
+        if is_token_T is not None:
+            experts_TK = experts_TK.masked_fill(~is_token_T.unsqueeze(-1), num_experts)
+        counts_E = count_experts(experts_TK, num_experts)
+        rows_RD, counts_e, plan = self.dispatcher.dispatch(x_TD, experts_TK, counts_E, is_token_T is not None)
+        rows_RD = self.mlp(rows_RD, counts_e)
+        if self.post_expert_norm is not None:
+            rows_RD = self.post_expert_norm(rows_RD)
+        logits_TE, self.logits_TE = self.logits_TE, None
+        # also where it is not recorded: what a checkpointed layer computes again must keep as many tensors
+        stats = router_stats(counts_E, logits_TE, is_token_T, rows_RD.shape[0])
         if self.recording:
-            self.stats = replace(routing.stats, rows_computed=rows_RD.shape[0])
+            self.stats = stats
+        weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
         # the union of dispatchers takes back only the plan it gave, which a type checker cannot see
-        out_TD = self.dispatcher.combine(rows_RD, routing.weights_TK, plan)  # type: ignore[arg-type]
-        return out_TD.view_as(x_BSD)
+        out_TD: Tensor = self.dispatcher.combine(rows_RD, weights_TK, plan)  # type: ignore[arg-type]
+        return out_TD

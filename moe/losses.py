@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe.router import RouterStats
+from moe.routing import RouterStats
 
 
 def load_balancing_loss(stats: Sequence[RouterStats], global_counts_GE: Tensor, global_tokens: Tensor | int) -> Tensor:
@@ -28,10 +28,14 @@ def load_balancing_loss(stats: Sequence[RouterStats], global_counts_GE: Tensor, 
     """
     groups, experts = global_counts_GE.shape
     rows = global_tokens * (len(stats) // groups)
-    prob_sum_GE = torch.stack([s.prob_sum_E for s in stats]).view(groups, -1, experts).sum(dim=1)
+    prob_sums = [s.prob_sum_E for s in stats if s.prob_sum_E is not None]
+    assert len(prob_sums) == len(stats), "a router without logits cannot be balanced by a loss"
+    prob_sum_GE = torch.stack(prob_sums).view(groups, -1, experts).sum(dim=1)
     return experts * ((global_counts_GE / rows) * (prob_sum_GE / rows)).sum() / groups
 
 
 def router_z_loss(stats: Sequence[RouterStats], global_tokens: Tensor | int) -> Tensor:
     """This rank's part of the mean over tokens and layers of logsumexp(logits)^2 (ST-MoE, eq. 5), fp32 scalar."""
-    return torch.stack([s.z_sum for s in stats]).sum() / (global_tokens * len(stats))
+    z_sums = [s.z_sum for s in stats if s.z_sum is not None]
+    assert len(z_sums) == len(stats), "a router without logits has no z-loss"
+    return torch.stack(z_sums).sum() / (global_tokens * len(stats))

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.errors import ExpertMeshError
-from moe.grouped import grouped_gated_mlp
+from moe.grouped import GroupedMatmul, grouped_gated_mlp
+from moe.products import grouped_product
 from moe.swiglu import SwiGLU
 
 BLOCK = 128
@@ -165,6 +166,15 @@ def megablocks_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor
     Raises:
         ExpertMeshError: grouped_gemm is not installed.
     """
+    return grouped_gated_mlp(rows_RD, counts_e.numel(), w1, v1, w2, _grouped_gemm(counts_e))
+
+
+def megablocks_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+    """As `megablocks_grouped`, one product (see `moe.products`)."""
+    return grouped_product(x_RI, weight_eOI, _grouped_gemm(counts_e))
+
+
+def _grouped_gemm(counts_e: Tensor) -> GroupedMatmul:
     require("--expert-kernel megablocks-grouped", GROUPED_PACKAGES)
     from grouped_gemm import backend
 
@@ -173,7 +183,7 @@ def megablocks_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor
     def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
         return backend.gmm(a, b, batch_sizes_e, trans_a=trans_a, trans_b=trans_b)
 
-    return grouped_gated_mlp(rows_RD, counts_e.numel(), w1, v1, w2, gmm)
+    return gmm
 
 
 def require(what: str, packages: Sequence[str]) -> None:

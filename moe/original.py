@@ -1,5 +1,5 @@
 """MegaBlocks' own layer, `megablocks.layers.dmoe.dMoE`, on our weights: for code that is built on MegaBlocks already,
-and as a yardstick for `moe.layer.DroplessMoE`.
+and as a yardstick for ours.
 
 Shape suffixes: E experts, e experts on this rank, D model width, F expert width, P rows with each expert's padded to
 whole blocks.
@@ -32,6 +32,7 @@ def original_dmoe(
     w2: Tensor,
     group: dist.ProcessGroup | None = None,
     mlp_impl: Literal["sparse", "grouped"] = "sparse",
+    normalize_top_k: bool = True,
 ) -> nn.Module:
     """A dMoE (B, S, D) -> (B, S, D) that computes what the Hugging Face block does, on weights that it shares with the
     caller. Its parameters are `router.layer.weight` and `experts.mlp.w1`, `.v1`, `.w2`.
@@ -41,11 +42,12 @@ def original_dmoe(
     by 1 / (ranks of the group); here they are plain sums.
 
     Args:
-        shape: of the layer, `Family.shape(config)`.
+        shape: of the layer, whose experts are plain SwiGLU, and whose router is a softmax of all experts.
         router_ED: the router's weight, on every rank.
         w1, v1, w2: gate, up and down (transposed) of this rank's experts, (e·F, D), in one dtype, on one device.
         group: the ranks that share out the experts, rank i having those from i·e on; None if all are here.
         mlp_impl: "sparse" by stanford-stk, "grouped" by grouped_gemm.
+        normalize_top_k: whether the K weights of a token are divided by their sum.
 
     Raises:
         ExpertMeshError: a package is not installed, or D or F is no multiple of 128 and mlp_impl is "sparse".
@@ -63,8 +65,7 @@ def original_dmoe(
         ffn_hidden_size=shape.expert_width,
         moe_num_experts=shape.num_experts,
         moe_top_k=shape.top_k,
-        moe_normalize_expert_weights=1 if shape.normalize_top_k else None,
-        moe_jitter_eps=shape.jitter_noise or None,
+        moe_normalize_expert_weights=1 if normalize_top_k else None,
         moe_loss_weight=0.0,
         moe_expert_model_parallelism=group is not None,
         expert_parallel_group=group,

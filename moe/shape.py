@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MoEShape:
-    """The sizes of one MoE layer, whatever names the model's config uses for them."""
+    """The sizes of one MoE layer, whatever names the model's config uses for them.
+
+    has_gate: whether an expert multiplies what it makes of its input by a gate. has_bias: whether its products have it.
+    """
 
     model_width: int
     expert_width: int
     num_experts: int
     top_k: int
-    normalize_top_k: bool
-    jitter_noise: float = 0.0
+    has_gate: bool = True
+    has_bias: bool = False

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sharding.debugger import debugging
     from sharding.ending import end_at_once
     from sharding.mesh import Mesh, build_mesh
-    from sharding.parallelize import fsdp_units, is_expert, local_tensor, materialize, zeros_by_rows
+    from sharding.parallelize import fsdp_units, materialize, zeros_by_rows
     from sharding.process import (
         Ranks,
         device_type,
@@ -21,7 +21,15 @@ if TYPE_CHECKING:
         start_process_group,
     )
     from sharding.replicas import check_replicas
-    from sharding.topology import DenseShard, Topology, check_ep_size
+    from sharding.state import (
+        StateTensor,
+        local_tensor,
+        parameters_of,
+        saved_state,
+        set_parameter_dtype,
+        state_of,
+    )
+    from sharding.topology import DenseShard, Topology, check_ep_size, rows_of
     from sharding.torchrun import read_environment
     from sharding.watchdog import NO_LIMIT_SECONDS, SAVERS, STUCK, Watchdog, collectives_limit
 else:
@@ -35,6 +43,7 @@ __all__ = [
     "DenseShard",
     "Mesh",
     "Ranks",
+    "StateTensor",
     "Topology",
     "Watchdog",
     "build_mesh",
@@ -48,12 +57,16 @@ __all__ = [
     "end_at_once",
     "end_process_group",
     "fsdp_units",
-    "is_expert",
     "local_tensor",
     "materialize",
+    "parameters_of",
     "raise_together",
     "read_environment",
+    "rows_of",
+    "saved_state",
+    "set_parameter_dtype",
     "settle_malloc",
     "start_process_group",
+    "state_of",
     "zeros_by_rows",
 ]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sharding.mesh import Mesh
-from sharding.parallelize import is_expert, local_tensor
+from sharding.state import local_tensor, parameters_of
 
 
 def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
@@ -21,10 +21,11 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     Returns:
         The norm before scaling. The scale is torch's: max_norm / (norm + 1e-6), at most 1.
     """
-    grads = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    parts = [part for part in parameters_of(model).values() if part.tensor.grad is not None]
+    grads = [local_tensor(part.tensor.grad) for part in parts]  # type: ignore[arg-type]
     dp_index, _ = mesh.topology.coordinates(dist.get_rank())
     replicated = mesh.topology.dense_shard == "hybrid" and dp_index > 0
-    counted = [grad for name, grad in grads.items() if not replicated or is_expert(name, model)]
+    counted = [grad for part, grad in zip(parts, grads, strict=True) if not replicated or part.is_expert]
     # in fp32 whatever the gradients' dtype: a norm in bf16 would have three digits
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in counted]
     square = torch.stack(norms).double().square().sum()
@@ -33,5 +34,5 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     if max_norm > 0 and math.isfinite(norm):
         scale = min(max_norm / (norm + 1e-6), 1.0)
         if scale < 1.0:
-            torch._foreach_mul_(list(grads.values()), scale)
+            torch._foreach_mul_(grads, scale)
     return norm

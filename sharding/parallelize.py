@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from moe import decoder_layers, moe_blocks
+from moe import decoder_layers, moe_layers
 from moe.dispatch import AllToAllDispatcher
-from moe.layer import ExpertMLP
 from sharding.checkpointing import checkpoint_layers
 from sharding.choices import Checkpointing
 from sharding.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
 from sharding.mesh import Mesh
+from sharding.state import local_tensor
 
 
 def parallelize(
@@ -60,13 +60,12 @@ def parallelize(
 
 def place_experts(model: nn.Module, mesh: Mesh) -> None:
     """Give each ep rank its block of experts, and every MoE layer the all-to-all that reaches them."""
-    for block in moe_blocks(model):
-        experts = block.experts
-        for name, weight in list(experts.named_parameters()):
+    for layer in moe_layers(model):
+        for name, weight in list(layer.mlp.named_parameters()):
             placed = distribute_tensor(weight.detach(), mesh.ep, [Shard(0)])
-            experts.register_parameter(name, nn.Parameter(placed))
+            layer.mlp.register_parameter(name, nn.Parameter(placed))
         if mesh.topology.ep_size > 1:
-            block.dispatcher = AllToAllDispatcher(block.shape.num_experts, mesh.ep.get_group())
+            layer.dispatcher = AllToAllDispatcher(layer.shape.num_experts, mesh.ep.get_group())
 
 
 def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:
@@ -76,11 +75,13 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
     nobody to share experts with, and a unit would only copy them, and their gradients, from buffer to buffer: they have
     one only where it is to cast them, or to bring them from host memory.
     """
-    expert_dtypes = {p.dtype for block in moe_blocks(model) for p in block.experts.parameters()}
+    experts = [layer.mlp for layer in moe_layers(model)]
+    expert_parameters = {p for mlp in experts for p in mlp.parameters()}
+    expert_dtypes = {p.dtype for p in expert_parameters}
     if mesh.dp.size() > 1 or expert_dtypes != {precision.param_dtype} or isinstance(placement, CPUOffloadPolicy):
-        for block in moe_blocks(model):
-            fully_shard(block.experts, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
-    expert_parameters = {p for block in moe_blocks(model) for p in block.experts.parameters()}
+        for mlp in experts:
+            fully_shard(mlp, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
+        expert_parameters = {p for mlp in experts for p in mlp.parameters()}
     for unit in (*decoder_layers(model), model):
         fully_shard(
             unit, mesh=mesh.dense, mp_policy=precision, offload_policy=placement, ignored_params=expert_parameters
@@ -124,22 +125,14 @@ def fsdp_units(module: nn.Module) -> list[FSDPModule]:
 
 
 def materialize(model: Any, device: torch.device, offload: bool = False) -> None:
-    """Allocate this rank's shards (uninitialised), with `offload` in host memory, and recompute, on `device`, the
-    buffers that no checkpoint holds."""
+    """Allocate this rank's shards (uninitialised), with `offload` in host memory; buffers go to `device` as is."""
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu" if offload else device)
-    # to_empty leaves buffers uninitialised and unties shared parameters
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
+    for name, buffer in buffers.items():
+        owner, _, own_name = name.rpartition(".")
+        model.get_submodule(owner)._buffers[own_name] = buffer
+    # to_empty unties shared parameters
     model.tie_weights()
-
-
-def is_expert(name: str, model: nn.Module) -> bool:
-    """Whether the parameter called `name` belongs to an `ExpertMLP`."""
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), ExpertMLP)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def zeros_by_rows(parameter: Tensor, row_shape: Sequence[int], dtype: torch.dtype) -> Tensor:

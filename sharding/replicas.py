@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from moe import ExpertMeshError
-from sharding.parallelize import local_tensor
+from sharding.state import local_tensor, state_of
 
 CHUNK = 2**21
 """Elements that are summed up at a time: 16 MiB as int64."""
@@ -55,8 +55,8 @@ def check_replicas(model: nn.Module, device: torch.device, step: int, also: Mapp
 
 def replicated_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers that several ranks hold alike, by name."""
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: tensor.detach() for name, tensor in named.items() if len(_replicas(tensor)[0]) > 1}
+    state = state_of(model)
+    return {name: part.tensor.detach() for name, part in state.items() if len(_replicas(part.tensor)[0]) > 1}
 
 
 def _replicas(tensor: Tensor) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """How ranks are arranged and which rows of a parameter each of them holds. Pure arithmetic: no process group, no torch.
 
-`world = dp × ep`; rank = dp index · ep + ep index. Every parameter is cut along dim 0.
+`world = dp × ep`; rank = dp index · ep + ep index. A tensor's layout says along which axes of the ranks it is cut.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,22 @@ from typing import Literal
 from moe import ExpertMeshError
 
 DenseShard = Literal["full", "hybrid"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor is cut along its dim 0 over the ranks of an axis. "dense" stands for the ranks that share out what is no
+    expert: all of them, or those of one dp group."""
+
+    axis: Literal["ep", "dp", "dense"]
+
+
+Layout = tuple[Cut, ...]
+"""Cut after cut, each of what the one before has left."""
+
+EXPERT: Layout = (Cut("ep"), Cut("dp"))
+DENSE: Layout = (Cut("dense"),)
+REPLICATED: Layout = ()
 
 
 @dataclass(frozen=True)
@@ -35,23 +51,34 @@ class Topology:
         """(dp index, ep index) of a rank."""
         return divmod(rank, self.ep_size)
 
-    def rows(self, num_rows: int, is_expert: bool, rank: int) -> range:
-        """Rows of a parameter with `num_rows` rows that `rank` holds; may be empty."""
-        dp_index, ep_index = self.coordinates(rank)
-        if is_expert:
-            assert num_rows % self.ep_size == 0, (num_rows, self.ep_size)
-            block = num_rows // self.ep_size
-            part = _chunk(block, self.dp_size, dp_index)
-            return range(ep_index * block + part.start, ep_index * block + part.stop)
-        if self.dense_shard == "hybrid":
-            return _chunk(num_rows, self.ep_size, ep_index)
-        return _chunk(num_rows, self.world_size, rank)
+    def rows(self, num_rows: int, layout: Layout, rank: int) -> range:
+        """Rows of a tensor with `num_rows` rows that `rank` holds; may be empty."""
+        rows = range(num_rows)
+        for cut in layout:
+            size, index = self._place(cut, rank)
+            assert cut.axis != "ep" or len(rows) % size == 0, (num_rows, self.ep_size)
+            part = _chunk(len(rows), size, index)
+            rows = rows[part.start : part.stop]
+        return rows
 
-    def owners(self, num_rows: int, is_expert: bool) -> Iterator[tuple[int, range]]:
+    def _place(self, cut: Cut, rank: int) -> tuple[int, int]:
+        """(ranks on the axis of a cut, this one's place among them)."""
+        dp_index, ep_index = self.coordinates(rank)
+        if cut.axis == "ep" or (cut.axis == "dense" and self.dense_shard == "hybrid"):
+            return self.ep_size, ep_index
+        return (self.dp_size, dp_index) if cut.axis == "dp" else (self.world_size, rank)
+
+    def owners(self, num_rows: int, layout: Layout) -> Iterator[tuple[int, range]]:
         """(rank, its rows) in row order, one owner for each row: of replicas, the lowest rank."""
-        ranks = range(self.ep_size if self.dense_shard == "hybrid" and not is_expert else self.world_size)
-        parts = ((rank, self.rows(num_rows, is_expert, rank)) for rank in ranks)
-        yield from sorted((part for part in parts if part[1]), key=lambda part: part[1].start)
+        owners: dict[range, int] = {}
+        for rank in range(self.world_size):
+            owners.setdefault(self.rows(num_rows, layout, rank), rank)
+        yield from sorted(((rank, rows) for rows, rank in owners.items() if rows), key=lambda part: part[1].start)
+
+
+def rows_of(shape: tuple[int, ...]) -> int:
+    """Of a tensor of this shape; a scalar is one row."""
+    return shape[0] if shape else 1
 
 
 def _chunk(num_rows: int, parts: int, index: int) -> range:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from training.inputs import Inputs, make_prompts, read_inputs
     from training.log import RunLog
     from training.loop import Run, data_order, loss_weights, number_of_steps, train
-    from training.memory import forecast, measured_peak
+    from training.memory import beside, forecast, measured_peak
     from training.products import choose_products
     from training.schedule import check_schedule
 else:
@@ -28,6 +28,7 @@ __all__ = [
     "RunLog",
     "TrainConfig",
     "attach_loss_head",
+    "beside",
     "check_schedule",
     "choose_attention",
     "choose_cross_entropy",

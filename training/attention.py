@@ -18,27 +18,51 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from moe import ExpertMeshError
+from moe import ExpertMeshError, model_class
 
 PACKED = "expertmesh_packed"
 """Name of this attention among those of transformers; without `segments` it is their sdpa."""
 
 
+_BY_MASK = frozenset(
+    {"attention", "full_attention", "sliding_attention", "chunked_attention", "sparse", "dense", "moe", "mlp"}
+)
+"""Kinds of layers that a mask keeps within a sample, or that look at each token by itself."""
+
+
 def choose_attention(attn_implementation: str, packing: bool, config: Any) -> str:
     """PACKED for packed rows with sdpa, where every token sees its sample's whole past; else what was asked for, which
-    keeps samples apart by the mask that transformers makes from their positions.
+    keeps samples apart by the mask that transformers makes from their positions. "auto" is sdpa, or eager for a family
+    that has no sdpa.
 
     Raises:
         ExpertMeshError: packed rows with flash attention: it takes no mask, and finds out only of single rows where
-            their samples begin.
+            their samples begin; or in a model with layers that carry a state from one token to the next.
     """
     if packing and "flash" in attn_implementation:
         raise ExpertMeshError(
             f"--attn-implementation {attn_implementation}: does not keep packed samples apart; with --packing use "
             "sdpa, which on a GPU in bf16 runs a flash-attention kernel sample by sample"
         )
-    has_window = getattr(config, "sliding_window", None) is not None
-    return PACKED if packing and attn_implementation == "sdpa" and not has_window else attn_implementation
+    if attn_implementation == "auto":
+        attn_implementation = "sdpa" if model_class(config)._supports_sdpa else "eager"
+    if not packing:
+        return attn_implementation
+    text_config = config.get_text_config()
+    kinds = _kinds_of_layers(text_config)
+    if carrying := kinds - _BY_MASK:
+        raise ExpertMeshError(
+            f"--packing: layers of {config.model_type} ({', '.join(sorted(carrying))}) carry a state from one token to "
+            "the next, also from one sample to the next in a packed row; leave it out, --group-by-length saves padding"
+        )
+    sees_all = kinds == {"full_attention"} if kinds else getattr(text_config, "sliding_window", None) is None
+    return PACKED if attn_implementation == "sdpa" and sees_all else attn_implementation
+
+
+def _kinds_of_layers(config: Any) -> set[str]:
+    """As a config names them; empty where all are alike."""
+    names = ("layer_types", "layers_block_type")
+    return {str(kind) for name in names for kind in getattr(config, name, None) or ()}
 
 
 def segment_arguments(model: Any, segments: Sequence[int] | None, device: torch.device) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch._dynamo.utils import calculate_time_spent, counters
 
-from moe import ExpertMeshError, decoder_layers
+from moe import DroplessExperts, ExpertMeshError, decoder_layers
 from training.attention import PACKED
 
 
 def compile_layers(model: Any) -> None:
-    """Have attention and norms of every decoder layer compiled when they first run, in place; names of parameters stay.
+    """Have attention, norms and what else of every layer holds no experts compiled when they first run, in place;
+    names of parameters stay.
 
     All layers have the same code, and share its graphs. The sizes of a batch are symbols there: only a size of 1, or
     one that happens to equal a width of the model, is compiled for itself. What holds collectives, or waits for the
@@ -29,11 +30,13 @@ def compile_layers(model: Any) -> None:
             "environment variable CXX, or leave --compile out"
         )
     layer: Any
+    is_packed = model.config._attn_implementation == PACKED
     for layer in decoder_layers(model):
-        layer.input_layernorm.compile(dynamic=True)
-        layer.post_attention_layernorm.compile(dynamic=True)
-        if model.config._attn_implementation != PACKED:
-            layer.self_attn.compile(dynamic=True)
+        for part in layer.children():
+            has_experts = any(isinstance(module, DroplessExperts) for module in part.modules())
+            # of a layer's parts, attention alone has parts of its own and no experts
+            if not has_experts and not (is_packed and any(part.children())):
+                part.compile(dynamic=True)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,9 @@ class TrainConfig:
         "full", "Shard what is no expert over all ranks, or over the ep ranks with a replica in each dp group."
     )
     expert_kernel: str = _flag("auto", f"How experts are computed: auto, {', '.join(KERNEL_NAMES)}.")
-    attn_implementation: str = _flag("sdpa", "Attention of the Hugging Face model.")
+    attn_implementation: str = _flag(
+        "auto", "Attention of the Hugging Face model. auto: sdpa, or eager where the family has no sdpa."
+    )
     cross_entropy: CrossEntropy = _flag(
         "auto",
         "Logits of a part of the sequence at a time (chunked, or liger: liger-kernel's, for GPUs) or of all of it "

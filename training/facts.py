@@ -3,11 +3,12 @@
 from typing import Any
 
 from checkpoints import ModelSource
-from moe import KernelChoice, ParameterCounts
+from moe import KernelChoice, ParameterCounts, moe_shape
 from sharding import Topology
 from training.attention import PACKED
 from training.config import TrainConfig
 from training.data import DataOrder, describe
+from training.head import loss_head
 from training.inputs import Inputs
 from training.memory import Forecast
 
@@ -21,16 +22,16 @@ def first_lines(
     config: TrainConfig,
     inputs: Inputs,
     order: DataOrder,
-    memory: Forecast,
+    memory: Forecast | None,
 ) -> str:
     """Model, mesh, batch, memory, computation and data."""
     lines = [
-        f"{source.path}: {source.family.model_type}, {counts.total / 1e6:,.1f} M parameters, "
+        f"{source.path}: {source.model_type}, {counts.total / 1e6:,.1f} M parameters, "
         f"{counts.active / 1e6:,.1f} M active a token",
-        _mesh(source, topology, config, order),
-        *memory.lines(),
+        _mesh(moe_shape(model).num_experts, topology, config, order),
+        *(memory.lines() if memory is not None else [f"memory a rank: there is no forecast for {source.model_type}"]),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
-        f"attention {_attention(model, config)}, cross-entropy {model.lm_head.kind}"
+        f"attention {_attention(model)}, cross-entropy {loss_head(model).kind}"
         + (", compiled attention and norms" if config.compile else "")
         + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing"),
     ]
@@ -39,20 +40,20 @@ def first_lines(
     return "\n".join(lines)
 
 
-def _mesh(source: ModelSource, topology: Topology, config: TrainConfig, order: DataOrder) -> str:
+def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:
     world = topology.world_size
     is_short = order.global_batch_size < world * config.per_device_train_batch_size * config.forwards(world)
     return (
         f"{world} ranks: dp {topology.dp_size} x ep {topology.ep_size}, "
-        f"{source.shape.num_experts // topology.ep_size} experts a rank, dense shard {topology.dense_shard}; "
+        f"{num_experts // topology.ep_size} experts a rank, dense shard {topology.dense_shard}; "
         f"global batch {order.global_batch_size} rows = {world} ranks x {config.per_device_train_batch_size} rows "
         f"x {config.forwards(world)} forwards" + (", the last not full" if is_short else "")
     )
 
 
-def _attention(model: Any, config: TrainConfig) -> str:
-    is_packed = model.config._attn_implementation == PACKED
-    return config.attn_implementation + (" sample by sample" if is_packed else "")
+def _attention(model: Any) -> str:
+    used = model.config._attn_implementation
+    return "sdpa sample by sample" if used == PACKED else str(used)
 
 
 def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:

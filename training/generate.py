@@ -3,6 +3,7 @@
 Shape suffixes: B prompts on this rank, S positions.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,7 +44,8 @@ def generate(
         return []
     if not all(prompts):
         raise ExpertMeshError("a prompt to generate from has no token; give it a text, or the tokenizer a BOS token")
-    longest = max(model.config.max_position_embeddings - max_new_tokens, 1)
+    positions = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    longest = max(positions - max_new_tokens, 1)
     # a rank without a prompt of its own takes part with the first one, which ends when it ends elsewhere
     mine = [prompt[-longest:] for prompt in prompts[ranks.rank :: ranks.world_size] or prompts[:1]]
     tokens_BS, attention_mask_BS = (t.to(ranks.device) for t in _pad_left(mine))

@@ -38,46 +38,70 @@ class Targets:
 
 
 class LossHead(nn.Linear):
-    """Stands for a HF model's `lm_head`: logits_BSV as ever or, in a forward that was given targets, their loss.
+    """Stands for a HF model's head: logits_BSV as ever or, in a forward that was given targets, what `loss_of` wants.
+
+    That is their loss already; or, of a family that scales or caps its logits after the head, the logits of the target
+    positions alone, (1, N, V), on which it does so.
 
     Attributes:
         kind: how the loss is computed, a key of `LOSS_SUMS`.
+        is_last: whether the model's logits are what this gave, as they were.
         targets: set before each forward of the model (see `attach_loss_head`), and taken by the head's own.
+        awaited_N: targets of the logits that the model is at work on.
     """
 
-    def __init__(self, lm_head: nn.Linear, kind: str):
-        assert lm_head.bias is None
-        super().__init__(lm_head.in_features, lm_head.out_features, bias=False, device="meta")
-        self.weight = lm_head.weight
+    def __init__(self, head: nn.Linear, kind: str, is_last: bool):
+        super().__init__(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+        self.weight = head.weight
+        self.bias = head.bias
         self.kind: str = kind
+        self.is_last = is_last
         self.targets: Targets | None = None
+        self.awaited_N: Tensor | None = None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         targets, self.targets = self.targets, None
         if targets is None:
             return super().forward(x_BSD)
-        return LOSS_SUMS[self.kind](x_BSD, self.weight, targets)
+        if self.is_last:
+            return LOSS_SUMS[self.kind](x_BSD, self.weight, self.bias, targets)
+        rows_ND, self.awaited_N = _select(x_BSD, targets)
+        return super().forward(rows_ND).unsqueeze(0)
+
+    def loss_of(self, logits: Tensor) -> Tensor:
+        """The loss, from what a forward with targets has given as logits."""
+        if self.is_last:
+            return logits
+        targets_N, self.awaited_N = self.awaited_N, None
+        assert targets_N is not None
+        return F.cross_entropy(logits.squeeze(0).float(), targets_N, reduction="sum")
 
 
 def attach_loss_head(model: Any, kind: str) -> None:
-    """Put a `LossHead` in the place of the model's `lm_head`, in place, with the same weight (tied or not).
+    """Put a `LossHead` in the place of the model's head, in place, with the same weight (tied or not).
 
-    A forward of the model that is told `targets_BS` and `target_index_N` (see `Batch`) then has in `.logits` the sum
-    of the target tokens' cross-entropies, an fp32 scalar: zero, but with gradients of zero, where there is no target.
-    Any other forward has logits there.
+    A forward of the model that is told `targets_BS` and `target_index_N` (see `Batch`) then has in `.logits` what
+    `loss_head(model).loss_of` makes the sum of the target tokens' cross-entropies of, an fp32 scalar: zero, but with
+    gradients of zero, where there is no target. Any other forward has logits there.
 
     Args:
         model: from `moe.build_model`; to be parallelised afterwards, since the head computes with the gathered weight.
         kind: from `choose_cross_entropy`.
     """
-    model.lm_head = LossHead(model.lm_head, kind)
+    model.set_output_embeddings(LossHead(model.get_output_embeddings(), kind, model.head_is_last))
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+
+
+def loss_head(model: Any) -> LossHead:
+    """The head of a model that `attach_loss_head` was given."""
+    head: LossHead = model.get_output_embeddings()
+    return head
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     targets_BS, index_N = kwargs.pop("targets_BS", None), kwargs.pop("target_index_N", None)
     # in every forward, so that one which raised before it came to the head leaves nothing to the next
-    model.lm_head.targets = None if targets_BS is None else Targets(targets_BS, index_N)
+    loss_head(model).targets = None if targets_BS is None else Targets(targets_BS, index_N)
     return args, kwargs
 
 
@@ -99,38 +123,38 @@ def choose_cross_entropy(name: CrossEntropy, device_type: str) -> str:
     return name
 
 
-def full_loss_sum(x_BSD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
+def full_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
     """From the logits of all positions (`ForCausalLMLoss` in transformers, before its division): the yardstick."""
-    logits_TV = F.linear(x_BSD, weight_VD).flatten(0, 1).float()
+    logits_TV = F.linear(x_BSD, weight_VD, bias_V).flatten(0, 1).float()
     return F.cross_entropy(logits_TV, targets.targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def chunked_loss_sum(x_BSD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
+def chunked_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
     """`full_loss_sum` from positions with a target alone, and never more of their logits than CHUNK_BYTES in fp32."""
     rows_ND, targets_N = _select(x_BSD, targets)
-    loss: Tensor = _ChunkedLossSum.apply(rows_ND, weight_VD, targets_N, torch.is_grad_enabled())
+    loss: Tensor = _ChunkedLossSum.apply(rows_ND, weight_VD, bias_V, targets_N, torch.is_grad_enabled())
     return loss
 
 
-def liger_loss_sum(x_BSD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
+def liger_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
     """`chunked_loss_sum` by the Triton kernel of liger-kernel; the weight's gradient is summed up in fp32."""
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
     rows_ND, targets_N = _select(x_BSD, targets)
     if len(targets_N) == 0:
         # liger-kernel divides by the number of rows
-        return chunked_loss_sum(x_BSD, weight_VD, targets)
-    bias = class_weights = softcap = None
+        return chunked_loss_sum(x_BSD, weight_VD, bias_V, targets)
+    class_weights = softcap = None
     z_weight = label_smoothing = 0.0
     return_z_loss, accumulate_in = False, torch.float32
     loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
-        *(rows_ND, weight_VD, targets_N, bias, class_weights, IGNORED, z_weight, label_smoothing),
+        *(rows_ND, weight_VD, targets_N, bias_V, class_weights, IGNORED, z_weight, label_smoothing),
         *("sum", softcap, return_z_loss, accumulate_in),
     )
     return loss
 
 
-LOSS_SUMS: dict[str, Callable[[Tensor, Tensor, Targets], Tensor]] = {
+LOSS_SUMS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Targets], Tensor]] = {
     "chunked": chunked_loss_sum,
     "full": full_loss_sum,
     "liger": liger_loss_sum,
@@ -147,24 +171,33 @@ class _ChunkedLossSum(torch.autograd.Function):
     """Gradients are taken in forward, while a chunk's logits are there; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_gradients: bool) -> Tensor:
-        rows_need, weight_needs = (with_gradients and needs for needs in ctx.needs_input_grad[:2])
+    def forward(
+        ctx: Any, rows_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, with_gradients: bool
+    ) -> Tensor:
+        rows_need, weight_needs, bias_needs = (with_gradients and needs for needs in ctx.needs_input_grad[:3])
         num_chunks = max(1, math.ceil(len(rows_ND) * len(weight_VD) * 4 / CHUNK_BYTES))
         loss = torch.zeros((), dtype=torch.float32, device=rows_ND.device)
         grad_rows: list[Tensor] | None = [] if rows_need else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needs else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and bias_needs else None
         for rows_CD, targets_C in zip(rows_ND.chunk(num_chunks), targets_N.chunk(num_chunks), strict=True):
             num_rows = len(rows_CD)
             rows_CD = pad_rows(rows_CD)
-            chunk_loss, grad_logits_CV = _loss_and_logit_gradient(matmul(rows_CD, weight_VD.t()), targets_C)
+            logits_CV = matmul(rows_CD, weight_VD.t())
+            if bias_V is not None:
+                logits_CV += bias_V
+            chunk_loss, grad_logits_CV = _loss_and_logit_gradient(logits_CV, targets_C)
             loss += chunk_loss
             if grad_rows is not None:
                 grad_rows.append(matmul(grad_logits_CV, weight_VD)[:num_rows])
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_logits_CV.sum(dim=0, dtype=torch.float32)
         ctx.gradients = (
             None if grad_rows is None else torch.cat(grad_rows),
             None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
+            None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype),
         )
         return loss
 

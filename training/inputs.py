@@ -109,13 +109,13 @@ def load_tokenizer(where: str, source: ModelSource) -> Any:
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
         raise ExpertMeshError(f"{where}: no tokenizer there; name one with --tokenizer ({error})") from error
-    if highest >= source.config.vocab_size:
+    if highest >= source.text_config.vocab_size:
         raise ExpertMeshError(
-            f"{where}: the tokenizer has a token {highest}, the model only {source.config.vocab_size}, from 0 on"
+            f"{where}: the tokenizer has a token {highest}, the model only {source.text_config.vocab_size}, from 0 on"
         )
-    if len(tokenizer) > source.config.vocab_size:
+    if len(tokenizer) > source.text_config.vocab_size:
         raise ExpertMeshError(
-            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model only {source.config.vocab_size}"
+            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model only {source.text_config.vocab_size}"
         )
     return tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from checkpoints import ModelSource, Progress, Saver, load_best_model, load_training_state
-from moe import ExpertMeshError, ParameterCounts
+from moe import ExpertMeshError, ParameterCounts, moe_layers
 from sharding import Mesh, Ranks, Watchdog, check_replicas
 from training.alarms import Alarms
 from training.compiling import Compilation, compilation
@@ -66,12 +66,24 @@ def number_of_steps(config: TrainConfig, order: DataOrder) -> int:
     return config.max_steps if config.max_steps >= 0 else math.ceil(config.num_train_epochs * order.steps_per_epoch)
 
 
-def loss_weights(config: TrainConfig, source: ModelSource) -> LossWeights:
-    """The coefficients asked for, or the model's own where it would add the balancing loss in transformers too."""
+def loss_weights(config: TrainConfig, model: Any, source: ModelSource) -> LossWeights:
+    """The coefficients asked for, or the model's own where it would add the balancing loss in transformers too.
+
+    Raises:
+        ExpertMeshError: the model's routers give no logits that a loss could be taken of.
+    """
     balance = config.router_aux_loss_coef
     if balance is None:
-        balance = source.config.router_aux_loss_coef if source.config.output_router_logits else 0.0
-    return LossWeights(balance, config.router_z_loss_coef, config.router_aux_loss_per_layer)
+        own = source.text_config
+        balance = getattr(own, "router_aux_loss_coef", 0.0) if getattr(own, "output_router_logits", False) else 0.0
+    weights = LossWeights(balance, config.router_z_loss_coef, config.router_aux_loss_per_layer)
+    if (weights.balance > 0 or weights.z > 0) and any(layer.router is None for layer in moe_layers(model)):
+        flag = "--router-aux-loss-coef" if weights.balance > 0 else "--router-z-loss-coef"
+        raise ExpertMeshError(
+            f"{flag}: the routers of {source.model_type} give no logit for each expert, so that there is nothing to "
+            f"take the loss of; set it to 0"
+        )
+    return weights
 
 
 def train(run: Run, resume_from: Path | None) -> bool:

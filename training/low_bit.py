@@ -8,6 +8,7 @@ Shape suffixes: R rows of a parameter on this rank, D its columns, B blocks a ro
 """
 
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ class AdamWBf16(_AdamW):
     beta2 0.999 never falls, since it loses but 0.1 % a step.
 
     Args:
-        rows: which rows of each parameter lie on this rank, and the parameter's number in the model.
+        rows: which rows of each parameter lie on this rank, and a number of the parameter's own.
         seed: of the rounding.
     """
 
@@ -177,7 +178,8 @@ class AdamWBf16(_AdamW):
 
     def _store(self, parameter: Tensor, state: dict[str, Tensor], weight: Tensor, mean: Tensor, square: Tensor) -> None:
         number, rows = self.rows[parameter]
-        key = random_bits(state["step"].int() + random_bits(torch.full_like(state["step"], number, dtype=torch.int32)))
+        of_parameter = random_bits(torch.full_like(state["step"], number - 2**31, dtype=torch.int32))
+        key = random_bits(state["step"].int() + of_parameter)
         bits = position_bits(key + self.seed % 2**31, rows, weight)
         local_tensor(parameter).copy_(round_to_bf16(weight, bits & 0xFFFF))
         local_tensor(state["exp_avg_sq"]).copy_(round_to_bf16(square, (bits >> 16) & 0xFFFF))
@@ -192,8 +194,9 @@ def position_bits(key: Tensor, rows: range, like: Tensor) -> Tensor:
     if like.dim() == 1:
         return random_bits(row_R)
     # hashed twice, or row a, column b would have the bits of row b, column a
-    column_D = random_bits(random_bits(torch.arange(like.shape[1], dtype=torch.int32, device=like.device)))
-    return random_bits(row_R.unsqueeze(1) ^ column_D)
+    num_columns = prod(like.shape[1:])
+    column_D = random_bits(random_bits(torch.arange(num_columns, dtype=torch.int32, device=like.device)))
+    return random_bits(row_R.unsqueeze(1) ^ column_D).view(like.shape)
 
 
 def random_bits(x: Tensor) -> Tensor:

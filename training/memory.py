@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from checkpoints import ModelSource
 from moe import ExpertMeshError, KernelChoice
+from moe.exceptions import FORECAST
 from sharding import Ranks, Topology
 from sharding.planner.memory import Memory, moments, peak
 from sharding.planner.setting import Setting
@@ -63,13 +64,6 @@ class Forecast:
             )
         return lines
 
-    def beside(self, measured: float) -> str:
-        """The forecast next to what was measured, in a line."""
-        before = f" ({self.before / 2**30:,.2f} of them before the model was made)" if self.before else ""
-        return (
-            f"memory a rank: peak {measured / 2**30:,.2f} GiB measured, {self.total / 2**30:,.2f} GiB forecast{before}"
-        )
-
     def check(self, world_size: int) -> None:
         """
         Raises:
@@ -99,12 +93,15 @@ def forecast(
     config: TrainConfig,
     inputs: Inputs,
     ranks: Ranks,
-) -> Forecast:
-    """Of the rank that holds the most, for rows as long as the longest (of packed ones, --max-seq-length).
+) -> Forecast | None:
+    """Of the rank that holds the most, for rows as long as the longest (of packed ones, --max-seq-length); None for a
+    family that the planner's formulas do not hold for.
 
     Args:
         model: on the meta device, not sharded yet.
     """
+    if source.model_type not in FORECAST:
+        return None
     rows = inputs.training
     longest = 1 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())
     trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
@@ -126,11 +123,20 @@ def forecast(
         trained=trained,
         device=device,
     )
-    shape = shape_of_model(model, source.config, source.shape)
+    shape = shape_of_model(model, source.config)
     when, memory = peak(shape, setting)
     least = max((m for _, m in moments(shape, setting)), key=lambda m: m.lasting + m.gathered)
     before = 0 if device == "cuda" else resident()
     return Forecast(when, memory, least, before, available_memory(ranks.device, before))
+
+
+def beside(forecast: Forecast | None, measured: float) -> str:
+    """What was measured, in bytes, next to what was forecast, in a line."""
+    told = f"memory a rank: peak {measured / 2**30:,.2f} GiB measured"
+    if forecast is None:
+        return told
+    before = f" ({forecast.before / 2**30:,.2f} of them before the model was made)" if forecast.before else ""
+    return f"{told}, {forecast.total / 2**30:,.2f} GiB forecast{before}"
 
 
 def available_memory(device: torch.device, before: float) -> float:

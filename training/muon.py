@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoints.mapping import overlap
-from sharding import Mesh, local_tensor
+from sharding import Mesh, StateTensor, local_tensor
 
 MOMENTUM, COEFFICIENTS, ITERATIONS, EPSILON = 0.95, (3.4445, -4.7750, 2.0315), 5, 1e-7
 """Of Jordan et al. 2024 (kellerjordan.github.io/posts/muon), and torch.optim.Muon's defaults."""
@@ -37,31 +37,32 @@ class Matrix:
         return sum(self.counts), self.parameter.shape[1]
 
 
-def dense_matrix(parameter: Tensor, mesh: Mesh) -> Matrix:
+def dense_matrix(part: StateTensor, mesh: Mesh) -> Matrix:
     """A parameter that is one matrix, over the ranks of `Mesh.dense_shards`."""
-    parts = _parts(parameter, False, mesh)
+    parts = _parts(part, mesh)
     me = dist.get_rank(mesh.dense_shards.get_group())
-    return Matrix(parameter, slice(0, len(parts[me])), tuple(len(part) for part in parts))
+    return Matrix(part.tensor, slice(0, len(parts[me])), tuple(len(rows) for rows in parts))
 
 
-def expert_matrices(parameter: Tensor, num_experts: int, mesh: Mesh) -> list[Matrix]:
-    """Those of this ep rank's experts in w1, v1 or w2, over the ranks of `mesh.dp`."""
-    parts = _parts(parameter, True, mesh)
+def expert_matrices(part: StateTensor, mesh: Mesh) -> list[Matrix]:
+    """Those of this ep rank's experts in one of their parameters, over the ranks of `mesh.dp`."""
+    assert part.expert is not None
+    parts = _parts(part, mesh)
     mine = parts[dist.get_rank(mesh.dp.get_group())]
-    width = parameter.shape[0] // num_experts
+    width = part.expert.rows_an_expert
     matrices = []
-    for start in range(parts[0].start, parts[0].start + parameter.shape[0] // mesh.topology.ep_size, width):
+    for start in range(parts[0].start, parts[0].start + part.num_rows // mesh.topology.ep_size, width):
         rows = range(start, start + width)
         here = overlap(rows, mine)
         local = slice(here.start - mine.start, here.stop - mine.start) if here else slice(0, 0)
-        matrices.append(Matrix(parameter, local, tuple(len(overlap(rows, part)) for part in parts)))
+        matrices.append(Matrix(part.tensor, local, tuple(len(overlap(rows, there)) for there in parts)))
     return matrices
 
 
-def _parts(parameter: Tensor, is_expert: bool, mesh: Mesh) -> list[range]:
+def _parts(part: StateTensor, mesh: Mesh) -> list[range]:
     """The rows of a parameter that each rank of the group that shares it holds."""
-    group = (mesh.dp if is_expert else mesh.dense_shards).get_group()
-    return [mesh.topology.rows(parameter.shape[0], is_expert, rank) for rank in dist.get_process_group_ranks(group)]
+    group = (mesh.dp if part.is_expert else mesh.dense_shards).get_group()
+    return [mesh.topology.rows(part.num_rows, part.layout, rank) for rank in dist.get_process_group_ranks(group)]
 
 
 class Muon(torch.optim.Optimizer):

@@ -1,14 +1,14 @@
 """The optimizers that `--optim` names, over parameters of several meshes."""
 
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe import decoder_layers, moe_blocks
-from moe.router import Router
-from sharding import Mesh, is_expert
+from moe import decoder_layers, moe_layers
+from sharding import Mesh, parameters_of
 from training.config import TrainConfig
 from training.low_bit import AdamW8bit, AdamWBf16
 from training.muon import Muon, dense_matrix, expert_matrices
@@ -25,8 +25,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.
         return AdamW8bit(groups, **settings)
     if config.optim == "adamw_bf16":
         rows: dict[Tensor, tuple[int, range]] = {}
-        for number, (name, p) in enumerate(model.named_parameters()):
-            rows[p] = (number, mesh.topology.rows(p.shape[0], is_expert(name, model), dist.get_rank()))
+        for name, part in parameters_of(model).items():
+            # by its name: its number would change with every parameter that comes before it
+            rows[part.tensor] = (crc32(name.encode()), mesh.topology.rows(part.num_rows, part.layout, dist.get_rank()))
         return AdamWBf16(groups, **settings, rows=rows, seed=config.seed)
     return torch.optim.AdamW(groups, **settings, fused=True)
 
@@ -45,15 +46,23 @@ def _adam_settings(config: TrainConfig) -> dict[str, Any]:
 
 def _muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Muon:
     """Muon for the matrices of the decoder layers, but for the routers, whose rows are experts' scores."""
-    experts = [(p, block.shape.num_experts) for block in moe_blocks(model) for p in block.experts.parameters()]
-    left_out = {p for p, _ in experts}
-    left_out |= {p for module in model.modules() if isinstance(module, Router) for p in module.parameters()}
-    dense = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() == 2 and p not in left_out]
-    orthogonalized = {*dense, *(p for p, _ in experts)}
+    state = parameters_of(model)
+    experts = [part for part in state.values() if part.expert is not None and part.expert.row]
+    routers = tuple(f"{layer.router}." for layer in moe_layers(model) if layer.router is not None)
+    in_layers = {p for layer in decoder_layers(model) for p in layer.parameters()}
+    dense = [
+        part
+        for part in state.values()
+        if part.tensor in in_layers
+        and not part.is_expert
+        and len(part.shape) == 2
+        and not part.name.startswith(routers)
+    ]
+    orthogonalized = {part.tensor for part in (*dense, *experts)}
     others = [p for p in model.parameters() if p not in orthogonalized]
     return Muon(
-        [dense_matrix(p, mesh) for p in dense],
-        [matrix for p, num_experts in experts for matrix in expert_matrices(p, num_experts, mesh)],
+        [dense_matrix(part, mesh) for part in dense],
+        [matrix for part in experts for matrix in expert_matrices(part, mesh)],
         torch.optim.AdamW(_groups(others, config), **_adam_settings(config), fused=True),
         mesh,
         lr=config.learning_rate,

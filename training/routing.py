@@ -3,6 +3,7 @@
 Shape suffixes: L MoE layers, E experts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ from moe import RouterStats
 class Routing:
     """Sums over tokens.
 
-    counts_LE: tokens that chose each expert, int64. entropy_L: of the router's probabilities, in nats, fp64.
+    counts_LE: tokens that chose each expert, int64. entropy_L: of the router's probabilities, in nats, fp64; NaN where
+    the router's logits are not to be had.
     rows_computed_L: rows that went through an expert, int64: all that were routed, since nothing is dropped.
     """
 
@@ -36,7 +38,8 @@ class Routing:
 def routing_of(stats: Sequence[RouterStats]) -> Routing:
     """This rank's part in one forward, on its device."""
     counts_LE = torch.stack([s.counts_E for s in stats])
-    entropy_L = torch.stack([s.entropy_sum for s in stats]).double()
+    unknown = torch.full((), torch.nan, device=counts_LE.device)
+    entropy_L = torch.stack([unknown if s.entropy_sum is None else s.entropy_sum for s in stats]).double()
     rows_L = torch.tensor([s.rows_computed for s in stats])
     return Routing(counts_LE, entropy_L, rows_L)
 
@@ -58,10 +61,11 @@ def routing_metrics(routing: Routing, top_k: int) -> dict[str, object]:
     counts_LE = routing.counts_LE.double()
     tokens_L = counts_LE.sum(dim=1) / top_k
     load_L = counts_LE.max(dim=1).values / counts_LE.mean(dim=1).clamp(min=torch.finfo(torch.double).tiny)
+    entropies = (routing.entropy_L / tokens_L.clamp(min=1)).tolist()
     return {
         "expert_load_max_over_mean": float(load_L.max()),
         "dead_experts": float((counts_LE == 0).double().mean()),
-        "router_entropy": (routing.entropy_L / tokens_L.clamp(min=1)).tolist(),
+        "router_entropy": [None if math.isnan(entropy) else entropy for entropy in entropies],
         "dropped_tokens": int(routing.counts_LE.sum() - routing.rows_computed_L.sum()),
         "expert_tokens": routing.counts_LE.tolist(),
     }

@@ -20,6 +20,7 @@ from moe import load_balancing_loss, router_z_loss, take_stats
 from sharding import Mesh, clip_grad_norm
 from training.attention import segment_arguments
 from training.data import Batch
+from training.head import loss_head
 from training.routing import Routing, routing_of
 
 
@@ -100,7 +101,7 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
 
 def token_loss_sum(model: Any, batch: Batch) -> Tensor:
     """Sum of the target tokens' cross-entropies after a forward of a model with a `LossHead`, an fp32 scalar."""
-    loss: Tensor = model(
+    logits: Tensor = model(
         **segment_arguments(model, batch.segments, batch.tokens_BS.device),
         input_ids=batch.tokens_BS,
         position_ids=batch.positions_BS,
@@ -109,7 +110,7 @@ def token_loss_sum(model: Any, batch: Batch) -> Tensor:
         target_index_N=batch.target_index_N,
         use_cache=False,
     ).logits
-    return loss
+    return loss_head(model).loss_of(logits)
 
 
 def train_step(

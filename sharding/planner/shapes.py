@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import moe
-from moe import ExpertMeshError, MoEShape, ParameterCounts, check_config, family_of
+from moe import ExpertMeshError, MoEShape, ParameterCounts
+from moe.exceptions import FORECAST
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -60,22 +61,22 @@ class ModelShape:
         return bool(getattr(self.config, "tie_word_embeddings", False))
 
 
-def shape_of_model(model: Any, config: Any, moe_shape: MoEShape) -> ModelShape:
+def shape_of_model(model: Any, config: Any) -> ModelShape:
     """The sizes of a model from `moe.build_model`, before it is sharded."""
-    layers, blocks = moe.decoder_layers(model), moe.moe_blocks(model)
-    experts = {p for block in blocks for p in block.experts.parameters()}
+    layers, blocks = moe.decoder_layers(model), moe.moe_layers(model)
+    experts = {p for block in blocks for p in block.mlp.parameters()}
     in_layers = {p for layer in layers for p in layer.parameters()}
     return ModelShape(
         config=config,
-        moe=moe_shape,
-        counts=moe.count_parameters(model, moe_shape),
+        moe=moe.moe_shape(model),
+        counts=moe.count_parameters(model),
         num_layers=len(layers),
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocabulary=config.vocab_size,
         layer=tuple(tuple(p.shape) for p in layers[0].parameters() if p not in experts),
-        experts=tuple(tuple(p.shape) for p in blocks[0].experts.parameters()),
+        experts=tuple(tuple(p.shape) for p in blocks[0].mlp.parameters()),
         root=tuple(tuple(p.shape) for p in model.parameters() if p not in in_layers),
     )
 
@@ -84,11 +85,15 @@ def shape_of_config(config: Any, where: str) -> ModelShape:
     """The sizes of the model that a config describes.
 
     Raises:
-        ExpertMeshError: the family is unknown, or a size will not do; `where` names the config.
+        ExpertMeshError: there is no forecast for this family, or no model of these sizes; `where` names the config.
     """
-    family = family_of(config.model_type, where)
-    moe_shape = check_config(family, config, where)
-    return shape_of_model(moe.build_model(family, config, moe.KERNELS["loop"]), config, moe_shape)
+    moe.check_config(config.to_dict(), where)
+    if config.model_type not in FORECAST:
+        raise ExpertMeshError(
+            f"{where}: there is no forecast for {config.model_type}: the planner's formulas hold for "
+            f"{', '.join(sorted(FORECAST))} alone; the model trains all the same"
+        )
+    return shape_of_model(moe.build_model(config), config)
 
 
 def read_config(model: str) -> tuple[Any, str]:

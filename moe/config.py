@@ -1,0 +1,104 @@
+"""Whether the numbers in a config.json can be those of a model, before transformers builds anything from them.
+
+Whatever a family calls its settings, their names say what they count. The bounds are far beyond any model there is, and
+near enough that a damaged config has no modules or tables built without end.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moe.errors import ExpertMeshError
+
+_MOST_LAYERS, _MOST_EXPERTS = 2**10, 2**12
+_MOST_EXPERTS_OF_ALL_LAYERS = 2**17
+_MOST_NUMBER = 2**40
+
+# (which settings, the least and the most they may be); the first that matches
+_COUNTS: tuple[tuple[str, int, int], ...] = (
+    (r"num_(hidden_)?layers|n_layers?", 1, _MOST_LAYERS),
+    (r".*layers", -1, _MOST_LAYERS),
+    (r"(num|n)_(local_|routed_)?experts|moe_num_experts", 1, _MOST_EXPERTS),
+    (r".*experts.*|moe_(top)?k|n_groups?|topk_group", 0, _MOST_EXPERTS),
+    (r"(num|n)_attention_heads|num_key_value_heads", 1, 2**12),
+    (r".*heads", 0, 2**12),
+    (r"vocab_size", 1, 2**24),
+    (r"hidden_size|d_model", 1, 2**20),
+    (r".*_size|.*_dim|.*_rank|.*_width", 0, 2**20),
+    (r"max_position_embeddings", 1, 2**31),
+)
+_RANGES = ((r".*(dropout|jitter_noise)", 0.0, 1.0), (r".*_eps(ilon)?", 0.0, 1.0), (r".*_coef", 0.0, 1e6))
+
+
+def check_config(raw: Mapping[str, Any], where: str) -> str:
+    """The model type of a config.json, whose numbers have been checked.
+
+    Raises:
+        ExpertMeshError: there is no model type; or a number is no number, not finite, or beyond any model's.
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", model_type):
+        raise ExpertMeshError(f"{where}: model_type is {model_type!r:.80}; it must be the name of a family of models")
+    for path, name, value in _settings(raw):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _check_number(where, path, name, value)
+        elif value is not None and _bounds(name) is not None and not isinstance(value, list | dict):
+            raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; it must be a whole number")
+    _check_experts(raw, where)
+    return model_type
+
+
+def _settings(raw: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(full name, name, value) of every setting, those in lists and tables of it included."""
+    for name, value in raw.items():
+        full = f"{path}{name}"
+        yield full, str(name), value
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{full}.")
+        elif isinstance(value, list):
+            yield from _listed(value, full, str(name))
+
+
+def _listed(values: list[Any], full: str, name: str) -> Iterator[tuple[str, str, Any]]:
+    for number, value in enumerate(values):
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{full}[{number}].")
+        elif isinstance(value, list):
+            yield from _listed(value, f"{full}[{number}]", name)
+        else:
+            yield f"{full}[{number}]", name, value
+
+
+def _check_number(where: str, path: str, name: str, value: Any) -> None:
+    bounds = _bounds(name)
+    if bounds is not None:
+        least, most = bounds
+        if type(value) is not int or not least <= value <= most:
+            raise ExpertMeshError(
+                f"{where}: {path} is {_brief(value)}; it must be a whole number from {least:,} to {most:,}"
+            )
+    for pattern, low, high in _RANGES:
+        if re.fullmatch(pattern, name) and not low <= value <= high:  # not true of NaN
+            raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; it must be a number from {low:g} to {high:g}")
+    if (isinstance(value, int) and abs(value) > _MOST_NUMBER) or (isinstance(value, float) and math.isnan(value)):
+        raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; no model has such a number")
+
+
+def _bounds(name: str) -> tuple[int, int] | None:
+    return next(((least, most) for pattern, least, most in _COUNTS if re.fullmatch(pattern, name)), None)
+
+
+def _check_experts(raw: Mapping[str, Any], where: str) -> None:
+    layers = [value for _, name, value in _settings(raw) if name in ("num_hidden_layers", "num_layers", "n_layer")]
+    experts = [value for _, name, value in _settings(raw) if "experts" in name and type(value) is int]
+    most = max((n for n in layers if type(n) is int), default=1) * max(experts, default=1)
+    if most > _MOST_EXPERTS_OF_ALL_LAYERS:
+        raise ExpertMeshError(
+            f"{where}: {max(experts)} experts in each of {most // max(experts)} layers are more than "
+            f"{_MOST_EXPERTS_OF_ALL_LAYERS:,}, and than any model has"
+        )
+
+
+def _brief(value: Any) -> str:
+    return f"10^{math.log10(abs(value)):.0f}" if isinstance(value, int) and abs(value) > 2**64 else f"{value!r:.80}"

@@ -1,0 +1,144 @@
+"""The experts of one layer: their weights, all concatenated, and what they compute.
+
+Which matrix is gate, up or down, which lies transposed, which rows are interleaved and whether there are biases is read
+from the module that transformers marks with `use_experts_implementation`: never from a shape, nor from a family's name.
+
+Shape suffixes: E experts, e experts on this rank, R rows, D model width, F expert width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moe.activation import Activation
+from moe.errors import ExpertMeshError
+from moe.kernels import LOOP, ExpertKernel
+from moe.products import AddBias
+from moe.shape import MoEShape
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of transformers' experts module has the rows of one of our parameters.
+
+    Row f of expert n is at index n of the tensor's dim 0 and, along `dim`, at first + step · f.
+    """
+
+    tensor: str
+    dim: int
+    first: int = 0
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class ExpertParameter:
+    """One of a layer's expert weights, (E · rows_an_expert, *row): row f of expert n is row n · rows_an_expert + f."""
+
+    name: str
+    rows_an_expert: int
+    row: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """The parameters of a layer's experts, and the shapes of the tensors that transformers has in their place.
+
+    parameters: w1 (gate), v1 (up) and w2 (down, transposed), each (E·F, D): MegaBlocks' layout. Without a gate w1 is
+        up, and there is no v1. Biases: w1_bias, v1_bias (E·F,) and w2_bias (E·D,).
+    """
+
+    shape: MoEShape
+    parameters: tuple[ExpertParameter, ...]
+    tensors: dict[str, tuple[int, ...]]
+
+
+def read_layout(experts: Any, top_k: int, where: str) -> ExpertLayout:
+    """The layout of an experts module of transformers; it may be on the meta device.
+
+    Raises:
+        ExpertMeshError: it holds a parameter that nothing is known of.
+    """
+    has_gate, has_bias = bool(experts.has_gate), bool(experts.has_bias)
+    is_transposed, is_concatenated = bool(experts.is_transposed), bool(experts.is_concatenated)
+    into, out = "gate_up_proj" if has_gate else "up_proj", "down_proj"
+    known = {into, out, *((f"{into}_bias", f"{out}_bias") if has_bias else ())}
+    tensors = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters(recurse=False)}
+    if set(tensors) != known:
+        raise ExpertMeshError(
+            f"{where}: its experts hold {', '.join(sorted(tensors))} where {', '.join(sorted(known))} were to be "
+            "expected; this kind of experts is not supported"
+        )
+    num_experts, *matrix = tensors[out]
+    width, model_width = matrix if is_transposed else reversed(matrix)
+    shape = MoEShape(model_width, width, num_experts, top_k, has_gate, has_bias)
+    columns, rows = (2, 1) if is_transposed else (1, 2)
+    first, step = (width, 1) if is_concatenated else (1, 2)
+    row = (model_width,)
+    parameters = [ExpertParameter("w1", width, row, Place(into, columns, 0, step if has_gate else 1))]
+    if has_gate:
+        parameters.append(ExpertParameter("v1", width, row, Place(into, columns, first, step)))
+    parameters.append(ExpertParameter("w2", width, row, Place(out, rows)))
+    if has_bias:
+        parameters.append(ExpertParameter("w1_bias", width, (), Place(f"{into}_bias", 1, 0, step if has_gate else 1)))
+        if has_gate:
+            parameters.append(ExpertParameter("v1_bias", width, (), Place(f"{into}_bias", 1, first, step)))
+        parameters.append(ExpertParameter("w2_bias", model_width, (), Place(f"{out}_bias", 1)))
+    return ExpertLayout(shape, tuple(parameters), tensors)
+
+
+class ExpertMLP(nn.Module):
+    """All experts of a layer, or those of this rank once their weights are distributed.
+
+    Attributes:
+        layout: its parameters; each is an attribute of that name.
+        kernel: how it computes.
+    """
+
+    def __init__(self, layout: ExpertLayout, activation: Activation, kernel: ExpertKernel = LOOP):
+        super().__init__()
+        self.layout = layout
+        self.activation = activation
+        self.kernel = kernel
+        for parameter in layout.parameters:
+            size = (layout.shape.num_experts * parameter.rows_an_expert, *parameter.row)
+            self.register_parameter(parameter.name, nn.Parameter(torch.empty(size)))
+
+    @property
+    def is_swiglu(self) -> bool:
+        """Whether it is silu(gate) * up, without biases: what kernels have a faster way for."""
+        return self.activation.is_swiglu and not self.layout.shape.has_bias
+
+    def forward(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
+        """Run even when R is 0: an expert that sits out would leave the other ranks' collectives waiting."""
+        if self.is_swiglu and self.kernel.fused is not None:
+            return self.kernel.fused(rows_RD, counts_e, *(self._local("w1"), self._local("v1"), self._local("w2")))
+        gate_RF = self._product("w1", rows_RD, counts_e)
+        up_RF = self._product("v1", rows_RD, counts_e) if self.layout.shape.has_gate else None
+        return self._product("w2", self.activation(gate_RF, up_RF), counts_e, is_transposed=True)
+
+    def _product(self, name: str, x_RI: Tensor, counts_e: Tensor, is_transposed: bool = False) -> Tensor:
+        assert self.kernel.product is not None, self.kernel.name
+        weight = self._local(name)
+        weight_eOI = weight.view(counts_e.numel(), -1, weight.shape[1])
+        out_RO = self.kernel.product(x_RI, counts_e, weight_eOI.transpose(1, 2) if is_transposed else weight_eOI)
+        if self.layout.shape.has_bias:
+            bias_eO = self._local(f"{name}_bias").view(counts_e.numel(), -1)
+            out_RO = AddBias.apply(out_RO, counts_e, bias_eO)
+        return out_RO
+
+    def _local(self, name: str) -> Tensor:
+        """Experts that have been distributed are DTensors; a kernel computes on this rank's part."""
+        weight: Tensor = getattr(self, name)
+        return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path, module) of every experts module that transformers has marked, in the model's order."""
+    for path, module in model.named_modules():
+        if all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated")):
+            yield path, module

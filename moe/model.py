@@ -1,0 +1,225 @@
+"""A causal mixture-of-experts model of transformers, of any family, with our experts in place of its own.
+
+All else stays Hugging Face's: routers, shared experts and their gates, dense layers, attention, norms.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe.activation import Activation
+from moe.counts import ParameterCounts, active_parameters
+from moe.errors import ExpertMeshError
+from moe.experts import ExpertMLP, expert_modules, read_layout
+from moe.kernels import ExpertKernel, Needs
+from moe.layer import DroplessExperts
+from moe.matmul import use_linear
+from moe.probe import Seen, SeenExperts, probe
+from moe.routing import RouterStats
+from moe.shape import MoEShape
+
+
+def build_model(config: Any, attn_implementation: str = "auto") -> Any:
+    """The model that a config of transformers describes, on the meta device, fp32, with its experts swapped.
+
+    Parameters hold no memory yet. Buffers that no checkpoint holds, which transformers computes from the config, are
+    filled already, on the CPU; the others lie there too.
+
+    Args:
+        attn_implementation: as transformers has it; "auto" is sdpa, or eager for a class that has no sdpa.
+
+    Raises:
+        ExpertMeshError: transformers has no causal language model for this config or cannot build it, or it has no
+            experts that transformers marks as such, or ones that are not supported.
+    """
+    model = _build(config, attn_implementation)
+    seen = probe(model)
+    _fill_buffers(model)
+    if not seen.experts:
+        raise ExpertMeshError(
+            f"{type(model).__name__} has no mixture-of-experts layer with this config: nothing to share out over ep"
+        )
+    swap_experts(model, seen)
+    _check_alike(model)
+    model.head_is_last = seen.head_is_last
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    for layer in decoder_layers(model):
+        use_linear(layer)
+    return model
+
+
+def _build(config: Any, attn_implementation: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = deepcopy(config)
+    # HF would compute its balancing loss of all logits; ours, in moe.losses, is over all ranks
+    text_config = config.get_text_config()
+    if getattr(text_config, "output_router_logits", False):
+        text_config.output_router_logits = False
+    with torch.device("meta"):
+        if attn_implementation == "auto":
+            attn_implementation = "sdpa" if model_class(config)._supports_sdpa else "eager"
+        try:
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=attn_implementation, dtype=torch.float32, trust_remote_code=False
+            )
+        except Exception as error:
+            raise ExpertMeshError(
+                f"transformers cannot build a model of type {config.model_type} from this config.json "
+                f"with --attn-implementation {attn_implementation}: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _check_alike(model: nn.Module) -> None:
+    found = {(layer.shape.num_experts, layer.shape.top_k) for layer in moe_layers(model)}
+    if len(found) > 1:
+        kinds = " and ".join(f"{experts} experts, {top_k} a token" for experts, top_k in sorted(found))
+        raise ExpertMeshError(f"layers with {kinds} in one model are not supported")
+
+
+def model_class(config: Any) -> Any:
+    """
+    Raises:
+        ExpertMeshError: transformers has no causal language model for this config.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise ExpertMeshError(
+            f"transformers has no causal language model of type {config.model_type}: it cannot be trained here"
+        ) from error
+
+
+@torch.no_grad()
+def _fill_buffers(model: Any) -> None:
+    """Give all buffers memory, and the values that transformers' `_init_weights` computes for those that are in no
+    checkpoint: `from_pretrained`, which also starts on the meta device, relies on it."""
+    for module in model.modules():
+        if not module._buffers:
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                unset = float("nan") if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
+        # parameters are on the meta device: initialising them does nothing
+        model._init_weights(module)
+
+
+def swap_experts(model: nn.Module, seen: Seen) -> None:
+    """Replace each experts module by `DroplessExperts` with uninitialised weights on the meta device, in place, and have
+    the router that belongs to it leave its logits there."""
+    for path, experts in list(expert_modules(model)):
+        if path not in seen.experts:
+            raise ExpertMeshError(f"{type(model).__name__} did not call its experts {path}; this is not supported")
+        called: SeenExperts = seen.experts[path]
+        with torch.device("meta"):
+            ours = dropless_experts(experts, called.top_k, f"{type(model).__name__}.{path}")
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, ours)
+        if called.router is not None and called.num_logits == ours.shape.num_experts:
+            ours.router = called.router
+            take_logits(model.get_submodule(called.router), ours)
+
+
+def dropless_experts(experts: Any, top_k: int, where: str) -> DroplessExperts:
+    """What takes the place of an experts module of transformers, with uninitialised weights of its own. The module gives
+    up its parameters; its activation is used on.
+
+    Raises:
+        ExpertMeshError: this kind of experts is not supported; `where` names it.
+    """
+    layout = read_layout(experts, top_k, where)
+    if not 1 <= top_k <= layout.shape.num_experts:
+        raise ExpertMeshError(f"{where}: {top_k} experts a token, of {layout.shape.num_experts}")
+    norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
+    for name in list(experts._parameters):
+        del experts._parameters[name]
+    return DroplessExperts(ExpertMLP(layout, Activation(experts)), norm)
+
+
+def take_logits(router: nn.Module, experts: DroplessExperts) -> None:
+    """Have a router that returns (logits, ...) leave its logits with the experts that it chooses from."""
+    router.register_forward_hook(_LogitsTo(experts))
+
+
+class _LogitsTo:
+    """A hook on a router: leaves its logits with the experts it chooses from."""
+
+    def __init__(self, experts: DroplessExperts):
+        self.experts = experts
+
+    def __call__(self, router: nn.Module, args: Any, output: Any) -> None:
+        self.experts.logits_TE = output[0].reshape(-1, self.experts.shape.num_experts)
+
+
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Padding is told to the layers by the model's own arguments: a 2-D `attention_mask`, as with any HF model, or
+    `is_token_BS` (bool) alone. The latter suffices for right-padded training batches, where causal attention hides the
+    padding by itself and a mask would only cost memory."""
+    is_token_BS = kwargs.pop("is_token_BS", None)
+    attention_mask = kwargs.get("attention_mask")
+    if is_token_BS is None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        candidates = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        tokens = next(t for t in candidates if t is not None)
+        # with a KV cache the mask also covers the tokens of earlier calls
+        is_token_BS = attention_mask[:, -tokens.shape[1] :].bool()
+    for layer in moe_layers(model):
+        layer.is_token_BS = is_token_BS
+        layer.recording = True
+    return args, kwargs
+
+
+def use_kernel(model: nn.Module, kernel: ExpertKernel) -> None:
+    """Have all experts computed by `kernel`."""
+    for layer in moe_layers(model):
+        layer.mlp.kernel = kernel
+
+
+def kernel_needs(model: nn.Module, device_type: str, dtype: torch.dtype) -> Needs:
+    """What a kernel for this model has to be able to do."""
+    layers = moe_layers(model)
+    widths = dict.fromkeys((layer.shape.model_width, layer.shape.expert_width) for layer in layers)
+    return Needs(device_type, dtype, tuple(widths), all(layer.mlp.is_swiglu for layer in layers))
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal language model, those without experts included."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and any(isinstance(part, DroplessExperts) for part in module.modules()):
+            return module
+    raise AssertionError("no list of layers holds experts")
+
+
+def moe_layers(model: nn.Module) -> list[DroplessExperts]:
+    """The experts of the model's MoE layers, first to last."""
+    return [module for module in model.modules() if isinstance(module, DroplessExperts)]
+
+
+def moe_shape(model: nn.Module) -> MoEShape:
+    """Of the model's MoE layers: of the first, as their experts are equally many."""
+    return moe_layers(model)[0].shape
+
+
+def count_parameters(model: Any) -> ParameterCounts:
+    """Counts of a model whose experts were swapped; it may be on the meta device."""
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters())
+    embedding, head = model.get_input_embeddings().weight.numel(), model.get_output_embeddings().weight.numel()
+    return ParameterCounts(total, experts, embedding, head, active_parameters(total, experts, moe_shape(model)))
+
+
+def take_stats(model: nn.Module) -> list[RouterStats]:
+    """The routing statistics of the latest forward, one entry a MoE layer; call it before `backward`."""
+    stats = []
+    for layer in moe_layers(model):
+        assert layer.stats is not None, "take_stats before any forward"
+        stats.append(layer.stats)
+        layer.stats = None
+        # activation checkpointing runs the layer again in backward: what it records then would keep alive all that
+        # was recomputed, layer upon layer
+        layer.recording = False
+    return stats

@@ -1,0 +1,116 @@
+"""How a family's model calls its parts, seen in one forward on the meta device: nothing is computed, no memory held.
+
+What configs name in a hundred ways, and code does in as many, shows when it runs: how many experts a token is given,
+which module is the router, and whether anything is done to the logits after the head.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe.errors import ExpertMeshError
+from moe.experts import expert_modules
+
+_POSITIONS = 8
+
+
+@dataclass(frozen=True)
+class SeenExperts:
+    """top_k: experts a token. router: path of the module that chose them, None where no module returned the very choice
+    that the experts were given. num_logits: that it gave a token, beside its choice."""
+
+    top_k: int
+    router: str | None
+    num_logits: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """experts: by the path of the experts module. head_is_last: whether the model's logits are what its head gave, as
+    they were; some families scale or cap them."""
+
+    experts: dict[str, SeenExperts]
+    head_is_last: bool
+
+
+def probe(model: Any) -> Seen:
+    """Run a model of transformers that is on the meta device.
+
+    Raises:
+        ExpertMeshError: it does not run, or calls its experts otherwise than as (tokens, choices, weights).
+    """
+    returned: dict[str, Any] = {}
+    calls: dict[str, Tensor] = {}
+    name = type(model).__name__
+    was_training = model.training
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            stack.enter_context(_returns(module, path, returned))
+        for path, module in expert_modules(model):
+            stack.enter_context(_without_computing(module, path, calls, name))
+        stack.enter_context(_AnswerHost())
+        stack.enter_context(torch.no_grad())
+        tokens_BS = torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta")
+        try:
+            logits = model.eval()(input_ids=tokens_BS, use_cache=False).logits
+        except ExpertMeshError:
+            raise
+        except Exception as error:
+            raise ExpertMeshError(f"transformers' {name} does not run: {type(error).__name__}: {error}") from error
+        finally:
+            model.train(was_training)
+    head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
+    experts = {}
+    for path, experts_TK in calls.items():
+        router = _router(experts_TK, returned)
+        num_logits = 0 if router is None else returned[router][0].shape[-1]
+        experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits)
+    return Seen(experts, logits is returned.get(head))
+
+
+def _router(experts_TK: Tensor, returned: dict[str, Any]) -> str | None:
+    """The innermost module that returned a choice, behind logits."""
+    chose = [
+        path
+        for path, output in returned.items()
+        if isinstance(output, tuple) and any(part is experts_TK for part in output) and isinstance(output[0], Tensor)
+    ]
+    return max(chose, key=lambda path: path.count("."), default=None)
+
+
+@contextmanager
+def _returns(module: nn.Module, path: str, returned: dict[str, Any]) -> Iterator[None]:
+    hook = module.register_forward_hook(lambda module, args, output: returned.__setitem__(path, output))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _without_computing(experts: Any, path: str, calls: dict[str, Tensor], model: str) -> Iterator[None]:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs or len(args) != 3 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in args):
+            raise ExpertMeshError(f"transformers' {model} calls its experts in a way that is not supported")
+        x_TD, calls[path], _ = args
+        return torch.empty_like(x_TD)
+
+    experts.forward = forward
+    try:
+        yield
+    finally:
+        del experts.forward
+
+
+class _AnswerHost(TorchDispatchMode):
+    """Where code asks the device for a number, which on the meta device has none, it is told 1, or True."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        return operator(*args, **(kwargs or {}))

@@ -1,0 +1,138 @@
+"""One product of all experts, each with its own rows: what experts are composed of that are no plain SwiGLU.
+
+    product(x_RI, counts_e, weight_eOI) -> x_RO
+
+Row r belongs to the expert in whose run it falls when the rows are cut by counts_e. The weight may be a transposed view
+of one that lies in memory as (e, I, O); its gradient then has the same strides.
+
+Shape suffixes: R rows, e experts on this rank, I and O the widths of a product's input and output.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe.grouped import GroupedMatmul
+from moe.matmul import matmul, pad_rows
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+    """A matmul an expert."""
+    out_RO: Tensor = _LoopedProduct.apply(x_RI, counts_e.tolist(), weight_eOI)
+    return out_RO
+
+
+class _LoopedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RI, weight_eOI)
+        ctx.counts = counts
+        dtype = compute_dtype(x_RI)
+        out_RO = x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
+        for rows, weight_OI in zip(runs(counts), weight_eOI, strict=True):
+            if rows.stop > rows.start:
+                out = matmul(pad_rows(x_RI[rows].to(dtype)), weight_OI.to(dtype).t())
+                out_RO[rows] = out[: rows.stop - rows.start]
+        return out_RO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        x_RI, weight_eOI = ctx.saved_tensors
+        dtype = compute_dtype(x_RI)
+        x_needs, _, weight_needs = ctx.needs_input_grad
+        grad_x_RI = torch.empty_like(x_RI) if x_needs else None
+        grad_weight_eOI = torch.empty_like(weight_eOI) if weight_needs else None
+        for expert, rows in enumerate(runs(ctx.counts)):
+            num_rows = rows.stop - rows.start
+            grad = pad_rows(grad_RO[rows].to(dtype))
+            if grad_x_RI is not None and num_rows:
+                grad_x_RI[rows] = matmul(grad, weight_eOI[expert].to(dtype))[:num_rows]
+            if grad_weight_eOI is not None and num_rows:
+                _weight_gradient(grad, pad_rows(x_RI[rows].to(dtype)), grad_weight_eOI[expert])
+            elif grad_weight_eOI is not None:
+                grad_weight_eOI[expert].zero_()
+        return grad_x_RI, None, grad_weight_eOI
+
+
+def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, place_OI: Tensor) -> None:
+    """gradᵀ · x into `place_OI`, in the order of its memory."""
+    if place_OI.is_contiguous():
+        matmul(grad_RO.t(), x_RI, place_OI)
+    else:
+        matmul(x_RI.t(), grad_RO, place_OI.t())
+
+
+def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:
+    """All experts in one call of `gmm` (see `moe.grouped`), two more in backward."""
+    out_RO: Tensor = _GroupedProduct.apply(x_RI, weight_eOI, gmm)
+    return out_RO
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:
+        ctx.save_for_backward(x_RI, weight_eOI)
+        ctx.gmm = gmm
+        if weight_eOI.is_contiguous():
+            return gmm(x_RI, weight_eOI, trans_b=True)
+        return gmm(x_RI, weight_eOI.transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_RI, weight_eOI = ctx.saved_tensors
+        gmm = ctx.gmm
+        # a gradient may come expanded, as that of a sum does, which grouped products do not take
+        grad_RO = grad_RO.contiguous()
+        x_needs, weight_needs, _ = ctx.needs_input_grad
+        grad_x_RI = grad_weight_eOI = None
+        if weight_eOI.is_contiguous():
+            grad_x_RI = gmm(grad_RO, weight_eOI) if x_needs else None
+            grad_weight_eOI = gmm(grad_RO, x_RI, trans_a=True) if weight_needs else None
+        else:
+            weight_eIO = weight_eOI.transpose(1, 2)
+            grad_x_RI = gmm(grad_RO, weight_eIO, trans_b=True) if x_needs else None
+            grad_weight_eOI = gmm(x_RI, grad_RO, trans_a=True).transpose(1, 2) if weight_needs else None
+        return grad_x_RI, grad_weight_eOI, None
+
+
+class AddBias(torch.autograd.Function):
+    """x_RO + bias_eO[expert of the row]. Backward sums each expert's rows in fp32 and in order: the same bits on each
+    run."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RO: Tensor, counts_e: Tensor, bias_eO: Tensor) -> Tensor:
+        ctx.save_for_backward(counts_e)
+        ctx.bias_dtype = bias_eO.dtype
+        return x_RO + bias_eO.repeat_interleave(counts_e, dim=0, output_size=x_RO.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor]:
+        (counts_e,) = ctx.saved_tensors
+        if grad_RO.shape[0] == 0:
+            return grad_RO, None, grad_RO.new_zeros((counts_e.numel(), *grad_RO.shape[1:]), dtype=ctx.bias_dtype)
+        grad = grad_RO.to(torch.promote_types(grad_RO.dtype, torch.float32))
+        sums_eO = torch.segment_reduce(grad, "sum", lengths=counts_e, axis=0, unsafe=True, initial=0)
+        return grad_RO, None, sums_eO.to(ctx.bias_dtype)
+
+
+def runs(counts: list[int]) -> list[slice]:
+    """Each expert's rows."""
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+def compute_dtype(rows: Tensor) -> torch.dtype:
+    """fp32 for half precision on a CPU without it, where torch's own products are slow."""
+    emulated = rows.device.type == "cpu" and rows.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if emulated and not torch.cpu._is_avx512_bf16_supported() else rows.dtype

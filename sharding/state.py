@@ -1,0 +1,101 @@
+"""Everything that makes up a model: its parameters and its buffers, in one enumeration.
+
+Loading, saving, resuming, exporting, clipping, the comparison of replicas and the grouping of parameters for optimizers
+read it, and nothing else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moe.experts import ExpertMLP, ExpertParameter
+from sharding.topology import DENSE, EXPERT, REPLICATED, Layout, rows_of
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A parameter or buffer of a model, whole or sharded.
+
+    Attributes:
+        name: in the model. A parameter that has several is enumerated once, under the first.
+        tensor: sharded, a DTensor; a buffer is a plain tensor on every rank.
+        layout: along which axes its rows are cut.
+        expert: what it is to the experts whose weight it is; None for what is no expert's.
+        is_parameter: False for a buffer.
+        persistent: whether checkpoints hold it. A buffer that is not is computed from the config.
+    """
+
+    name: str
+    tensor: Tensor
+    layout: Layout
+    expert: ExpertParameter | None
+    is_parameter: bool
+    persistent: bool
+
+    @property
+    def trainable(self) -> bool:
+        return self.tensor.requires_grad
+
+    @property
+    def is_expert(self) -> bool:
+        return self.expert is not None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def num_rows(self) -> int:
+        return rows_of(self.shape)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, sharing memory with the tensor; a scalar is one row."""
+        local = local_tensor(self.tensor.detach())
+        return local.view(1) if local.dim() == 0 else local
+
+
+def state_of(model: nn.Module) -> dict[str, StateTensor]:
+    """By name, in the model's order: first the parameters, then the buffers."""
+    owners = dict(model.named_modules())
+    state = {}
+    for name, parameter in model.named_parameters():
+        owner, _, own_name = name.rpartition(".")
+        expert = None
+        if isinstance(module := owners[owner], ExpertMLP):
+            expert = next(part for part in module.layout.parameters if part.name == own_name)
+        state[name] = StateTensor(name, parameter, DENSE if expert is None else EXPERT, expert, True, True)
+    for name, buffer in model.named_buffers():
+        owner, _, own_name = name.rpartition(".")
+        persistent = own_name not in owners[owner]._non_persistent_buffers_set
+        state[name] = StateTensor(name, buffer, REPLICATED, None, False, persistent)
+    return state
+
+
+def saved_state(model: nn.Module) -> dict[str, StateTensor]:
+    """What checkpoints hold of it."""
+    return {name: part for name, part in state_of(model).items() if part.persistent}
+
+
+def parameters_of(model: nn.Module) -> dict[str, StateTensor]:
+    return {name: part for name, part in state_of(model).items() if part.is_parameter}
+
+
+def set_parameter_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Of parameters alone, in place, before they are sharded: buffers such as a router's correction bias are never
+    rounded."""
+    converted: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                if parameter not in converted:
+                    converted[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                module._parameters[name] = converted[parameter]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
