@@ -8,7 +8,7 @@ Shape suffixes: B rows, S positions, T = B·S tokens on this rank, D model width
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoints import open_source, shard_and_load
-from moe import ExpertMeshError, build_model, choose_kernel, moe_blocks
+from moe import ExpertMeshError, choose_kernel, kernel_needs, use_kernel
 from moe.matmul import Library, Product, use_libraries
-from moe.router import Router, Routing, count_experts
-from sharding import Checkpointing, Ranks, Topology, build_mesh, settle_malloc
+from sharding import Checkpointing, Ranks, Topology, build_mesh, set_parameter_dtype, settle_malloc
 from training import TrainConfig, attach_loss_head, choose_cross_entropy, compile_layers
 from training.data import Batch
 from training.optimizer import build_optimizer
@@ -92,13 +91,13 @@ def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
     source = open_source(work.model)
     device = ranks.device.type
     dtype = torch.bfloat16 if work.bf16 or work.pure_bf16 else torch.float32
-    kernel = choose_kernel("auto", device, source.shape.model_width, source.shape.expert_width, dtype)
-    model: Any = build_model(source.family, source.config, kernel.kernel)
+    model: Any = source.build()
+    use_kernel(model, choose_kernel("auto", kernel_needs(model, device, dtype)).kernel)
     if work.compile:
         compile_layers(model)
     attach_loss_head(model, choose_cross_entropy("auto", device))
     if work.pure_bf16:
-        model.to(torch.bfloat16)
+        set_parameter_dtype(model, torch.bfloat16)
     mesh = build_mesh(device, Topology(ranks.world_size, ep_size))
     shard_and_load(
         model,
@@ -112,7 +111,7 @@ def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
     config = TrainConfig(model="-", dataset=["-"], learning_rate=work.learning_rate)
     optimizer = build_optimizer(model.train(), config, mesh)
     if work.balanced:
-        balance_ours(model)
+        balance(model)
 
     def make_step(batch: Batch) -> float:
         return train_step(model, optimizer, [batch], mesh, LossWeights(work.aux_loss, 0.0), work.max_grad_norm).loss
@@ -151,7 +150,7 @@ def build_hf(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
     if work.compile:
         model.compile()
     if work.balanced:
-        balance_hf(model)
+        balance(model)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -197,23 +196,8 @@ def forced_experts(num_tokens: int, num_experts: int, top_k: int, device: torch.
     return (torch.arange(num_tokens * top_k, device=device) % num_experts).view(num_tokens, top_k)
 
 
-def balance_ours(model: nn.Module) -> None:
+def balance(model: nn.Module) -> None:
     """Have the routers send every K-th token on, whatever they think of it; weights are still theirs."""
-
-    def force(router: Router, args: tuple[Any, ...], routing: Routing) -> Routing:
-        x_TD = args[0]
-        experts_TK = forced_experts(len(x_TD), router.num_experts, router.top_k, x_TD.device)
-        probs_TE = torch.nn.functional.linear(x_TD, router.weight).float().softmax(dim=-1)
-        weights_TK = probs_TE.gather(1, experts_TK)
-        stats = replace(routing.stats, counts_E=count_experts(experts_TK, router.num_experts))
-        return Routing(weights_TK / weights_TK.sum(dim=-1, keepdim=True), experts_TK, stats)
-
-    for block in moe_blocks(model):
-        block.router.register_forward_hook(force)
-
-
-def balance_hf(model: nn.Module) -> None:
-    """As `balance_ours`."""
 
     def force(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         logits_TE, weights_TK, _ = output

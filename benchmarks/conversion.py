@@ -30,7 +30,6 @@ from checkpoints.dtypes import DTYPE_BYTES
 from checkpoints.manifest import MANIFEST
 from checkpoints.opening import parameter_dtypes
 from checkpoints.reader import SafetensorsReader
-from moe import KERNELS, build_model
 from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import Topology, build_mesh, end_process_group, local_tensor, start_process_group
@@ -179,7 +178,7 @@ def count_reads(directory: Path, ep_size: int) -> int:
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
     topology = Topology(ranks.world_size, ep_size)
     source = open_source(directory / "shards")
-    model: Any = build_model(source.family, source.config, KERNELS["loop"])
+    model: Any = source.build()
     checkpoint = shard_and_load(model, source, build_mesh("cpu", topology), ranks.device)
     read += (directory / "shards" / MANIFEST).stat().st_size
     dtypes = parameter_dtypes(checkpoint)

@@ -50,8 +50,17 @@ from moe.terminal import ends_with_reader
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, Python would look for modules beside this file only
 
 from benchmarks.load_memory import MB, resident, restart_peak
-from moe import DroplessMoE, ExpertMeshError, MoEShape, choose_kernel, original_dmoe
-from moe.kernels import Kernel
+from moe import (
+    DroplessExperts,
+    ExpertKernel,
+    ExpertMeshError,
+    MoEShape,
+    Needs,
+    choose_kernel,
+    dropless_experts,
+    original_dmoe,
+    take_logits,
+)
 from moe.matmul import matmul
 from moe.whole import whole
 
@@ -76,9 +85,11 @@ LEAST_GAIN = 1.5
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model's MoE layer, and what transformers calls the model: its module, and its classes' prefix."""
+    """Sizes of a model's MoE layer, whether the weights of a token's experts are made to add up to 1, and what
+    transformers calls the model: its module, and its classes' prefix."""
 
     shape: MoEShape
+    normalize: bool
     hf_module: str
     hf_prefix: str
 
@@ -86,7 +97,7 @@ class Model:
 def _model(
     d: int, f: int, e: int, k: int, normalize: bool = True, hf: tuple[str, str] = ("mixtral", "Mixtral")
 ) -> Model:
-    return Model(MoEShape(d, f, e, k, normalize), *hf)
+    return Model(MoEShape(d, f, e, k), normalize, *hf)
 
 
 MODELS = {
@@ -195,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     auto: dict[str, str] = {}
     for name in arguments.model:
         shape = MODELS[name].shape
-        choice = choose_kernel("auto", device.type, shape.model_width, shape.expert_width, dtype)
+        choice = choose_kernel("auto", needs(shape, device, dtype))
         auto[name] = choice.name
         print(
             f"\n{name}: D {shape.model_width}, F {shape.expert_width}, E {shape.num_experts}, K {shape.top_k}; "
@@ -297,21 +308,30 @@ def routed_tokens(experts_TK: Tensor, shape: MoEShape, generator: torch.Generato
     return x_TD
 
 
-def build_layer(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> DroplessMoE:
-    """Our layer: random experts, of a scale that keeps the rows', and a router that reads the first E coordinates."""
+def needs(shape: MoEShape, device: torch.device, dtype: torch.dtype) -> Needs:
+    return Needs(device.type, dtype, ((shape.model_width, shape.expert_width),))
+
+
+def build_layer(model: Model, device: torch.device, dtype: torch.dtype) -> Any:
+    """The MoE block of transformers with our experts in it: random ones, of a scale that keeps the rows', and a router
+    that reads the first E coordinates."""
+    shape = model.shape
+    block = build_hf_block(model, device, dtype)
     with torch.device(device):
-        layer = DroplessMoE(shape).to(dtype)
+        block.experts = dropless_experts(block.experts, shape.top_k, model.hf_prefix).to(dtype)
+    take_logits(block.gate, block.experts)
+    mlp = block.experts.mlp
     torch.manual_seed(0)
     with torch.no_grad():
-        layer.router.weight.copy_(torch.eye(shape.num_experts, shape.model_width))
-        layer.experts.w1.normal_(std=shape.model_width**-0.5)
-        layer.experts.v1.normal_(std=shape.model_width**-0.5)
-        layer.experts.w2.normal_(std=shape.expert_width**-0.5)
-    return layer
+        block.gate.weight.copy_(torch.eye(shape.num_experts, shape.model_width))
+        mlp.w1.normal_(std=shape.model_width**-0.5)
+        mlp.v1.normal_(std=shape.model_width**-0.5)
+        mlp.w2.normal_(std=shape.expert_width**-0.5)
+    return block
 
 
-def build_hf_block(model: Model, ours: DroplessMoE) -> Any:
-    """The MoE block of transformers with a copy of our weights."""
+def build_hf_block(model: Model, device: torch.device, dtype: torch.dtype) -> Any:
+    """The MoE block of transformers, uninitialised."""
     import transformers
 
     shape = model.shape
@@ -321,19 +341,22 @@ def build_hf_block(model: Model, ours: DroplessMoE) -> Any:
         moe_intermediate_size=shape.expert_width,
         num_experts=shape.num_experts,
         num_experts_per_tok=shape.top_k,
-        norm_topk_prob=shape.normalize_top_k,
+        norm_topk_prob=model.normalize,
     )
     modeling = importlib.import_module(f"transformers.models.{model.hf_module}.modeling_{model.hf_module}")
-    weight = ours.router.weight
-    with torch.device(weight.device):
-        block = getattr(modeling, f"{model.hf_prefix}SparseMoeBlock")(config).to(weight.dtype)
+    with torch.device(device):
+        return getattr(modeling, f"{model.hf_prefix}SparseMoeBlock")(config).to(dtype)
+
+
+def copy_weights(ours: Any, block: Any) -> None:
+    """From a block with our experts to transformers' own."""
+    shape, mlp = ours.experts.shape, ours.experts.mlp
     num_experts, width = shape.num_experts, shape.expert_width
     with torch.no_grad():
-        block.gate.weight.copy_(weight)
-        block.experts.gate_up_proj[:, :width].copy_(ours.experts.w1.view(num_experts, width, -1))
-        block.experts.gate_up_proj[:, width:].copy_(ours.experts.v1.view(num_experts, width, -1))
-        block.experts.down_proj.copy_(ours.experts.w2.view(num_experts, width, -1).transpose(1, 2))
-    return block
+        block.gate.weight.copy_(ours.gate.weight)
+        block.experts.gate_up_proj[:, :width].copy_(mlp.w1.view(num_experts, width, -1))
+        block.experts.gate_up_proj[:, width:].copy_(mlp.v1.view(num_experts, width, -1))
+        block.experts.down_proj.copy_(mlp.w2.view(num_experts, width, -1).transpose(1, 2))
 
 
 def hf_gradients_as_ours(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -347,17 +370,18 @@ def build_arms(
     model: Model, names: Sequence[str], device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Arm], list[str]]:
     """The arms that can run, the reference first, all with the same weights; and for each other arm the reason."""
-    shape, ours = model.shape, build_layer(model.shape, device, dtype)
+    shape, ours = model.shape, build_layer(model, device, dtype)
     arms, reasons = [], []
     for name in [name for name in KERNEL_ARMS if name == REFERENCE or name in names]:
         try:
-            choice = choose_kernel(name, device.type, shape.model_width, shape.expert_width, dtype)
+            choice = choose_kernel(name, needs(shape, device, dtype))
         except ExpertMeshError as error:
             reasons.append(f"{name}: {error}")
             continue
         arms += kernel_arms(name, choice.kernel, ours)
     if any(name in HF_ARMS for name in names):
-        block = build_hf_block(model, ours)
+        block = build_hf_block(model, device, dtype)
+        copy_weights(ours, block)
         arms += [hf_arm(name, block) for name in HF_ARMS if name in names]
     if ORIGINAL_ARM in names:
         try:
@@ -367,19 +391,21 @@ def build_arms(
     return arms, reasons
 
 
-def kernel_arms(name: str, kernel: Kernel, ours: DroplessMoE) -> list[Arm]:
+def kernel_arms(name: str, kernel: ExpertKernel, ours: Any) -> list[Arm]:
     """The whole layer with one of our kernels, and that kernel alone."""
-    experts = ours.experts
-    weights = (experts.w1, experts.v1, experts.w2)
+    experts: DroplessExperts = ours.experts
+    weights = (experts.mlp.w1, experts.mlp.v1, experts.mlp.w2)
+    assert kernel.fused is not None
+    compute = kernel.fused
 
     def run_layer(inputs: Inputs) -> Tensor:
-        experts.kernel = kernel
+        experts.mlp.kernel = kernel
         return ours(inputs.x_TD.unsqueeze(0)).squeeze(0)
 
     def run_experts(inputs: Inputs) -> Tensor:
-        return kernel(inputs.rows_RD, inputs.counts_E, *weights)
+        return compute(inputs.rows_RD, inputs.counts_E, *weights)
 
-    return [Arm(name, LAYER, run_layer, (ours.router.weight, *weights)), Arm(name, EXPERTS, run_experts, weights)]
+    return [Arm(name, LAYER, run_layer, (ours.gate.weight, *weights)), Arm(name, EXPERTS, run_experts, weights)]
 
 
 def hf_arm(name: str, block: Any) -> Arm:
@@ -399,17 +425,17 @@ def hf_as_ours(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return router, w1.flatten(0, 1), v1.flatten(0, 1), down.transpose(1, 2).flatten(0, 1)
 
 
-def original_arm(model: Model, ours: DroplessMoE) -> Arm:
+def original_arm(model: Model, ours: Any) -> Arm:
     """`megablocks.layers.dmoe.dMoE` with our weights.
 
     Raises:
         ExpertMeshError: it cannot run here.
     """
-    weight = ours.router.weight
+    weight = ours.gate.weight
     if weight.device.type != "cuda":
         raise ExpertMeshError("its kernels need a GPU")
-    experts = ours.experts
-    layer: Any = original_dmoe(model.shape, weight, experts.w1, experts.v1, experts.w2)
+    mlp = ours.experts.mlp
+    layer: Any = original_dmoe(model.shape, weight, mlp.w1, mlp.v1, mlp.w2, normalize_top_k=model.normalize)
     mlp = layer.experts.mlp
 
     def run(inputs: Inputs) -> Tensor:

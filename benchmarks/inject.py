@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import train_ep
-from moe import decoder_layers, moe_blocks
+from moe import decoder_layers, moe_layers
 from sharding import end_at_once, local_tensor
 
 
@@ -43,7 +43,7 @@ def _stand_still(model: Any) -> None:
 
 def _poison(model: Any) -> None:
     """One number of a gradient of the experts becomes NaN in this step."""
-    weight = moe_blocks(model)[1].experts.w1
+    weight = moe_layers(model)[1].mlp.w1
     handle: Any = None
 
     def spoil(parameter: torch.Tensor) -> None:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from checkpoints import export_model, open_source, shard_and_load
-from moe import KERNELS, build_model
 from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import (
@@ -97,7 +96,7 @@ def measure(directory: Path, ep_size: int) -> int:
     topology = Topology(ranks.world_size, ep_size)
     mesh = build_mesh("cpu", topology)
     source = open_source(directory / "model")
-    model: Any = build_model(source.family, source.config, KERNELS["loop"])
+    model: Any = source.build()
     dist.barrier()
     restart_peak()
     start = resident("VmRSS")

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from checkpoints import open_source, shard_and_load
-from moe import build_model, choose_kernel
+from moe import choose_kernel, kernel_needs, use_kernel
 from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import Topology, build_mesh, end_process_group, start_process_group
@@ -113,8 +113,8 @@ def measure(directory: Path, arguments: argparse.Namespace) -> int:
     device = ranks.device.type
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     source = open_source(directory / "model")
-    kernel = choose_kernel("auto", device, source.shape.model_width, source.shape.expert_width, dtype)
-    model: Any = build_model(source.family, source.config, kernel.kernel, PACKED)
+    model: Any = source.build(PACKED)
+    use_kernel(model, choose_kernel("auto", kernel_needs(model, device, dtype)).kernel)
     attach_loss_head(model, "chunked")
     mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size))
     shard_and_load(model, source, mesh, ranks.device, dtype)

@@ -27,13 +27,13 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import MixtralConfig
 
 from benchmarks.arms import forced_experts
 from benchmarks.load_memory import resident
 from benchmarks.traffic import CountTraffic
-from moe import KERNELS, build_model, family_of, moe_blocks
-from moe.router import Router, Routing, count_experts
+from moe import KERNELS, build_model, moe_layers, use_kernel
 from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import (
@@ -42,6 +42,7 @@ from sharding import (
     end_process_group,
     local_tensor,
     materialize,
+    set_parameter_dtype,
     start_process_group,
 )
 from sharding.choices import Checkpointing
@@ -98,14 +99,13 @@ def cases() -> list[Case]:
 def balance_routing(model: Any) -> None:
     """Have token t choose experts t·K, t·K + 1, ... in place of the router's, all of which then get equally many."""
 
-    def chosen_in_turn(router: Router, inputs: Any, routing: Routing) -> Routing:
-        num_tokens, top_k = routing.experts_TK.shape
-        experts_TK = forced_experts(num_tokens, router.num_experts, top_k, routing.experts_TK.device)
-        stats = replace(routing.stats, counts_E=count_experts(experts_TK, router.num_experts))
-        return replace(routing, experts_TK=experts_TK, stats=stats)
+    def chosen_in_turn(router: Any, inputs: Any, routing: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        logits_TE, weights_TK, _ = routing
+        (num_tokens, num_experts), top_k = logits_TE.shape, weights_TK.shape[1]
+        return logits_TE, weights_TK, forced_experts(num_tokens, num_experts, top_k, logits_TE.device)
 
-    for block in moe_blocks(model):
-        block.router.register_forward_hook(chosen_in_turn)
+    for layer in moe_layers(model):
+        model.get_submodule(layer.router).register_forward_hook(chosen_in_turn)
 
 
 def full_batch(setting: Setting, vocabulary: int, seed: int) -> Batch:
@@ -118,10 +118,11 @@ def full_batch(setting: Setting, vocabulary: int, seed: int) -> Batch:
 def build_run(config: Any, setting: Setting, device: torch.device) -> tuple[Any, torch.optim.Optimizer, Mesh]:
     """A random model with balanced routing on the ranks of the process group, its optimizer, and the mesh."""
     dtype = torch.bfloat16 if setting.bf16 else torch.float32
-    model: Any = build_model(family_of(config.model_type, "config"), config, KERNELS[setting.expert_kernel])
+    model: Any = build_model(config)
+    use_kernel(model, KERNELS[setting.expert_kernel])
     attach_loss_head(model, "chunked")
     if setting.optimizer == "adamw_bf16":
-        model.to(torch.bfloat16)
+        set_parameter_dtype(model, torch.bfloat16)
     mesh = build_mesh(device.type, setting.topology)
     parallelize(model, mesh, dtype, setting.checkpointing)
     materialize(model, device)

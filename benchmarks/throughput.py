@@ -42,7 +42,7 @@ from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, judge, print_tables, short
 from benchmarks.traffic import KINDS, CountTraffic
 from checkpoints import open_source
-from moe import ExpertMeshError, build_model, choose_kernel, count_parameters, training_flops
+from moe import ExpertMeshError, count_parameters, moe_shape, training_flops
 from moe.matmul import peak_of_products
 from moe.terminal import ends_with_reader
 from moe.whole import whole
@@ -198,8 +198,8 @@ def make_setting(
             in_own_process(save_random_model, model, arguments)
         dist.barrier()
     source = open_source(model)
-    meta: Any = build_model(source.family, source.config, choose_kernel("loop", "cpu", 1, 1, torch.float32).kernel)
-    counts = count_parameters(meta, source.shape)
+    meta: Any = source.build()
+    counts = count_parameters(meta)
     rows, length = arguments.rows * ranks.world_size, arguments.seq_length
     flops = training_flops(counts, source.config, rows * length, rows * (length - 1), rows * length * (length + 1) // 2)
     work = Work(
@@ -221,7 +221,7 @@ def make_setting(
     )
     bytes_a_number = 4 if arguments.dtype == "fp32" else 2
     layers = source.config.num_hidden_layers
-    case = Case(value, source.shape, layers, rows * length, ranks.world_size, flops, bytes_a_number, peak_flops)
+    case = Case(value, moe_shape(meta), layers, rows * length, ranks.world_size, flops, bytes_a_number, peak_flops)
     return Setting(work, case, counts.total, products)
 
 

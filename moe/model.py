@@ -110,8 +110,8 @@ def _fill_buffers(model: Any) -> None:
 
 
 def swap_experts(model: nn.Module, seen: Seen) -> None:
-    """Replace each experts module by `DroplessExperts` with uninitialised weights on the meta device, in place, and have
-    the router that belongs to it leave its logits there."""
+    """Replace each experts module by `DroplessExperts` on the meta device, in place, and have the router that belongs to
+    it leave its logits there."""
     for path, experts in list(expert_modules(model)):
         if path not in seen.experts:
             raise ExpertMeshError(f"{type(model).__name__} did not call its experts {path}; this is not supported")
@@ -126,8 +126,8 @@ def swap_experts(model: nn.Module, seen: Seen) -> None:
 
 
 def dropless_experts(experts: Any, top_k: int, where: str) -> DroplessExperts:
-    """What takes the place of an experts module of transformers, with uninitialised weights of its own. The module gives
-    up its parameters; its activation is used on.
+    """What takes the place of an experts module of transformers, with uninitialised weights of its own. The module
+    gives up its parameters; its activation is used on.
 
     Raises:
         ExpertMeshError: this kind of experts is not supported; `where` names it.
