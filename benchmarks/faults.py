@@ -146,7 +146,7 @@ def seconds_since_fault(run: Run) -> float:
 
 
 def wait_for_step(out: Path, step: int, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while last_step(out) < step:
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
