@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Another torch, say one for a given CUDA: TORCH="torch==2.11.0 --index-url ..." make install
 TORCH  ?= torch==2.13.0
@@ -44,7 +44,7 @@ megablocks:
 demo: install
 	$(RUN) $(BIN)/python -m benchmarks.demo --output-dir demo-run
 
-# two at a time: many tests wait for processes that wait for one another
+# three at a time on two cores: one is with the tests that wait, for time limits and for ranks that are gone
 test: lint
 	$(RUN) $(PYTEST)
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from moe.terminal import ends_with_reader
 from moe.whole import whole
 
 ROOT = Path(__file__).parents[1]
+ROWS = 2_000
+"""Of data. To tokenise as many as the demo has would take longer than a run."""
 FIGURES = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "expert_tokens")
 """Of a step, in metrics.jsonl: those that are the same however often the run was killed."""
 OUTPUTS = {"checkpoints", "config.yaml", "environment.json", "hf", "metrics.jsonl", "report.html"}
@@ -43,8 +46,18 @@ class Kill:
     while_saving: bool
 
 
+@dataclass(frozen=True)
+class Run:
+    """One that has ended: exit code, what it printed, and when it ended, in seconds since the epoch."""
+
+    code: int
+    text: str
+    ended: float
+
+
 @ends_with_reader
-def main() -> int:
+def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Run] | None = None) -> int:
+    """`run_whole` makes the run that nobody disturbs, of so many ranks with these flags; None: torchrun does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2)
@@ -53,21 +66,23 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=int, default=3600, help="seconds after which the run counts as hung")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        make_inputs(directory / "model", directory / "data.jsonl")
+        make_inputs(directory / "model", directory / "data.jsonl", num_rows=ROWS)
         print(
             f"{arguments.ranks} ranks, ep {arguments.ep_size}, {arguments.steps} steps, a checkpoint after each, "
             f"{arguments.kills} kills, seed {arguments.seed}",
             flush=True,
         )
         undisturbed = directory / "undisturbed"
-        subprocess.run(
-            launch(directory, undisturbed, arguments, restarts=0, save_steps=0),
-            cwd=ROOT, check=True, timeout=arguments.timeout, env=environment(), stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        flags = train_flags(directory, undisturbed, arguments, save_steps=0)
+        if run_whole is None:
+            run = run_by_torchrun(arguments.ranks, flags, arguments.timeout)
+        else:
+            run = run_whole(arguments.ranks, flags)
+        if run.code != 0:
+            raise RuntimeError(f"the undisturbed run ended with {run.code}:\n{run.text[-4000:]}")
         disturbed = directory / "disturbed"
         begin = time.perf_counter()
         kills, output = run_and_kill(directory, disturbed, arguments)
@@ -81,16 +96,27 @@ def main() -> int:
     return 0 if is_well and len(kills) == arguments.kills else 1
 
 
-def launch(directory: Path, out: Path, arguments: argparse.Namespace, restarts: int, save_steps: int) -> list[str]:
+def train_flags(directory: Path, out: Path, arguments: argparse.Namespace, save_steps: int) -> list[str]:
+    return [
+        "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
+        "--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl"), "--output-dir", str(out),
+        "--ep-size", str(arguments.ep_size), "--max-steps", str(arguments.steps),
+        "--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "2", "--learning-rate", "1e-3",
+        "--save-steps", str(save_steps), "--save-total-limit", "3", "--resume", "auto",
+    ]  # fmt: skip
+
+
+def launch(ranks: int, flags: list[str], restarts: int = 0) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
-    command += ["--monitor-interval", "0.1", "--nproc-per-node", str(arguments.ranks), "train_ep.py", "--use-cpu"]
-    # a probe may tip from one start to the next, and the last bits of the weights with it
-    command += ["--cpu-matmul", "onednn"]
-    command += ["--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl")]
-    command += ["--output-dir", str(out), "--ep-size", str(arguments.ep_size), "--max-steps", str(arguments.steps)]
-    command += ["--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "2", "--learning-rate", "1e-3"]
-    command += ["--save-steps", str(save_steps), "--save-total-limit", "3", "--resume", "auto"]
-    return command
+    return [*command, "--monitor-interval", "0.1", "--nproc-per-node", str(ranks), "train_ep.py", *flags]
+
+
+def run_by_torchrun(ranks: int, flags: list[str], timeout: float) -> Run:
+    done = subprocess.run(
+        launch(ranks, flags), cwd=ROOT, timeout=timeout, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return Run(done.returncode, done.stdout, time.time())
 
 
 def environment() -> dict[str, str]:
@@ -101,7 +127,8 @@ def run_and_kill(directory: Path, out: Path, arguments: argparse.Namespace) -> t
     """The kills that were made, and what the run printed."""
     rng = random.Random(arguments.seed)
     log = directory / "disturbed.log"
-    command = launch(directory, out, arguments, restarts=arguments.kills + 1, save_steps=1)
+    flags = train_flags(directory, out, arguments, save_steps=1)
+    command = launch(arguments.ranks, flags, restarts=arguments.kills + 1)
     kills: list[Kill] = []
     deadline = time.monotonic() + arguments.timeout
     with open(log, "w") as stream:

@@ -91,15 +91,15 @@ def main() -> int:
     return 0
 
 
-def make_inputs(model: Path, data: Path, seed: int = 0) -> dict[str, list[tuple[str, str]]]:
+def make_inputs(model: Path, data: Path, seed: int = 0, num_rows: int = TRAIN_ROWS) -> dict[str, list[tuple[str, str]]]:
     """Write the training rows, and a random model with a tokenizer made for them; the rows held out, by task."""
-    held_out = write_tasks(data, seed)
+    held_out = write_tasks(data, seed, num_rows)
     save_tokenizer(model, data)
     save_random_model(model, seed)
     return held_out
 
 
-def write_tasks(file: Path, seed: int) -> dict[str, list[tuple[str, str]]]:
+def write_tasks(file: Path, seed: int, num_rows: int = TRAIN_ROWS) -> dict[str, list[tuple[str, str]]]:
     """Write the training rows; the held-out tasks, none of which is among them."""
     rng = random.Random(seed)
     held_out: dict[str, list[tuple[str, str]]] = {}
@@ -113,7 +113,7 @@ def write_tasks(file: Path, seed: int) -> dict[str, list[tuple[str, str]]]:
     forbidden = {prompt for rows in held_out.values() for prompt, _ in rows}
     with open(file, "w", encoding="utf-8") as lines:
         written = 0
-        while written < TRAIN_ROWS:
+        while written < num_rows:
             prompt, answer = TASKS[rng.choice(drawn)](rng)
             if prompt not in forbidden:
                 lines.write(json.dumps({"prompt": prompt, "response": answer}) + "\n")

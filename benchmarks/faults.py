@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.chaos import ROOT, environment, largest_difference, last_step, run_and_kill, worker_pids
+from benchmarks.chaos import ROOT, ROWS, Run, environment, largest_difference, last_step, run_and_kill, worker_pids
 from benchmarks.demo import make_inputs
 from benchmarks.network import Network, can_make_networks
 from moe.terminal import ends_with_reader
@@ -37,15 +37,6 @@ DDP_TIMEOUT = 30
 
 class Unexpected(Exception):
     """A run did not end as it should."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One that has ended: exit code, what it printed, and when it ended, in seconds since the epoch."""
-
-    code: int
-    text: str
-    ended: float
 
 
 @dataclass(frozen=True)
@@ -155,7 +146,7 @@ def seconds_since_fault(run: Run) -> float:
 
 
 def wait_for_step(out: Path, step: int, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while last_step(out) < step:
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
@@ -426,7 +417,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         rng = random.Random(arguments.seed)
         bench = Bench(Path(directory), arguments.ranks, arguments.steps, rng, run_whole)
-        make_inputs(bench.directory / "model", bench.directory / "data.jsonl")
+        make_inputs(bench.directory / "model", bench.directory / "data.jsonl", num_rows=ROWS)
         print(
             f"{bench.ranks} ranks, ep {bench.ep_size}, {bench.steps} steps, a checkpoint every 2, seed {arguments.seed}"
         )

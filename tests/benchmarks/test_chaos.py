@@ -3,18 +3,21 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from benchmarks import chaos
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_killed_ranks_lose_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.chaos", "--kills", "2", "--steps", "12"]
-    command += ["--timeout", "400", "--json", str(tmp_path / "figures.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_killed_ranks_lose_nothing(
+    run_whole: Callable[[int, list[str]], chaos.Run], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--kills", "2", "--steps", "12", "--timeout", "400", "--json", str(tmp_path / "figures.json")]
+    code = chaos.main(flags, run_whole)
+    printed = capfd.readouterr()
+    assert code == 0, printed.out + printed.err
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["kills"] == 2
     assert figures["largest_weight_difference"] == 0.0

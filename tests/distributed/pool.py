@@ -10,25 +10,44 @@ that came before it would be refused, and would only try again after most of a s
 import io
 import multiprocessing
 import os
+import pkgutil
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import checkpoints
+import moe
+import sharding
+import training
+
+
+def modules_of(package: ModuleType) -> list[str]:
+    """Of a package and of those in it, but what only runs as a command."""
+    modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    return [module.name for module in modules if not module.name.endswith("__main__")]
+
+
 MAX_RANKS = 8
 PRELOAD = [
     "accelerate",
     "datasets",
-    "transformers.models.mixtral.modeling_mixtral",
-    "transformers.models.auto.tokenization_auto",
-    "torch.distributed.tensor",
+    "datasets.io.generator",
+    "datasets.packaged_modules.generator.generator",
+    "pytest",
     "torch.distributed.fsdp",
-    "training",
-    "checkpoints",
+    "torch.distributed.tensor",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.mixtral.modeling_mixtral",
+    # a package of ours imports on demand, and so by itself brings nothing
+    *(name for package in (moe, sharding, checkpoints, training) for name in modules_of(package)),
+    "train_ep",
+    "tests.distributed.reference",
 ]
 
 
