@@ -110,8 +110,8 @@ def _fill_buffers(model: Any) -> None:
 
 
 def swap_experts(model: nn.Module, seen: Seen) -> None:
-    """Replace each experts module by `DroplessExperts` on the meta device, in place, and have the router that belongs to
-    it leave its logits there."""
+    """Replace each experts module by `DroplessExperts` on the meta device, in place; its router leaves its logits
+    there."""
     for path, experts in list(expert_modules(model)):
         if path not in seen.experts:
             raise ExpertMeshError(f"{type(model).__name__} did not call its experts {path}; this is not supported")

@@ -20,6 +20,8 @@ _ROUTING = frozenset(
         "aten::_local_scalar_dense",
     }
 )
+_CHANGED_IN_PLACE = frozenset({"aten::topk"})
+"""Routers scale the weights that topk gave them where they lie: what is kept must be a copy. It is small."""
 _ATTENTION = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention",
@@ -82,7 +84,8 @@ class _Keep(TorchDispatchMode):
         found = operator(*args, **(kwargs or {}))
         if operator.name() in self.operators:
             # the tensor that goes on will hold the graph that made it
-            self.results.append((operator.name(), tree_map_only(Tensor, Tensor.detach, found)))
+            keep = Tensor.clone if operator.name() in _CHANGED_IN_PLACE else Tensor.detach
+            self.results.append((operator.name(), tree_map_only(Tensor, keep, found)))
         return found
 
 

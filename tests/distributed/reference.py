@@ -1,4 +1,4 @@
-"""The yardstick: `MixtralForCausalLM` in one process on the whole batch, and the same figures from our ranks."""
+"""The yardstick: a family's own class in one process on the whole batch, and the same figures from our ranks."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from checkpoints import open_source, shard_and_load
-from moe import KERNELS, build_model
-from sharding import Checkpointing, Topology, build_mesh
+from moe import KERNELS, build_model, use_kernel
+from sharding import Checkpointing, Topology, build_mesh, parameters_of, set_parameter_dtype
+from tests.families.configs import tiny_model
 from tests.tiny import tiny_mixtral
 from training import TrainConfig, attach_loss_head, compile_layers
 from training.data import Batch, DataOrder, Sample, collate
@@ -28,7 +28,7 @@ MAX_GRAD_NORM = 0.5
 class Case:
     """One comparison. `samples` are spread over ranks as the data order does, in one global batch each step.
 
-    `changes` are to the model's config, `settings` to the run's.
+    `changes` are to the model's config, `settings` to the run's. `family`: of the model, as transformers names it.
     """
 
     samples: list[Sample]
@@ -42,11 +42,13 @@ class Case:
     steps: int = STEPS
     changes: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    family: str = "mixtral"
 
 
 @dataclass(frozen=True)
 class Figures:
-    """losses: cross-entropy a step. grads: of the first step, by name, full. weights: after the last step, full."""
+    """losses: cross-entropy a step. grads: of the first step, by name, full, of parameters that have one. weights: after
+    the last step, full."""
 
     losses: list[float]
     balance_loss: float
@@ -68,28 +70,37 @@ def train_config(**settings: Any) -> TrainConfig:
     return TrainConfig(model="unused", dataset=["unused"], learning_rate=1e-3, weight_decay=0.1, **settings)
 
 
+def hf_model(case: Case, **changes: Any) -> Any:
+    """The family's own model, small and random."""
+    if case.family == "mixtral":
+        return tiny_mixtral(**case.changes, **changes)
+    return tiny_model(case.family, **case.changes, **changes)
+
+
 def reference(case: Case, **changes: Any) -> Figures:
     """HF's model, HF's loss, HF's balancing loss, torch's clipping and AdamW, one process, one batch."""
-    model = tiny_mixtral(**case.changes, **changes)
+    model = hf_model(case, **changes)
     model.train()
     config = train_config(**case.settings)
     optimizer: Any = HFMuon(model, config) if config.optim == "muon" else hf_adamw(model, config)
     batch = collate([[sample] for sample in case.samples])
     labels = unshifted_labels(case.samples, batch)
     losses, grad_norms, grads, balances, zs = [], [], {}, [], []
+    has_auxiliary = case.balance > 0 or case.z > 0
     for step in range(case.steps):
         optimizer.zero_grad()
         out = model(
             input_ids=batch.tokens_BS,
             attention_mask=attention_mask(batch),
-            labels=labels,
-            num_items_in_batch=max(int((labels[:, 1:] != -100).sum()), 1),
-            output_router_logits=True,
+            use_cache=False,
+            **({"output_router_logits": True} if has_auxiliary else {}),
         )
-        cross_entropy = out.loss - model.router_aux_loss_coef * out.aux_loss
-        balance = _balance_by_layer(model, out, batch) if config.router_aux_loss_per_layer else out.aux_loss
-        logits = torch.stack([layer.float()[attention_mask(batch).bool().flatten()] for layer in out.router_logits])
-        z = logits.logsumexp(dim=-1).square().mean()
+        cross_entropy = loss_of(model, out.logits, labels)
+        balance = z = torch.zeros(())
+        if has_auxiliary:
+            balance = _balance_by_layer(model, out, batch) if config.router_aux_loss_per_layer else out.aux_loss
+            logits = torch.stack([layer.float()[attention_mask(batch).bool().flatten()] for layer in out.router_logits])
+            z = logits.logsumexp(dim=-1).square().mean()
         (cross_entropy + case.balance * balance + case.z * z).backward()
         if step == 0:
             grads = {n: g.clone() for n, g in in_our_layout(model, "grad").items()}
@@ -101,21 +112,31 @@ def reference(case: Case, **changes: Any) -> Figures:
     return Figures(losses, balances[0], zs[0], grad_norms, grads, in_our_layout(model, "data"))
 
 
-def _balance_by_layer(model: MixtralForCausalLM, out: Any, batch: Batch) -> Tensor:
+def loss_of(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    """By the model's own loss function, as `forward(labels=...)` does."""
+    num_items = max(int((labels[:, 1:] != -100).sum()), 1)
+    loss: Tensor = model.loss_function(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
+    return loss
+
+
+def _balance_by_layer(model: Any, out: Any, batch: Batch) -> Tensor:
     """HF's balancing loss of each layer alone, averaged."""
     losses = [
-        load_balancing_loss_func((layer,), model.num_experts, model.num_experts_per_tok, attention_mask(batch))
+        load_balancing_loss_func((layer,), layer.shape[-1], model.num_experts_per_tok, attention_mask(batch))
         for layer in out.router_logits
     ]
     return torch.stack([torch.as_tensor(loss) for loss in losses]).mean()
 
 
-def hf_adamw(model: MixtralForCausalLM, config: TrainConfig, but: Collection[Tensor] = ()) -> torch.optim.AdamW:
-    """torch's AdamW for all parameters, `but` some."""
+def hf_adamw(model: Any, config: TrainConfig, but: Collection[Tensor] = ()) -> torch.optim.AdamW:
+    """torch's AdamW for all parameters, `but` some; no weight decay for norms and biases."""
     named = [(n, p) for n, p in model.named_parameters() if not any(p is other for other in but)]
-    decayed, norms = [p for n, p in named if "norm" not in n], [p for n, p in named if "norm" in n]
+    is_exempt = {n: p.dim() <= 1 or n.endswith("_bias") for n, p in named}
     return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        [
+            {"params": [p for n, p in named if not is_exempt[n]], "weight_decay": config.weight_decay},
+            {"params": [p for n, p in named if is_exempt[n]], "weight_decay": 0.0},
+        ],
         lr=config.learning_rate,
     )
 
@@ -123,7 +144,7 @@ def hf_adamw(model: MixtralForCausalLM, config: TrainConfig, but: Collection[Ten
 class HFMuon:
     """torch's Muon for attention's projections and for every expert's gate, up and down; torch's AdamW for the rest."""
 
-    def __init__(self, model: MixtralForCausalLM, config: TrainConfig):
+    def __init__(self, model: Any, config: TrainConfig):
         # (a matrix, sharing memory with the parameter that holds it; that parameter; where in it)
         self.matrices: list[tuple[nn.Parameter, nn.Parameter, Any]] = []
         for name, p in model.named_parameters():
@@ -177,34 +198,39 @@ def unshifted_labels(samples: Sequence[Sample], batch: Batch) -> Tensor:
     return labels
 
 
-def in_our_layout(model: MixtralForCausalLM, what: str) -> dict[str, Tensor]:
-    """A HF model's gradients or weights under our names and in our layout."""
+def in_our_layout(model: Any, what: str) -> dict[str, Tensor]:
+    """A HF model's gradients ("grad") or weights ("data") under our names and in our layout."""
+    theirs = dict(model.named_parameters())
     figures = {}
-    for name, parameter in model.named_parameters():
-        tensor = parameter.grad if what == "grad" else parameter.detach()
-        assert tensor is not None, name
-        width = tensor.shape[-1]
-        if name.endswith("gate_up_proj"):
-            gate, up = tensor.chunk(2, dim=1)
-            figures[name.replace("gate_up_proj", "w1")] = gate.reshape(-1, width)
-            figures[name.replace("gate_up_proj", "v1")] = up.reshape(-1, width)
-        elif name.endswith("down_proj"):
-            figures[name.replace("down_proj", "w2")] = tensor.transpose(1, 2).reshape(-1, tensor.shape[1])
-        else:
-            figures[name.replace("mlp.gate", "mlp.router")] = tensor
+    for name, part in parameters_of(build_model(model.config, "eager")).items():
+        if part.expert is None:
+            tensor = _of(theirs[name], what)
+            if tensor is not None:
+                figures[name] = tensor
+            continue
+        place, width = part.expert.place, part.expert.rows_an_expert
+        tensor = _of(theirs[f"{name.rpartition('.mlp.')[0]}.{place.tensor}"], what)
+        if tensor is not None:
+            rows = tensor.movedim(place.dim, 1)[:, place.first :: place.step][:, :width]
+            figures[name] = rows.reshape(part.shape)
     return figures
+
+
+def _of(parameter: Tensor, what: str) -> Tensor | None:
+    return parameter.grad if what == "grad" else parameter.detach()
 
 
 def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, Any]:
     """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group."""
     source = open_source(path)
     config = train_config(**case.settings)
-    model: Any = build_model(source.family, source.config, KERNELS[case.kernel])
+    model: Any = source.build("eager" if case.family != "mixtral" else "auto")
+    use_kernel(model, KERNELS[case.kernel])
     if config.compile:
         compile_layers(model)
     attach_loss_head(model, case.cross_entropy)
     if config.optim == "adamw_bf16":
-        model.to(torch.bfloat16)
+        set_parameter_dtype(model, torch.bfloat16)
     mesh = build_mesh("cpu", topology)
     checkpoint = shard_and_load(
         model,
@@ -229,13 +255,13 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
     batches = my_batches(case, topology, rank)
     weights = LossWeights(case.balance, case.z, config.router_aux_loss_per_layer)
     first = compute_gradients(model, batches, weights)
-    grads = {n: _full(p.grad) for n, p in model.named_parameters()}
+    grads = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     losses, grad_norms = [], []
     for _ in range(case.steps):
         result = train_step(model, optimizer, batches, mesh, weights, MAX_GRAD_NORM)
         losses.append(result.loss)
         grad_norms.append(result.grad_norm)
-    final = {n: _full(p) for n, p in model.named_parameters()}
+    final = {n: full(p) for n, p in model.named_parameters()}
     if rank > 0:
         return None
     return Figures(losses, first.balance_loss, first.z_loss, grad_norms, grads, final)
@@ -247,6 +273,5 @@ def my_batches(case: Case, topology: Topology, rank: int) -> list[Batch]:
     return [collate([[case.samples[row]] for row in rows]) for rows in order.micro_batches(0, rank)]
 
 
-def _full(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
+def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -1,0 +1,122 @@
+"""Every causal MoE family of the installed transformers, each against its own class in one process.
+
+A tiny random model of each: loss and every gradient on any arrangement of ranks, the way to EP shards and back, and an
+export that transformers loads. A family that a new release of transformers brings is among them by itself; one that
+cannot pass stands in `moe.exceptions` with the reason.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from checkpoints import export_model
+from checkpoints.convert import HowToWrite, convert, export_offline
+from checkpoints.opening import open_readable
+from moe.exceptions import UNSUPPORTED
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import (
+    Case,
+    attention_mask,
+    full,
+    in_our_layout,
+    loss_of,
+    my_batches,
+    random_samples,
+    sharded_model,
+    unshifted_labels,
+)
+from tests.families.configs import UNSHRINKABLE, causal_families, tiny_model
+from tests.tiny import relative_error
+from training.data import collate
+from training.step import LossWeights, compute_gradients
+
+FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE and family not in UNSUPPORTED]
+TOPOLOGIES = [(1, 1), (4, 2), (4, 4)]
+TOLERANCE = 1e-5
+CANCELLED = 1e-3
+"""Gradients below this share of the norm of all are held to the tolerance at that share: they are what is left of
+larger numbers that cancel."""
+# rows of unlike lengths, of text tokens alone
+SAMPLES = random_samples([5 + (5 * i) % 12 for i in range(8)], vocabulary=290)
+
+
+def test_all_but_few_are_supported() -> None:
+    assert len(FAMILIES) >= 45
+    assert not set(UNSUPPORTED) - set(causal_families()), "what transformers no longer has"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    case = Case(SAMPLES, family=family)
+    theirs: Any = tiny_model(family, seed=1)
+    theirs.save_pretrained(tmp_path / "hf")
+    loss, grads = _gradients_of(theirs, case)
+    for world_size in (1, 4):
+        topologies = [Topology(*sizes) for sizes in TOPOLOGIES if sizes[0] == world_size]
+        found = ranks.run(_gradients_on_ranks, world_size, tmp_path / "hf", topologies, case, tmp_path / "out")[0]
+        for (our_loss, our_grads), topology in zip(found, topologies, strict=True):
+            assert our_loss == pytest.approx(loss, rel=TOLERANCE), topology
+            _compare(our_grads, grads, str(topology))
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
+    tokens_BS = collate([[sample] for sample in SAMPLES]).tokens_BS
+    with torch.no_grad():
+        logits = [model.eval()(input_ids=tokens_BS, use_cache=False).logits for model in (exported, loaded)]
+    assert torch.equal(*logits)
+
+    how = HowToWrite(10**9, workers=1)
+    convert(tmp_path / "hf", tmp_path / "shards", 4, None, how)
+    export_offline(tmp_path / "shards", tmp_path / "back", how)
+    left_out = open_readable(tmp_path / "hf").checkpoint.left_out
+    original = load_file(tmp_path / "hf" / "model.safetensors")
+    for path in (tmp_path / "back", tmp_path / "out"):
+        written = load_file(path / "model.safetensors")
+        assert written.keys() == original.keys() - set(left_out)
+        for name, tensor in written.items():
+            assert tensor.dtype == original[name].dtype, name
+            assert torch.equal(tensor, original[name]), name
+
+
+def _gradients_of(model: Any, case: Case) -> tuple[float, dict[str, Tensor]]:
+    """Of HF's own class, in one process, on the whole batch."""
+    batch = collate([[sample] for sample in case.samples])
+    labels = unshifted_labels(case.samples, batch)
+    out = model.train()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch), use_cache=False)
+    loss = loss_of(model, out.logits, labels)
+    loss.backward()
+    return float(loss.detach()), in_our_layout(model, "grad")
+
+
+def _gradients_on_ranks(
+    path: Path, topologies: Sequence[Topology], case: Case, out: Path
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """The same of ours, on each arrangement; the last one's model is exported."""
+    rank, figures = torch.distributed.get_rank(), []
+    for topology in topologies:
+        model, _, checkpoint = sharded_model(path, topology, case)
+        model.train()
+        result = compute_gradients(model, my_batches(case, topology, rank), LossWeights(0.0, 0.0))
+        grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        figures.append((result.loss, grads if rank == 0 else {}))
+    export_model(model, checkpoint, topology, out)
+    return figures
+
+
+def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> None:
+    norm = float(torch.stack([grad.norm() for grad in expected.values()]).norm())
+    # what no token reaches has no gradient in HF's class, and zeros in ours
+    for name in found.keys() ^ expected.keys():
+        assert not found.get(name, expected.get(name)).any(), (where, name)  # type: ignore[union-attr]
+    errors = {
+        name: relative_error(found[name], grad, CANCELLED * norm) for name, grad in expected.items() if name in found
+    }
+    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+    assert not wrong, (where, wrong)
