@@ -35,6 +35,7 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
             experts that transformers marks as such, or ones that are not supported.
     """
     model = _build(config, attn_implementation)
+    _make_constants_buffers(model)
     seen = probe(model)
     _fill_buffers(model)
     if not seen.experts:
@@ -94,6 +95,16 @@ def model_class(config: Any) -> Any:
         ) from error
 
 
+def _make_constants_buffers(model: nn.Module) -> None:
+    """A parameter that its family never trains, as some have a router's correction bias, becomes what others have: a
+    buffer, which is neither cut nor rounded."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and not parameter.requires_grad:
+                del module._parameters[name]
+                module.register_buffer(name, parameter.detach(), persistent=True)
+
+
 @torch.no_grad()
 def _fill_buffers(model: Any) -> None:
     """Give all buffers memory, and the values that transformers' `_init_weights` computes for those that are in no
@@ -110,8 +121,8 @@ def _fill_buffers(model: Any) -> None:
 
 
 def swap_experts(model: nn.Module, seen: Seen) -> None:
-    """Replace each experts module by `DroplessExperts` on the meta device, in place; its router leaves its logits
-    there."""
+    """Replace each experts module by `DroplessExperts` on the meta device, in place; its router leaves its
+    logits there."""
     for path, experts in list(expert_modules(model)):
         if path not in seen.experts:
             raise ExpertMeshError(f"{type(model).__name__} did not call its experts {path}; this is not supported")

@@ -1,8 +1,8 @@
 """Tiny models of every causal MoE family that the installed transformers has, made by rules and not by a list.
 
-A family is found by `use_experts_implementation` in its source, and shrunk by the names of its
-settings: each is given the tiny value of the first rule that fits its name, and each list with an entry a layer is cut
-down to the layers that show every kind of entry. What a family needs beyond that stands in `EXTRA`.
+A family is found by `use_experts_implementation` in its source, and shrunk by the names of its settings: each is given
+the tiny value of the first rule that fits its name, and each list with an entry a layer is cut down to the layers that
+show every kind of entry. What a family needs beyond that stands in `KINDS` and `EXTRA`.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ TEXT_IDS = 300
 POSITIONS = 256
 EXPERTS = 8
 ROTARY = 8
+"""Of a head of multi-head latent attention, whose other widths keep their proportion to it."""
 
 UNSHRINKABLE: dict[str, str] = {}
 """Model type to the reason why `tiny_config` cannot shrink it."""
@@ -34,7 +35,9 @@ EXACTLY: list[tuple[str, Any]] = [
     (r"pad_token_id", 0),
     (r"bos_token_id", 1),
     (r"eos_token_id", 2),
-    (r"(unpadded_)?vocab_size\w*", VOCABULARY),
+    (r"vocab_size\w*", VOCABULARY),
+    # ids for which a head has columns only to fill up; its logits leave them out
+    (r"unpadded_vocab_size", VOCABULARY - 8),
     (r"num_(local_)?experts|n_routed_experts|moe_num_experts", EXPERTS),
     (r"num_experts_per_tok(en)?|top_k_experts|moe_topk|moe_k", 2),
     (r"moe_intermediate_size|shared_intermediate_size", 24),
@@ -43,6 +46,10 @@ EXACTLY: list[tuple[str, Any]] = [
     (r"topk_group", 1),
     (r"first_k_dense_replace|num_dense_layers", 1),
     (r"mlp_only_layers", [0]),
+    # a factor of 1, or none, would hide that it was forgotten
+    (r"(moe_)?route[rd]_scaling_factor|logits_scaling|(embedding|residual)_multiplier", 1.5),
+    (r"final_logit_softcapping", 30.0),
+    (r"lm_head_bias", True),
     (r"use_cache|use_\w*kernels|output_hidden_states", False),
 ]
 
@@ -57,7 +64,6 @@ AT_MOST: list[tuple[str, int]] = [
     (r"\w*num_(key_value|key)_heads|index(er)?_n_heads|\w*groups", 2),
     (r"\w*head_dim|mamba_d_head", 16),
     (r"rotary_dim|\w*sliding_window(_size)?|index_block_size", 8),
-    (r"qk_rope_head_dim", ROTARY),
     (r"\w+", 16),
 ]
 LARGE = 64
@@ -127,7 +133,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """A config of this type with 3 or 4 layers, 8 experts, top-2, and nothing random: some 100,000 parameters.
 
     `changes` are settings of the language model, under any name that transformers accepts; in a config with parts they
-    go to its `text_config`.
+    go to its `text_config`. Another depth has to bring the lists that have an entry a layer.
     """
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
@@ -140,7 +146,9 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
         else:
             tiny[part] = _shrink(getattr(default, part))
     own = {_declared_name(config_class, name): value for name, value in changes.items()}
-    return config_class(**{**tiny, **{name: value for name, value in own.items() if name in tiny}})
+    if "text_config" in config_class.sub_configs:
+        own = {name: value for name, value in own.items() if name in tiny}
+    return config_class(**{**tiny, **own})
 
 
 def _declared_name(config_class: type[PreTrainedConfig], name: str) -> str:
@@ -180,7 +188,7 @@ def _tiny_value(name: str, value: Any, settings: dict[str, Any]) -> Any:
         return value
     if name == "num_key_value_heads" and value == settings["num_attention_heads"]:
         return _tiny_value("num_attention_heads", value, settings)
-    if rotary and re.fullmatch(r"(qk_\w+_|v_|index_)?head_dim", name):
+    if rotary and re.fullmatch(r"(qk_(\w+_)?|v_|index_)?head_dim", name):
         # of multi-head latent attention, one is the sum or the double of others
         return value * ROTARY // rotary
     bound = next((pattern, bound) for pattern, bound in AT_MOST if re.fullmatch(pattern, name))
@@ -218,7 +226,7 @@ def tiny_model(model_type: str, seed: int, **changes: Any) -> PreTrainedModel:
     """The model of `tiny_config` in fp32 on the CPU with eager attention, every value of it drawn from `seed`.
 
     Matrices are small and random, vectors (norms, biases, decays) near what transformers starts them with, and so are
-    the buffers that checkpoints hold: none is zero or one throughout, so that a lost one shows.
+    the buffers in floating point that checkpoints hold: none has one value throughout, so that a lost one shows.
     """
     torch.manual_seed(seed)
     config = tiny_config(model_type, **changes)
@@ -233,10 +241,12 @@ def tiny_model(model_type: str, seed: int, **changes: Any) -> PreTrainedModel:
                 parameter.add_(0.05 * noise)
         for buffer in persistent_buffers(model).values():
             if buffer.is_floating_point():
-                buffer.add_(0.05 * torch.randn(buffer.shape, generator=generator))
+                # below the spread of a router's scores: a larger bias would send all tokens to one expert
+                buffer.add_(0.02 * torch.randn(buffer.shape, generator=generator))
             elif buffer.dim() == 2 and not buffer.any():
                 # the experts of each token id, which only a checkpoint fills
-                chances = torch.rand(len(buffer), EXPERTS, generator=generator)
+                experts = next(m.down_proj.shape[0] for m in model.modules() if hasattr(m, "is_concatenated"))
+                chances = torch.rand(len(buffer), experts, generator=generator)
                 buffer.copy_(chances.topk(buffer.shape[1]).indices)
     return model
 
