@@ -47,7 +47,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """losses: cross-entropy a step. grads: of the first step, by name, full, of parameters that have one. weights: after
+    """losses: cross-entropy a step. grads: of the first step, by name, full, where there is one. weights: after
     the last step, full."""
 
     losses: list[float]
