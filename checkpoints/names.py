@@ -8,7 +8,7 @@ Shape suffixes: E experts.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -289,29 +289,58 @@ def _interpret(
             )
             return
     patterns = list(converter.source_patterns)
-    start = 0
-    for pattern in patterns:
+    if merges:
+        yield from _stacked(patterns, joined, wanted, sources, found, problems)
+    else:
+        assert joined is not None, "a converter has an operation"
+        yield from _one_behind_the_other(patterns, joined, wanted, sources, found, problems)
+
+
+def _stacked(
+    patterns: Sequence[str],
+    joined: int | None,
+    wanted: _Target,
+    sources: dict[str, list[str]],
+    found: Mapping[str, Shape],
+    problems: dict[str, str],
+) -> Iterator[_Piece]:
+    """A tensor an expert; those of several patterns, gate and up, are of one size, and joined along a dim."""
+    box = list(wanted.shape[1:])
+    if joined is not None:
+        box[joined - 1] //= len(patterns)
+    for place, pattern in enumerate(patterns):
         names = sources.get(pattern, [])
-        box = list(wanted.shape[1:] if merges else wanted.shape)
-        along = None if joined is None else joined - merges
-        if along is not None:
-            # experts' halves are of one size; other parts are as long as they are, and must add up
-            sizes = {found[name][along] for name in names if len(found[name]) == len(box)}
-            box[along] = box[along] // len(patterns) if merges or len(sizes) != 1 else sizes.pop()
-        numbers = _numbers(names) or range(len(names))
-        for number, name in zip(numbers, names, strict=True):
+        for number, name in zip(_numbers(names) or range(len(names)), names, strict=True):
             if found[name] != tuple(box):
                 problems[name] = _misshapen(name, found[name], tuple(box))
-            elif number < wanted.shape[0]:
-                at = [0] * len(wanted.shape)
-                if joined is not None:
-                    at[joined] = start
-                if merges:
-                    at[0] = number
-                yield _Piece(name, found[name], tuple(at), stacked=merges)
-            else:
+            elif number >= wanted.shape[0]:
                 problems[name] = f"tensor {name} has no place in this model; is config.json its own?"
-        start += box[along] if along is not None else 0
+            else:
+                at = [number] + [0] * len(box)
+                if joined is not None:
+                    at[joined] = place * box[joined - 1]
+                yield _Piece(name, found[name], tuple(at), stacked=True)
+
+
+def _one_behind_the_other(
+    patterns: Sequence[str],
+    joined: int,
+    wanted: _Target,
+    sources: dict[str, list[str]],
+    found: Mapping[str, Shape],
+    problems: dict[str, str],
+) -> Iterator[_Piece]:
+    """Tensors of any length, joined along a dim."""
+    start = 0
+    for name in (name for pattern in patterns for name in sources.get(pattern, [])):
+        shape, at = list(wanted.shape), [0] * len(wanted.shape)
+        if len(found[name]) == len(shape):
+            shape[joined], at[joined] = found[name][joined], start
+        if found[name] != tuple(shape):
+            problems[name] = _misshapen(name, found[name], tuple(shape))
+            return
+        start += shape[joined]
+        yield _Piece(name, found[name], tuple(at), stacked=False)
 
 
 def _regions(piece: _Piece, wanted: _Target, problems: dict[str, str]) -> Iterator[Region]:

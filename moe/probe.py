@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,6 +55,8 @@ def probe(model: Any) -> Seen:
         for path, module in expert_modules(model):
             stack.enter_context(_without_computing(module, path, calls, name))
         stack.enter_context(_AnswerHost())
+        # of a mask nothing is known but its size
+        stack.enter_context(torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True))
         stack.enter_context(torch.no_grad())
         tokens_BS = torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta")
         try:

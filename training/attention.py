@@ -65,6 +65,14 @@ def _kinds_of_layers(config: Any) -> set[str]:
     return {str(kind) for name in names for kind in getattr(config, name, None) or ()}
 
 
+def padding_arguments(model: Any, is_token_BS: Tensor | None) -> dict[str, Any]:
+    """What to tell a model in its forward of the padding behind its rows. Causal attention hides it by itself, and masks
+    would only cost memory; layers that carry a state need one."""
+    if is_token_BS is None or not _kinds_of_layers(model.config) - _BY_MASK:
+        return {}
+    return {"attention_mask": is_token_BS.long()}
+
+
 def segment_arguments(model: Any, segments: Sequence[int] | None, device: torch.device) -> dict[str, Any]:
     """What to tell a model in its forward; nothing, unless its attention is PACKED and the rows are.
 

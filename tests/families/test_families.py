@@ -44,7 +44,7 @@ CANCELLED = 1e-3
 """Gradients below this share of the norm of all are held to the tolerance at that share: they are what is left of
 larger numbers that cancel."""
 # rows of unlike lengths, of text tokens alone
-SAMPLES = random_samples([5 + (5 * i) % 12 for i in range(8)], vocabulary=290)
+SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(8)], vocabulary=290)
 
 
 def test_all_but_few_are_supported() -> None:
@@ -69,6 +69,9 @@ def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
     tokens_BS = collate([[sample] for sample in SAMPLES]).tokens_BS
     with torch.no_grad():
+        for parameter in (*exported.parameters(), *loaded.parameters()):
+            # not where the file has it: products of numbers that lie elsewhere may be summed in another order
+            parameter.data = parameter.data.clone()
         logits = [model.eval()(input_ids=tokens_BS, use_cache=False).logits for model in (exported, loaded)]
     assert torch.equal(*logits)
 
