@@ -66,8 +66,8 @@ def _kinds_of_layers(config: Any) -> set[str]:
 
 
 def padding_arguments(model: Any, is_token_BS: Tensor | None) -> dict[str, Any]:
-    """What to tell a model in its forward of the padding behind its rows. Causal attention hides it by itself, and masks
-    would only cost memory; layers that carry a state need one."""
+    """What to tell a model in its forward of the padding behind its rows. Causal attention hides it by itself, and a
+    mask would only cost memory; layers that carry a state need one."""
     if is_token_BS is None or not _kinds_of_layers(model.config) - _BY_MASK:
         return {}
     return {"attention_mask": is_token_BS.long()}

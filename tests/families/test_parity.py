@@ -1,0 +1,145 @@
+"""The whole of training, for families that between them have all that is particular to one: shared experts and their
+gates, dense layers, groups and correction biases, biases, interleaved and clamped experts, layers that carry a state.
+
+tests/distributed holds Mixtral to the same; tests/families/test_families.py every other family to its gradients.
+"""
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe import ExpertMeshError
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import (
+    Case,
+    Figures,
+    full,
+    hf_model,
+    ours,
+    random_samples,
+    reference,
+    sharded_model,
+)
+from tests.distributed.test_checkpoints import read
+from tests.distributed.test_packing import CAPACITY
+from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights, run_main
+from tests.families.configs import TEXT_IDS, tiny_config, tiny_model
+from tests.tiny import relative_error, save_tokenizer
+from training.attention import choose_attention
+from training.data import Sample, collate, pack
+from training.step import LossWeights, compute_gradients
+
+FAMILIES = ["qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"]
+TOLERANCE = 1e-5
+CANCELLED = 1e-3
+"""Gradients below this share of the norm of all are held to the tolerance at that share."""
+SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_IDS)
+ODD: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 1}
+
+CASES: dict[str, tuple[Topology, dict[str, Any]]] = {
+    "accumulate": (Topology(4, 2), dict(accumulation=2)),
+    "full": (Topology(4, 2, "hybrid"), dict(gradient_checkpointing="full")),
+    "selective": (Topology(4, 4), dict(gradient_checkpointing="selective", kernel="torch-grouped")),
+    "auxiliary": (Topology(4, 4), dict(balance=0.05, z=0.01, gradient_checkpointing="selective")),
+    "6 experts, top 3": (Topology(4, 2), dict(changes=ODD, kernel="torch-grouped")),
+    "a rank without a row": (Topology(4, 4), dict(samples=SAMPLES[:3])),
+}
+
+
+def has_auxiliary_loss(family: str) -> bool:
+    return hasattr(tiny_config(family), "router_aux_loss_coef")
+
+
+def case_of(family: str, name: str) -> Case:
+    _, settings = CASES[name]
+    changes = dict(settings.get("changes", {}))
+    if changes and hasattr(tiny_config(family), "kv_lora_rank"):
+        changes.pop("num_key_value_heads")  # its heads share a compressed key
+    return Case(**{"samples": SAMPLES, "family": family, **settings, "changes": changes})
+
+
+@cache
+def expected(family: str, name: str) -> Figures:
+    return reference(case_of(family, name), seed=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
+    """Losses, gradients and, after three clipped updates by AdamW, weights."""
+    if name == "auxiliary" and not has_auxiliary_loss(family):
+        pytest.skip("transformers has no balancing loss for this family")
+    topology, case = CASES[name][0], case_of(family, name)
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    found = ranks.run(ours, topology.world_size, tmp_path, topology, case)[0]
+    want = expected(family, name)
+    assert found.losses == pytest.approx(want.losses, rel=TOLERANCE)
+    assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
+    assert found.balance_loss == pytest.approx(want.balance_loss, rel=TOLERANCE)
+    assert found.z_loss == pytest.approx(want.z_loss, rel=TOLERANCE)
+    _compare(found.grads, want.grads, CANCELLED * want.grad_norms[0])
+    _compare(found.weights, want.weights, 0.0)
+
+
+def _compare(found: dict[str, Tensor], want: dict[str, Tensor], floor: float, tolerance: float = TOLERANCE) -> None:
+    # what no token reaches has no gradient in HF's class, and zeros in ours
+    for name in found.keys() ^ want.keys():
+        assert not found.get(name, want.get(name)).any(), name  # type: ignore[union-attr]
+    errors = {name: relative_error(found[name], tensor, floor) for name, tensor in want.items() if name in found}
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    """The same loss and gradients, whether samples have a row each or share one."""
+    config = tiny_config(family)
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        with pytest.raises(ExpertMeshError, match="linear_attention"):
+            choose_attention("auto", True, config)
+        return
+    tiny_model(family, seed=1).save_pretrained(tmp_path)
+    lengths = torch.tensor([len(sample.tokens) for sample in SAMPLES])
+    packed = [[SAMPLES[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
+    (alone,) = ranks.run(_gradients, 1, tmp_path, Topology(1, 1), family, [[sample] for sample in SAMPLES], False)
+    together = ranks.run(_gradients, 4, tmp_path, Topology(4, 2), family, packed, True)[0]
+    assert together[0] == pytest.approx(alone[0], rel=TOLERANCE)
+    norm = float(torch.stack([grad.norm() for grad in alone[1].values()]).norm())
+    _compare(together[1], alone[1], CANCELLED * norm)
+
+
+def _gradients(
+    path: Path, topology: Topology, family: str, rows: list[list[Sample]], packing: bool
+) -> tuple[float, dict[str, Tensor]]:
+    model, _, _ = sharded_model(path, topology, Case([], family=family))
+    model.set_attn_implementation(choose_attention("auto", packing, model.config))
+    batch = collate(rows[torch.distributed.get_rank() :: topology.world_size])
+    result = compute_gradients(model.train(), [batch], LossWeights(0.0, 0.0))
+    return result.loss, {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resume_on_other_ranks(ranks: RankPool, tiny_data: Path, tmp_path: Path, family: str) -> None:
+    """A run at dp 2, ep 2 that goes on at dp 1, ep 2 from its second step of three ends with the same weights."""
+    tiny_model(family, seed=1).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+
+    def run(world_size: int, out: Path, *more: str) -> None:
+        argv = ["--model", str(tmp_path / "model"), "--dataset", str(tiny_data), "--output-dir", str(out), "--use-cpu"]
+        argv += ["--max-steps", "3", "--save-steps", "2", "--learning-rate", "1e-3", "--ep-size", "2", *FIXED_PRODUCTS]
+        argv += ["--per-device-train-batch-size", str(8 // world_size), "--attn-implementation", "eager", *more]
+        results = ranks.run(run_main, world_size, argv, join_group=False)
+        assert [code for code, _ in results] == [0] * world_size, results
+
+    run(4, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "hf")
+    run(2, tmp_path / "resumed", "--resume", "auto")
+    weights, want = read(tmp_path / "resumed" / "hf"), read(tmp_path / "whole" / "hf")
+    assert_equal_weights(weights, want)
