@@ -152,6 +152,8 @@ def build(config: training.TrainConfig, source: checkpoints.ModelSource, ranks: 
     import torch
 
     model = source.build(training.choose_attention(config.attn_implementation, config.packing, source.config))
+    if config.packing:
+        training.check_packing(model)
     if config.compile:
         training.compile_layers(model)
     training.attach_loss_head(model, training.choose_cross_entropy(config.cross_entropy, ranks.device.type))

@@ -89,7 +89,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, float]:
     for _ in range(arguments.repetitions):
         x_BSD.grad = weight_VD.grad = None
         begin = time.perf_counter()
-        loss = LOSS_SUMS[kind](x_BSD, weight_VD, targets) / max(num_targets, 1)
+        loss = LOSS_SUMS[kind](x_BSD, weight_VD, None, targets) / max(num_targets, 1)
         loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -394,7 +394,8 @@ def build_arms(
 def kernel_arms(name: str, kernel: ExpertKernel, ours: Any) -> list[Arm]:
     """The whole layer with one of our kernels, and that kernel alone."""
     experts: DroplessExperts = ours.experts
-    weights = (experts.mlp.w1, experts.mlp.v1, experts.mlp.w2)
+    mlp: Any = experts.mlp
+    weights = (mlp.w1, mlp.v1, mlp.w2)
     assert kernel.fused is not None
     compute = kernel.fused
 

@@ -43,7 +43,7 @@ def _stand_still(model: Any) -> None:
 
 def _poison(model: Any) -> None:
     """One number of a gradient of the experts becomes NaN in this step."""
-    weight = moe_layers(model)[1].mlp.w1
+    mlp: Any = moe_layers(model)[1].mlp
     handle: Any = None
 
     def spoil(parameter: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ def _poison(model: Any) -> None:
         local_tensor(parameter.grad)[0, 0] = float("nan")
         handle.remove()
 
-    handle = weight.register_post_accumulate_grad_hook(spoil)
+    handle = mlp.w1.register_post_accumulate_grad_hook(spoil)
 
 
 def _flip(model: Any) -> None:

@@ -45,6 +45,7 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     swap_experts(model, seen)
     _check_alike(model)
     model.head_is_last = seen.head_is_last
+    model.masks_by_position = seen.masks_by_position
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     for layer in decoder_layers(model):
         use_linear(layer)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.fx.experimental._config
 from torch import Tensor, nn
+from torch.fx.experimental import _config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.errors import ExpertMeshError
@@ -32,11 +32,15 @@ class SeenExperts:
 
 @dataclass(frozen=True)
 class Seen:
-    """experts: by the path of the experts module. head_is_last: whether the model's logits are what its head gave, as
-    they were; some families scale or cap them."""
+    """experts: by the path of the experts module.
+
+    head_is_last: whether the model's logits are what its head gave, as they were; some families scale or cap them.
+    masks_by_position: whether its masks keep apart what positions that begin anew say are several samples in a row.
+    """
 
     experts: dict[str, SeenExperts]
     head_is_last: bool
+    masks_by_position: bool
 
 
 def probe(model: Any) -> Seen:
@@ -56,11 +60,13 @@ def probe(model: Any) -> Seen:
             stack.enter_context(_without_computing(module, path, calls, name))
         stack.enter_context(_AnswerHost())
         # of a mask nothing is known but its size
-        stack.enter_context(torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True))
+        stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))
         stack.enter_context(torch.no_grad())
+        looked_at_positions = stack.enter_context(_looks_at_positions())
         tokens_BS = torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta")
+        positions_BS = torch.arange(_POSITIONS, device="meta").unsqueeze(0)
         try:
-            logits = model.eval()(input_ids=tokens_BS, use_cache=False).logits
+            logits = model.eval()(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False).logits
         except ExpertMeshError:
             raise
         except Exception as error:
@@ -73,7 +79,7 @@ def probe(model: Any) -> Seen:
         router = _router(experts_TK, returned)
         num_logits = 0 if router is None else returned[router][0].shape[-1]
         experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits)
-    return Seen(experts, logits is returned.get(head))
+    return Seen(experts, logits is returned.get(head), bool(looked_at_positions))
 
 
 def _router(experts_TK: Tensor, returned: dict[str, Any]) -> str | None:
@@ -84,6 +90,24 @@ def _router(experts_TK: Tensor, returned: dict[str, Any]) -> str | None:
         if isinstance(output, tuple) and any(part is experts_TK for part in output) and isinstance(output[0], Tensor)
     ]
     return max(chose, key=lambda path: path.count("."), default=None)
+
+
+@contextmanager
+def _looks_at_positions() -> Iterator[list[Tensor]]:
+    """The positions in which transformers looks for several samples in a row, when it makes a mask."""
+    from transformers import masking_utils
+
+    find, seen = masking_utils.find_packed_sequence_indices, []
+
+    def remembered(position_ids: Tensor) -> Any:
+        seen.append(position_ids)
+        return find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = remembered
+    try:
+        yield seen
+    finally:
+        masking_utils.find_packed_sequence_indices = find
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from training.attention import choose_attention
+    from training.attention import check_packing, choose_attention
     from training.compiling import compile_layers
     from training.config import TrainConfig, parse_config
     from training.data import print_preview
@@ -29,6 +29,7 @@ __all__ = [
     "TrainConfig",
     "attach_loss_head",
     "beside",
+    "check_packing",
     "check_schedule",
     "choose_attention",
     "choose_cross_entropy",

@@ -7,7 +7,6 @@ Shape suffixes: B rows, S positions, N = B·S positions of all rows, H heads, G 
 """
 
 import inspect
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
 from moe import ExpertMeshError, model_class
+from training.data import Batch
 
 PACKED = "expertmesh_packed"
 """Name of this attention among those of transformers; without `segments` it is their sdpa."""
@@ -65,25 +65,51 @@ def _kinds_of_layers(config: Any) -> set[str]:
     return {str(kind) for name in names for kind in getattr(config, name, None) or ()}
 
 
-def padding_arguments(model: Any, is_token_BS: Tensor | None) -> dict[str, Any]:
-    """What to tell a model in its forward of the padding behind its rows. Causal attention hides it by itself, and a
-    mask would only cost memory; layers that carry a state need one."""
-    if is_token_BS is None or not _kinds_of_layers(model.config) - _BY_MASK:
-        return {}
-    return {"attention_mask": is_token_BS.long()}
-
-
-def segment_arguments(model: Any, segments: Sequence[int] | None, device: torch.device) -> dict[str, Any]:
-    """What to tell a model in its forward; nothing, unless its attention is PACKED and the rows are.
-
-    Args:
-        segments: lengths of the samples, and of the padding behind them, row after row; they add up to N. None: rows
-            are one sample each.
+def check_packing(model: Any) -> None:
     """
-    if segments is None or model.config._attn_implementation != PACKED:
+    Raises:
+        ExpertMeshError: neither transformers nor we have a mask that would keep apart samples in a row of this model.
+    """
+    is_masked = model.config._attn_implementation == PACKED or model.masks_by_position
+    if not is_masked and (unknown := _kinds_of_layers(model.config) - _MASKS.keys()):
+        raise ExpertMeshError(
+            f"--packing: nothing keeps packed samples apart in layers of {type(model).__name__} "
+            f"({', '.join(sorted(unknown))}); leave it out, --group-by-length saves padding"
+        )
+
+
+def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
+    """What to tell a model's attention in its forward of a batch, beside the positions: nothing, as a rule."""
+    if batch.segments is None:
+        # Causal attention hides padding behind rows by itself, and a mask would only cost memory; layers that carry a
+        # state need one.
+        if batch.is_token_BS is None or not _kinds_of_layers(model.config) - _BY_MASK:
+            return {}
+        return {"attention_mask": batch.is_token_BS.long()}
+    if model.config._attn_implementation == PACKED:
+        # transformers takes a mask of four dimensions as it is, and builds none of its own; nobody reads this one
+        unread = torch.empty(1, 1, 1, 1, device=batch.tokens_BS.device)
+        return {"segments": batch.segments, "attention_mask": unread}
+    if model.masks_by_position:
         return {}
-    # transformers takes a mask of four dimensions as it is, and builds none of its own; nobody reads this one
-    return {"segments": tuple(segments), "attention_mask": torch.empty(1, 1, 1, 1, device=device)}
+    return {"attention_mask": _masks(model, batch)}
+
+
+_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+def _masks(model: Any, batch: Batch) -> Any:
+    """transformers' own masks, made from the positions as the model itself does not: one for each kind of layer."""
+    like_BSD = torch.empty(*batch.tokens_BS.shape, 0, device=batch.tokens_BS.device)
+    arguments: dict[str, Any] = dict(
+        config=model.config,
+        inputs_embeds=like_BSD,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=batch.positions_BS,
+    )
+    kinds = _kinds_of_layers(model.config)
+    return {kind: _MASKS[kind](**arguments) for kind in kinds} if kinds else create_causal_mask(**arguments)
 
 
 def packed_attention(

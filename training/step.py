@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe import load_balancing_loss, router_z_loss, take_stats
 from sharding import Mesh, clip_grad_norm
-from training.attention import padding_arguments, segment_arguments
+from training.attention import attention_arguments
 from training.data import Batch
 from training.head import loss_head
 from training.routing import Routing, routing_of
@@ -102,8 +102,7 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
 def token_loss_sum(model: Any, batch: Batch) -> Tensor:
     """Sum of the target tokens' cross-entropies after a forward of a model with a `LossHead`, an fp32 scalar."""
     logits: Tensor = model(
-        **padding_arguments(model, batch.is_token_BS),
-        **segment_arguments(model, batch.segments, batch.tokens_BS.device),
+        **attention_arguments(model, batch),
         input_ids=batch.tokens_BS,
         position_ids=batch.positions_BS,
         is_token_BS=batch.is_token_BS,

@@ -13,7 +13,7 @@ from sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, random_samples, sharded_model, train_config
 from tests.tiny import relative_error, save_model, tiny_mixtral
-from training.attention import PACKED, segment_arguments
+from training.attention import PACKED, attention_arguments
 from training.data import IGNORED, Batch, Sample, collate, pack
 from training.optimizer import build_optimizer
 from training.step import LossWeights, train_step
@@ -74,7 +74,7 @@ def _both_ways(path: Path, topology: Topology, attention: str) -> Any:
 def _losses_and_stats(model: Any, batch: Batch) -> tuple[Tensor, list[RouterStats]]:
     """The loss of every target token, in the order of the batch."""
     out = model(
-        **segment_arguments(model, batch.segments, batch.tokens_BS.device),
+        **attention_arguments(model, batch),
         input_ids=batch.tokens_BS,
         position_ids=batch.positions_BS,
         is_token_BS=batch.is_token_BS,
