@@ -8,15 +8,11 @@ show every kind of entry. What a family needs beyond that stands in `KINDS` and 
 import dataclasses
 import itertools
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import model_type_to_module_name
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY = 320
 TEXT_IDS = 300
@@ -108,25 +104,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     # takes one expert a token and no other number
     "zaya": dict(num_experts_per_tok=1, sliding_window=8),
 }
-
-
-def causal_families() -> list[str]:
-    """The model type of every class of `AutoModelForCausalLM` whose module marks a class as experts: one type a class,
-    that of whole checkpoints (`qwen3_5_moe`) before that of their text part (`qwen3_5_moe_text`)."""
-    types: dict[Any, str] = {}
-    for model_type, class_names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if not _marks_experts(model_type):
-            continue
-        if class_names not in types or CONFIG_MAPPING[model_type].sub_configs:
-            types[class_names] = model_type
-    return sorted(types.values())
-
-
-def _marks_experts(model_type: str) -> bool:
-    # read, not imported: that would take all causal families' modules, and many seconds
-    folder = model_type_to_module_name(model_type)
-    file = Path(transformers.__file__).parent / "models" / folder / f"modeling_{folder}.py"
-    return file.exists() and "@use_experts_implementation" in file.read_text(encoding="utf-8")
 
 
 def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from moe.families import causal_families
 from tests.families.configs import (
     EXPERTS,
     TEXT_IDS,
     UNSHRINKABLE,
-    causal_families,
     persistent_buffers,
     tiny_config,
     tiny_model,

@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM
 from checkpoints import export_model
 from checkpoints.convert import HowToWrite, convert, export_offline
 from checkpoints.opening import open_readable
+from moe.__main__ import main
 from moe.exceptions import UNSUPPORTED
-from sharding import Topology
+from moe.families import causal_families
+from sharding import Topology, state_of
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     Case,
@@ -32,7 +34,7 @@ from tests.distributed.reference import (
     sharded_model,
     unshifted_labels,
 )
-from tests.families.configs import UNSHRINKABLE, causal_families, tiny_model
+from tests.families.configs import UNSHRINKABLE, tiny_model
 from tests.tiny import relative_error
 from training.data import collate
 from training.step import LossWeights, compute_gradients
@@ -52,21 +54,37 @@ def test_all_but_few_are_supported() -> None:
     assert not set(UNSUPPORTED) - set(causal_families()), "what transformers no longer has"
 
 
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m moe families`, of some."""
+    assert main(["families", "mixtral", "deepseek_v3", *UNSUPPORTED]) == 0
+    _, mixtral, deepseek, *unsupported = capsys.readouterr().out.splitlines()
+    assert mixtral.split() == ["mixtral", "MixtralForCausalLM", "32", "of", "32", "2", "of", "8", "yes"]
+    assert deepseek.split() == ["deepseek_v3", "DeepseekV3ForCausalLM", "58", "of", "61", "8", "of", "256", "yes"]
+    assert all("no: " in line or line.startswith(" ") for line in unsupported)
+    assert main(["families", "llama"]) == 2
+    assert "llama: no causal mixture-of-experts model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
     case = Case(SAMPLES, family=family)
     theirs: Any = tiny_model(family, seed=1)
     theirs.save_pretrained(tmp_path / "hf")
     loss, grads = _gradients_of(theirs, case)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
+    # buffers are those that were saved: transformers itself begins some of them anew when it loads (Zaya's, in part)
+    weights = in_our_layout(loaded, "data") | dict(theirs.named_buffers())
     for world_size in (1, 4):
         topologies = [Topology(*sizes) for sizes in TOPOLOGIES if sizes[0] == world_size]
-        found = ranks.run(_gradients_on_ranks, world_size, tmp_path / "hf", topologies, case, tmp_path / "out")[0]
-        for (our_loss, our_grads), topology in zip(found, topologies, strict=True):
+        found = ranks.run(_figures_on_ranks, world_size, tmp_path / "hf", topologies, case, tmp_path / "out")[0]
+        for (our_weights, our_loss, our_grads), topology in zip(found, topologies, strict=True):
+            for name, weight in our_weights.items():
+                if name in weights:
+                    assert torch.equal(weight, weights[name]), (topology, name)
             assert our_loss == pytest.approx(loss, rel=TOLERANCE), topology
             _compare(our_grads, grads, str(topology))
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
     tokens_BS = collate([[sample] for sample in SAMPLES]).tokens_BS
     with torch.no_grad():
         for parameter in (*exported.parameters(), *loaded.parameters()):
@@ -98,17 +116,18 @@ def _gradients_of(model: Any, case: Case) -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), in_our_layout(model, "grad")
 
 
-def _gradients_on_ranks(
+def _figures_on_ranks(
     path: Path, topologies: Sequence[Topology], case: Case, out: Path
-) -> list[tuple[float, dict[str, Tensor]]]:
-    """The same of ours, on each arrangement; the last one's model is exported."""
+) -> list[tuple[dict[str, Tensor], float, dict[str, Tensor]]]:
+    """Weights as loaded, loss and gradients of ours, on each arrangement; the last one's model is exported."""
     rank, figures = torch.distributed.get_rank(), []
     for topology in topologies:
         model, _, checkpoint = sharded_model(path, topology, case)
         model.train()
+        weights = {name: full(part.tensor) for name, part in state_of(model).items()}
         result = compute_gradients(model, my_batches(case, topology, rank), LossWeights(0.0, 0.0))
         grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        figures.append((result.loss, grads if rank == 0 else {}))
+        figures.append((weights if rank == 0 else {}, result.loss, grads if rank == 0 else {}))
     export_model(model, checkpoint, topology, out)
     return figures
 

@@ -1,0 +1,58 @@
+"""Which families of models can be trained here: `python -m moe families [FAMILY ...]`.
+
+Each is built from its default config on the meta device, with our experts in place of its own, and run there once;
+nothing is downloaded, and no memory held.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+from moe.terminal import ends_with_reader, folded
+
+
+@ends_with_reader
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; 2 after a mistake in the flags."""
+    parser = argparse.ArgumentParser(prog="python -m moe", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    families = commands.add_parser("families", help="a line each: class, layers with experts, supported or why not")
+    families.add_argument("family", nargs="*", help="model types; default: all that the installed transformers has")
+    arguments = parser.parse_args(argv)
+
+    import transformers
+
+    from moe.families import causal_families
+
+    # of packages that would make some families faster, once each is built
+    transformers.logging.set_verbosity_error()
+    known = causal_families()
+    unknown = [family for family in arguments.family if family not in known]
+    if unknown:
+        print(
+            f"moe: error: {unknown[0]}: no causal mixture-of-experts model of transformers is called so; there are "
+            f"{', '.join(known)}",
+            file=sys.stderr,
+        )
+        return 2
+    for line in table(arguments.family or known):
+        print(folded(line), flush=True)
+    return 0
+
+
+def table(families: Sequence[str]) -> Iterator[str]:
+    """Lines, each as soon as it is known."""
+    from moe.families import describe_family
+
+    yield f"{'family':20}{'class':34}{'layers with experts':21}{'experts':14}supported"
+    for family in families:
+        facts = describe_family(family)
+        if isinstance(facts, str):
+            yield f"{family:20}{facts}"
+            continue
+        layers, experts = f"{facts.moe_layers} of {facts.layers}", f"{facts.top_k} of {facts.num_experts}"
+        yield f"{family:20}{facts.class_name:34}{layers:21}{experts:14}yes"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
