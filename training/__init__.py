@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from training.data import print_preview
     from training.determinism import compute_deterministically
     from training.elastic import fit_to_ranks
-    from training.facts import first_lines
+    from training.facts import first_lines, left_out
     from training.head import attach_loss_head, choose_cross_entropy
     from training.inputs import Inputs, make_prompts, read_inputs
     from training.log import RunLog
@@ -40,6 +40,7 @@ __all__ = [
     "first_lines",
     "fit_to_ranks",
     "forecast",
+    "left_out",
     "loss_weights",
     "make_prompts",
     "measured_peak",

@@ -1,5 +1,6 @@
 """What is about to run, in a few lines."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from checkpoints import ModelSource
@@ -38,6 +39,12 @@ def first_lines(
     if inputs.training is not None:
         lines += _data(inputs, order, config)
     return "\n".join(lines)
+
+
+def left_out(names: Sequence[str]) -> str:
+    """What of the checkpoint is not trained, and will not be in the export."""
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"left out: {len(names)} tensors that no trained layer has, and the export will not have either: {some}"
 
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:
