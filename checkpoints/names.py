@@ -258,7 +258,7 @@ def _layers_beyond(model: Any) -> re.Pattern[str] | None:
     """Names in the layers for multi-token prediction, which checkpoints number on from the last decoder layer."""
     layers = decoder_layers(model)
     path = next(path for path, module in model.named_modules() if module is layers)
-    extra = getattr(model.config, "num_nextn_predict_layers", None)
+    extra = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None)
     if not isinstance(extra, int) or extra < 1:
         return None
     numbers = "|".join(str(len(layers) + n) for n in range(extra))

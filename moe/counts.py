@@ -9,13 +9,17 @@ from moe.shape import MoEShape
 @dataclass(frozen=True)
 class ParameterCounts:
     """total: every parameter once. experts: those in experts. embedding: the table that input tokens are looked up in.
-    head: the matrix that makes logits, which may be the same table. active: those that one token meets."""
+    head: the matrix that makes logits, which may be the same table. active: those that one token meets. attention: no
+    parameters, but how many numbers are multiplied for a pair of tokens that see one another, in all layers: widths of
+    the heads' keys and values.
+    """
 
     total: int
     experts: int
     embedding: int
     head: int
     active: int
+    attention: int
 
 
 def active_parameters(total: int, experts: int, shape: MoEShape) -> int:
@@ -32,13 +36,11 @@ def training_flops(counts: ParameterCounts, config: Any, tokens: int, targets: i
     computes again is not counted.
 
     Args:
-        config: the model's, for the number of layers and the width of attention.
+        config: the model's, for whether its head is its embedding.
         tokens: without padding.
         targets: tokens with a loss.
         pairs: of a token and one that it attends to, itself included.
     """
     is_tied = counts.embedding == counts.head and bool(getattr(config, "tie_word_embeddings", False))
     matrices = counts.active - counts.head - (0 if is_tied else counts.embedding)
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 4 * config.num_hidden_layers * config.num_attention_heads * head_width
-    return 6.0 * (tokens * matrices + targets * counts.head) + 3.0 * attention * pairs
+    return 6.0 * (tokens * matrices + targets * counts.head) + 3.0 * 2 * counts.attention * pairs

@@ -221,7 +221,22 @@ def count_parameters(model: Any) -> ParameterCounts:
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters())
     embedding, head = model.get_input_embeddings().weight.numel(), model.get_output_embeddings().weight.numel()
-    return ParameterCounts(total, experts, embedding, head, active_parameters(total, experts, moe_shape(model)))
+    active = active_parameters(total, experts, moe_shape(model))
+    return ParameterCounts(total, experts, embedding, head, active, _attention_widths(model))
+
+
+def _attention_widths(model: nn.Module) -> int:
+    """Of all heads' keys and values, summed over the layers: of the modules that end in an output projection."""
+    widths = 0
+    for module in model.modules():
+        projection = getattr(module, "o_proj", None)
+        if isinstance(projection, nn.Linear):
+            values: int = projection.in_features
+            # of latent attention, keys are wider than values
+            has_own = hasattr(module, "qk_head_dim") and hasattr(module, "num_heads")
+            keys = int(module.num_heads * module.qk_head_dim) if has_own else values  # type: ignore[operator]
+            widths += keys + values
+    return widths
 
 
 def take_stats(model: nn.Module) -> list[RouterStats]:

@@ -51,7 +51,7 @@ def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
         # Dropout's random numbers must be drawn again, or whatever draws after it would get them; and compiled code is
         # free to write over the memory of what it has computed.
         is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-        keeps_attention = not getattr(model.config, "attention_dropout", 0) and not is_compiled
+        keeps_attention = not getattr(model.config.get_text_config(), "attention_dropout", 0) and not is_compiled
         kept = _ROUTING | _ATTENTION if keeps_attention else _ROUTING
         arguments["context_fn"] = partial(_selective_contexts, kept)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)

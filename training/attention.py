@@ -71,7 +71,7 @@ def check_packing(model: Any) -> None:
         ExpertMeshError: neither transformers nor we have a mask that would keep apart samples in a row of this model.
     """
     is_masked = model.config._attn_implementation == PACKED or model.masks_by_position
-    if not is_masked and (unknown := _kinds_of_layers(model.config) - _MASKS.keys()):
+    if not is_masked and (unknown := _kinds_of_layers(model.config.get_text_config()) - _MASKS.keys()):
         raise ExpertMeshError(
             f"--packing: nothing keeps packed samples apart in layers of {type(model).__name__} "
             f"({', '.join(sorted(unknown))}); leave it out, --group-by-length saves padding"
@@ -83,7 +83,7 @@ def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
     if batch.segments is None:
         # Causal attention hides padding behind rows by itself, and a mask would only cost memory; layers that carry a
         # state need one.
-        if batch.is_token_BS is None or not _kinds_of_layers(model.config) - _BY_MASK:
+        if batch.is_token_BS is None or not _kinds_of_layers(model.config.get_text_config()) - _BY_MASK:
             return {}
         return {"attention_mask": batch.is_token_BS.long()}
     if model.config._attn_implementation == PACKED:
@@ -102,13 +102,13 @@ def _masks(model: Any, batch: Batch) -> Any:
     """transformers' own masks, made from the positions as the model itself does not: one for each kind of layer."""
     like_BSD = torch.empty(*batch.tokens_BS.shape, 0, device=batch.tokens_BS.device)
     arguments: dict[str, Any] = dict(
-        config=model.config,
+        config=model.config.get_text_config(),
         inputs_embeds=like_BSD,
         attention_mask=None,
         past_key_values=None,
         position_ids=batch.positions_BS,
     )
-    kinds = _kinds_of_layers(model.config)
+    kinds = _kinds_of_layers(model.config.get_text_config())
     return {kind: _MASKS[kind](**arguments) for kind in kinds} if kinds else create_causal_mask(**arguments)
 
 

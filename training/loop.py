@@ -119,7 +119,7 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
     stopping, enough = False, _had_enough(config, best)
     compiled: Compilation | None = None
     guard, alarms = NonFiniteGuard(config, run.model, log), Alarms(config, run.weights, run.top_k, log)
-    meter = Meter(run.counts, run.model.config, run.top_k, run.ranks.device, config.bf16)
+    meter = Meter(run.counts, run.model.config.get_text_config(), run.top_k, run.ranks.device, config.bf16)
     with StopRequest() as stop:
         for step in log.steps(log.num_steps if enough else first_step):
             done = step + 1
@@ -253,7 +253,7 @@ def _generate(run: Run, prompts: Prompts, done: int) -> None:
 
 def _ends(run: Run, prompts: Prompts) -> Sequence[int]:
     """Tokens that end an answer: the model's own and the tokenizer's."""
-    own = run.model.config.eos_token_id
+    own = getattr(run.model.config.get_text_config(), "eos_token_id", None)
     ends = {*(own if isinstance(own, list) else [own]), prompts.tokenizer.eos_token_id}
     return sorted(end for end in ends if end is not None)
 
