@@ -112,11 +112,17 @@ class Muon(torch.optim.Optimizer):
         """One update of all parameters. All ranks call it together."""
         assert closure is None
         for parameter in self.matrix_group["params"]:
+            if parameter.grad is None:
+                continue
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             local_tensor(state["momentum_buffer"]).lerp_(local_tensor(parameter.grad), 1 - MOMENTUM)
-        for matrices, group in self.rounds:
+        for lot, group in self.rounds:
+            # what nothing is learned of has no gradient on any rank
+            matrices = [matrix for matrix in lot if matrix.parameter.grad is not None]
+            if not matrices:
+                continue
             directions = orthogonalize([self._direction(matrix) for matrix in matrices], matrices, group)
             for matrix, direction_RD in zip(matrices, directions, strict=True):
                 self._update(matrix, direction_RD)
