@@ -59,6 +59,7 @@ def loaded(model: Any, theirs: Any) -> Any:
     """`model`, from `moe.build_model`, in memory, with the weights of transformers' own."""
     buffers = dict(model.named_buffers())
     model.to_empty(device="cpu")
+    model.tie_weights()
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
     expected = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
