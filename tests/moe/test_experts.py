@@ -145,9 +145,7 @@ def test_a_gate_of_the_familys_own_sees_its_order_of_rows() -> None:
 
 def test_norm_behind_each_expert() -> None:
     """It is no expert's own weight, and stays the module's."""
-    settings: dict[str, Any] = dict(
-        moe_hidden_size=D, moe_intermediate_size=WIDTH, hidden_act="silu", post_norm_eps=1e-6
-    )
+    sizes: dict[str, Any] = {"moe_hidden_size": D, "moe_intermediate_size": WIDTH}
     theirs = random(of_family("muse_spark", "MuseSparkExperts", **sizes, hidden_act="silu", post_norm_eps=1e-6))
     ours = our_experts(theirs, TOP_K)
     assert ours.post_expert_norm is not None
