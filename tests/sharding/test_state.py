@@ -89,7 +89,7 @@ def test_rows_of_a_scalar() -> None:
         assert part.num_rows == 1
         assert part.local.tolist() == [value]
     state_of(model)["scale"].local.fill_(4.0)
-    assert float(model.scale) == 4.0, "local rows share their memory with the tensor"
+    assert model.scale.item() == 4.0, "local rows share their memory with the tensor"
     assert local_tensor(model.scale) is model.scale
 
 
