@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from moe import ExpertMeshError, check_config
-from tests.families.configs import causal_families, tiny_config
+from moe.families import causal_families
+from tests.families.configs import tiny_config
 from tests.tiny import tiny_config as tiny_mixtral_config
 
 MIXTRAL: dict[str, Any] = tiny_mixtral_config().to_dict()
