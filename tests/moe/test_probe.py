@@ -10,12 +10,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 
 from moe import ExpertMeshError, build_model, moe_layers
 from moe.probe import SeenExperts, probe
+from tests.families.configs import tiny_config as config_of
 from tests.tiny import tiny_config
 
 
-def on_meta(config: Any) -> Any:
+def on_meta(config: Any, attention: str = "sdpa") -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 def test_what_is_seen() -> None:
@@ -155,3 +156,9 @@ def test_layers_with_other_experts_than_the_first(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("transformers.models.mixtral.modeling_mixtral.MixtralExperts", OfSeveralSizes)
     with pytest.raises(ExpertMeshError, match="4 experts, 2 a token and 8 experts, 2 a token in one model"):
         build_model(tiny_config())
+
+
+def test_masks_that_are_made_of_positions() -> None:
+    """transformers hands positions to what makes the masks of most families; not to that of GPT-OSS."""
+    assert probe(on_meta(tiny_config())).masks_by_position
+    assert not probe(on_meta(config_of("gpt_oss"), "eager")).masks_by_position
