@@ -188,6 +188,18 @@ def test_inspect_finds_a_damaged_byte(shards: Path, tmp_path: Path, capsys: pyte
     assert f"{file}: is damaged" in capsys.readouterr().err
 
 
+def test_shards_of_an_older_version(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(shards, tmp_path / "shards")
+    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
+    assert manifest["version"] == 2
+    (tmp_path / "shards" / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
+    for command in (("inspect", tmp_path / "shards"), ("export", tmp_path / "shards", tmp_path / "back")):
+        assert run(*command) == 2
+        assert "version 1 is unknown; this version reads 'expertmesh-ep-shards' version 2: convert" in (
+            capsys.readouterr().err
+        )
+
+
 def test_an_interrupted_conversion_is_not_whole_and_goes_on(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
