@@ -213,7 +213,10 @@ class Names:
                             pattern is not None for by_source in sources.values() for pattern in by_source
                         ),
                     )
-                    problems[name] = f"tensor {name} is missing"
+                    if name in names:  # what is not there goes by another name that only transformers could say
+                        problems[name] = f"tensor {name}: others that make up {target} with it are missing"
+                    else:
+                        problems[name] = f"tensor {name} is missing"
                     break
 
     def _missing_name(

@@ -57,15 +57,22 @@ class ModelSource:
         """transformers' own config object, read when it is first asked for: transformers takes seconds to import.
 
         Raises:
-            ExpertMeshError: transformers cannot read config.json.
+            ExpertMeshError: transformers cannot read config.json, or has no causal language model for it.
         """
         from transformers import AutoConfig
 
+        from moe import model_class
+
         file = self.path / "config.json"
         try:
-            return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:
             raise ExpertMeshError(f"{file}: transformers cannot read it: {error}") from error
+        try:
+            model_class(config)
+        except ExpertMeshError as error:
+            raise ExpertMeshError(f"{file}: {error}") from error
+        return config
 
     @property
     def text_config(self) -> Any:

@@ -19,7 +19,7 @@ _MOST_NUMBER = 2**40
 _COUNTS: tuple[tuple[str, int, int], ...] = (
     (r"num_(hidden_)?layers|n_layers?", 1, _MOST_LAYERS),
     (r".*layers", -1, _MOST_LAYERS),
-    (r"(num|n)_(local_|routed_)?experts|moe_num_experts", 1, _MOST_EXPERTS),
+    # 0 too: of a dense layer, or of a part that has none
     (r".*experts.*|moe_(top)?k|n_groups?|topk_group", 0, _MOST_EXPERTS),
     (r"(num|n)_attention_heads|num_key_value_heads", 1, 2**12),
     (r".*heads", 0, 2**12),

@@ -86,21 +86,13 @@ def test_mesh() -> None:
     assert not heavy
 
 
-def test_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
-    """Also conversions and comparisons, where no dtype changes."""
-    shards, back = tmp_path / "shards", tmp_path / "back"
-    for command, said in (
-        (("inspect", tiny_model, "--tensors"), "Hugging Face directory"),
-        (("convert", tiny_model, shards, "--ep-size", "4"), ""),
-        (("inspect", shards, "--check"), "checksums   match"),
-        (("export", shards, back), ""),
-        (("verify", tiny_model, back), "the same bits"),
-    ):
-        code, told, heavy = imported("-m", "checkpoints", *map(str, command))
+def test_heads_of_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
+    assert checkpoints_main(["convert", str(tiny_model), str(tmp_path / "ep4"), "--ep-size", "4"]) == 0
+    for path, said in ((tiny_model, "Hugging Face directory"), (tmp_path / "ep4", "EP shards, ep 4")):
+        code, told, heavy = imported("-m", "checkpoints", "inspect", str(path), "--tensors")
         assert code == 0, told
         assert said in told
-        assert not heavy, command
-    assert checkpoints_main(["verify", str(tiny_model), str(shards)]) == 0
+        assert not heavy
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

@@ -1,10 +1,14 @@
-"""Small Mixtral models and tokenizers for tests."""
+"""Small Mixtral models, MoE layers and tokenizers for tests."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+from moe import KERNELS, DroplessExperts, ExpertParameter, dropless_experts, take_logits
 
 
 def tiny_config(**changes: Any) -> MixtralConfig:
@@ -27,6 +31,70 @@ def tiny_config(**changes: Any) -> MixtralConfig:
 def tiny_mixtral(seed: int = 0, **changes: Any) -> MixtralForCausalLM:
     torch.manual_seed(seed)
     return MixtralForCausalLM(tiny_config(**changes))
+
+
+def our_experts(experts: Any, top_k: int, kernel: str = "loop") -> DroplessExperts:
+    """What takes the place of an experts module of transformers, which stays as it is, with the same weights."""
+    ours = dropless_experts(deepcopy(experts), top_k, "here")
+    ours.mlp.kernel = KERNELS[kernel]
+    copy_experts(ours, experts)
+    return ours
+
+
+def copy_experts(ours: DroplessExperts, experts: Any) -> None:
+    """Give ours the weights of an experts module of transformers."""
+    for parameter in ours.mlp.layout.parameters:
+        theirs = getattr(experts, parameter.place.tensor)
+        getattr(ours.mlp, parameter.name).data.copy_(our_rows(parameter, theirs.detach()))
+
+
+def our_rows(parameter: ExpertParameter, theirs: torch.Tensor) -> torch.Tensor:
+    """The content of a parameter, from the tensor of transformers in which it stands, or that one's gradient."""
+    place = parameter.place
+    index = torch.arange(parameter.rows_an_expert) * place.step + place.first
+    return theirs.index_select(place.dim, index).movedim(place.dim, 1).reshape(-1, *parameter.row)
+
+
+def in_memory(model: Any) -> Any:
+    """`model`, from `moe.build_model`, with uninitialised parameters on the CPU."""
+    buffers = dict(model.named_buffers())
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+    return model
+
+
+def loaded(model: Any, theirs: Any) -> Any:
+    """`model`, from `moe.build_model`, in memory, with the weights of transformers' own."""
+    in_memory(model)
+    expected = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in expected:
+                tensor.copy_(expected[name])
+    for path, module in model.named_modules():
+        if isinstance(module, DroplessExperts):
+            copy_experts(module, theirs.get_submodule(path))
+    return model
+
+
+def our_block(block: Any, kernel: str = "loop") -> Any:
+    """A copy of a block of transformers with our experts in it: its router is `gate`."""
+    ours = deepcopy(block)
+    ours.experts = our_experts(block.experts, block.gate.top_k, kernel)
+    take_logits(ours.gate, ours.experts)
+    return ours
+
+
+def tiny_block(kernel: str = "loop", std: float = 0.2, **changes: Any) -> Any:
+    """Mixtral's MoE layer by itself, random, with our experts in it."""
+    block = MixtralSparseMoeBlock(tiny_config(**changes))
+    # a seed that no test draws its input from: a router's rows must not be tokens
+    generator = torch.Generator().manual_seed(0x5EED)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=std, generator=generator)
+    return our_block(block, kernel)
 
 
 def save_model(path: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB", **changes: Any) -> None:

@@ -93,7 +93,10 @@ def shape_of_config(config: Any, where: str) -> ModelShape:
             f"{where}: there is no forecast for {config.model_type}: the planner's formulas hold for "
             f"{', '.join(sorted(FORECAST))} alone; the model trains all the same"
         )
-    return shape_of_model(moe.build_model(config), config)
+    try:
+        return shape_of_model(moe.build_model(config), config)
+    except ExpertMeshError as error:
+        raise ExpertMeshError(f"{where}: {error}") from error
 
 
 def read_config(model: str) -> tuple[Any, str]:

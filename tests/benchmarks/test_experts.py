@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import experts
 from benchmarks.experts import BOTH, EXPERTS, FORWARD, LAYER, ROUTINGS, TARGET_SETTING, Model, Result, Setting
 from moe import KERNELS, MoEShape
+from tests.moe.test_kernels import fused
 
 CPU = torch.device("cpu")
 TINY = {
-    "mixtral": Model(MoEShape(64, 32, 8, 2, True), "mixtral", "Mixtral"),
-    "qwen3_moe": Model(MoEShape(64, 32, 16, 4, True), "qwen3_moe", "Qwen3Moe"),
-    "olmoe": Model(MoEShape(64, 32, 16, 4, False), "olmoe", "Olmoe"),
+    "mixtral": Model(MoEShape(64, 32, 8, 2), True, "mixtral", "Mixtral"),
+    "qwen3_moe": Model(MoEShape(64, 32, 16, 4), True, "qwen3_moe", "Qwen3Moe"),
+    "olmoe": Model(MoEShape(64, 32, 16, 4), False, "olmoe", "Olmoe"),
 }
 SHAPE = TINY["mixtral"].shape
 
@@ -41,7 +43,7 @@ def test_routing(routing: str) -> None:
         assert counts == [64, 64, 0, 0, 0, 0, 0, 0]
     for dtype in (torch.float32, torch.bfloat16):
         inputs = experts.make_inputs(Setting("mixtral", 64, routing), CPU, dtype)
-        chosen_TK = experts.build_layer(SHAPE, CPU, dtype).router(inputs.x_TD).experts_TK
+        _, _, chosen_TK = experts.build_layer(TINY["mixtral"], CPU, dtype).gate(inputs.x_TD)
         assert torch.equal(chosen_TK.sort(dim=1).values, experts_TK.sort(dim=1).values)
         assert inputs.counts_E.tolist() == counts
         assert inputs.rows_RD.shape == (128, 64)
@@ -100,10 +102,10 @@ def test_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_wrong_kernel_makes_the_run_void(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def forgets_v1(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
-        out_RD = KERNELS["loop"](rows_RD, counts_e, w1, v1.detach(), w2)
+        out_RD = fused("loop")(rows_RD, counts_e, w1, v1.detach(), w2)
         return out_RD + 0 * v1.sum()
 
-    monkeypatch.setitem(KERNELS, "torch-grouped", forgets_v1)
+    monkeypatch.setitem(KERNELS, "torch-grouped", replace(KERNELS["torch-grouped"], fused=forgets_v1))
     command = ["--device", "cpu", "--dtype", "float32", "--model", "mixtral", "--tokens", "32", "--rounds", "1"]
     assert experts.main(command) == 1
     assert "torch-grouped, layer: v1 differs from loop by 1.0e+00" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.__main__ import main
-from tests.tiny import save_model, save_tokenizer
+from tests.tiny import save_model, save_tokenizer, tiny_mixtral
 
 
 def run(*arguments: Any) -> int:
@@ -58,11 +58,11 @@ def test_layout_of_a_shard(shards: Path, tiny_model: Path) -> None:
     prefix = "model.layers.1.block_sparse_moe.experts"
     for ours, theirs in (("w1", "w1"), ("v1", "w3")):
         expected = torch.cat([hf[f"{prefix}.{n}.{theirs}.weight"] for n in (2, 3)])
-        assert torch.equal(shard[f"model.layers.1.mlp.experts.{ours}.2-3"], expected)
+        assert torch.equal(shard[f"model.layers.1.mlp.experts.mlp.{ours}.2-3"], expected)
     expected = torch.cat([hf[f"{prefix}.{n}.w2.weight"].t() for n in (2, 3)])
-    assert torch.equal(shard["model.layers.1.mlp.experts.w2.2-3"], expected)
+    assert torch.equal(shard["model.layers.1.mlp.experts.mlp.w2.2-3"], expected)
     manifest = json.loads((shards / "manifest.json").read_text())
-    (entry,) = [e for e in manifest["tensors"] if e["name"] == "model.layers.1.mlp.experts.w2.2-3"]
+    (entry,) = [e for e in manifest["tensors"] if e["name"] == "model.layers.1.mlp.experts.mlp.w2.2-3"]
     assert entry["experts"] == [2, 4]
     assert entry["file"] == "ep-00001-of-00004.safetensors"
 
@@ -126,21 +126,78 @@ def test_verify_names_what_differs(
             assert all(any(name in line for line in told) for name in names), told
 
 
-def test_inspect(tiny_model: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("inspect", shards, "--check", "--tensors") == 0
+def test_inspect(tiny_model: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the heads alone: form, family, numbers, tensors."""
+    assert run("inspect", shards, "--tensors") == 0
     told = capsys.readouterr().out
     assert "EP shards, ep 4" in told
-    assert "8 experts, 2 a token" in told
-    assert "checksums   match" in told
-    assert "ep-00002-of-00004.safetensors  model.layers.0.mlp.experts.v1.4-5  [96, 32]  float32" in told
+    assert "family      mixtral" in told
+    assert "ep-00002-of-00004.safetensors  model.layers.0.mlp.experts.mlp.v1.4-5  [96, 32]  float32" in told
+    tensors = read(tiny_model)
+    total = sum(tensor.numel() for tensor in tensors.values())
+    experts = sum(tensor.numel() for name, tensor in tensors.items() if ".experts." in name)
+    numbers = f"numbers     {total:,}, of them {experts:,} in tensors of experts"
+    assert numbers in told
     assert run("inspect", tiny_model) == 0
-    assert "Hugging Face directory" in capsys.readouterr().out
+    of_source = capsys.readouterr().out
+    assert "Hugging Face directory" in of_source
+    assert numbers in of_source
+    assert f"tensors     {len(tensors)}: {len(tensors)} float32" in of_source
+    assert "whole" not in told + of_source, "which is not known without the model"
+
+
+def test_inspect_with_its_model(
+    tiny_model: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("inspect", shards, "--check") == 0
+    told = capsys.readouterr().out
+    assert "experts     8 in each of 2 layers, 2 a token" in told
+    model = tiny_mixtral()
+    total = model.num_parameters()
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert f"parameters  {total:,}, of them {experts:,} in experts" in told
+    assert f"active      {total - experts * 6 // 8:,} for a token" in told
+    assert f"on a rank   {total:,} at ep 1, {total // 2:,} at ep 2" in told
+    assert "whole       yes" in told
+    assert "checksums   match" in told
+    assert run("inspect", tiny_model, "--check") == 0
+    assert "checksums   none in this form" in capsys.readouterr().out
+
     shutil.copytree(tiny_model, tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     del tensors["lm_head.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, tmp_path / "model" / "model.safetensors")
-    assert run("inspect", tmp_path / "model") == 1
-    assert "tensor lm_head.weight is missing" in capsys.readouterr().out
+    assert run("inspect", tmp_path / "model") == 0, "the heads are sound"
+    capsys.readouterr()
+    assert run("inspect", tmp_path / "model", "--check") == 1
+    told = capsys.readouterr().out
+    assert "left out    1 tensors that no trained layer has: model.layers.0.self_attn.rotary_emb.inv_freq" in told
+    assert "whole       no:" in told
+    assert "  tensor lm_head.weight is missing" in told
+
+
+def test_inspect_finds_a_damaged_byte(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(shards, tmp_path / "shards")
+    file = tmp_path / "shards" / "ep-00001-of-00004.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert run("inspect", tmp_path / "shards") == 0
+    assert run("inspect", tmp_path / "shards", "--check") == 2
+    assert f"{file}: is damaged" in capsys.readouterr().err
+
+
+def test_shards_of_an_older_version(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(shards, tmp_path / "shards")
+    manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
+    assert manifest["version"] == 2
+    (tmp_path / "shards" / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
+    for command in (("inspect", tmp_path / "shards"), ("export", tmp_path / "shards", tmp_path / "back")):
+        assert run(*command) == 2
+        assert "version 1 is unknown; this version reads 'expertmesh-ep-shards' version 2: convert" in (
+            capsys.readouterr().err
+        )
 
 
 def test_an_interrupted_conversion_is_not_whole_and_goes_on(

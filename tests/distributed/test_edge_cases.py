@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe import moe_blocks
+from moe import moe_layers
 from sharding import Topology, local_tensor
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
@@ -148,7 +148,7 @@ def _local_bits(path: Path, topology: Topology, case: Case) -> Any:
     torch.manual_seed(100 + rank)
     result = compute_gradients(model.train(), my_batches(case, topology, rank), LossWeights(case.balance, case.z))
     # statistics left by the recomputation would keep its whole graph alive until the next forward
-    assert all(block.stats is None for block in moe_blocks(model))
+    assert all(layer.stats is None for layer in moe_layers(model))
     return result.loss, {n: local_tensor(p.grad).clone() for n, p in model.named_parameters()}
 
 

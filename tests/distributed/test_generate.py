@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe import ExpertMeshError, moe_blocks
+from moe import ExpertMeshError, moe_layers
 from sharding import Ranks, Topology, local_tensor
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import MAX_GRAD_NORM, Case, my_batches, sharded_model, train_config
@@ -131,7 +131,7 @@ def _generate_leaving_no_trace(model: Any) -> list[list[int]]:
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.generation_config is settings
     assert all(module.training for module in model.modules())
-    assert all(block.stats is None and not block.recording for block in moe_blocks(model))
+    assert all(layer.stats is None and not layer.recording for layer in moe_layers(model))
     return text
 
 

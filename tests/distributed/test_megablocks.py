@@ -1,7 +1,6 @@
 """MegaBlocks' kernels under expert parallelism, by Triton's interpreter, held against `MixtralForCausalLM` in one
 process; and MegaBlocks' own expert parallelism against ours."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed import group
 
-from moe import KERNELS, DroplessMoE, MoEShape, original_dmoe
+from moe import original_dmoe
 from moe.dispatch import AllToAllDispatcher
 from sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_parity import assert_same
 from tests.interpreter import interpreted, prepare_megablocks
-from tests.tiny import relative_error, save_model
+from tests.tiny import relative_error, save_model, tiny_block
 
-SHAPE = MoEShape(model_width=128, expert_width=128, num_experts=4, top_k=2, normalize_top_k=True)
 CHANGES: dict[str, Any] = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_local_experts=4)
 
 
@@ -53,13 +51,12 @@ def test_ranks_without_a_row(ranks: RankPool, kernel: str) -> None:
 def _skewed(kernel: str) -> tuple[int, dict[str, Any]]:
     """(rows that this rank's expert computed, figures)."""
     prepare_megablocks()
-    layer = _layer_on_ranks(kernel, replace(SHAPE, top_k=1))
-    torch.nn.init.zeros_(layer.router.weight)
-    layer.router.weight.data[1] = 1.0
+    layer = _layer_on_ranks(kernel, num_experts_per_tok=1)
+    torch.nn.init.zeros_(layer.gate.weight)
+    layer.gate.weight.data[1] = 1.0
     x_BSD = 1.0 + torch.rand(1, 3 + torch.distributed.get_rank(), 128)
     figures = _run(layer, x_BSD, torch.ones_like(x_BSD))
-    assert layer.stats is not None
-    return layer.stats.rows_computed, figures | _expert_grads(layer.experts)
+    return layer.experts.stats.rows_computed, figures | _expert_grads(layer.experts.mlp)
 
 
 @interpreted
@@ -73,29 +70,25 @@ def test_original_layer_equals_ours(ranks: RankPool, world_size: int, mlp_impl: 
 
 def _original_against_ours(mlp_impl: Any) -> dict[str, float]:
     prepare_megablocks()
-    ours = _layer_on_ranks("loop", SHAPE)
-    experts = ours.experts
-    original: Any = original_dmoe(
-        SHAPE, ours.router.weight, experts.w1, experts.v1, experts.w2, group.WORLD, mlp_impl=mlp_impl
-    )
+    ours = _layer_on_ranks("loop")
+    shape, mlp = ours.experts.shape, ours.experts.mlp
+    original: Any = original_dmoe(shape, ours.gate.weight, mlp.w1, mlp.v1, mlp.w2, group.WORLD, mlp_impl=mlp_impl)
     x_BSD, grad_BSD = torch.randn(2, 1, 4, 128)
     found, expected = _run(original, x_BSD, grad_BSD), _run(ours, x_BSD, grad_BSD)
     found |= _expert_grads(original.experts.mlp) | {"router": original.router.layer.weight.grad}
-    expected |= _expert_grads(experts) | {"router": ours.router.weight.grad}
+    expected |= _expert_grads(mlp) | {"router": ours.gate.weight.grad}
     return {name: relative_error(found[name], expected[name]) for name in expected}
 
 
-def _layer_on_ranks(kernel: str, shape: MoEShape) -> DroplessMoE:
+def _layer_on_ranks(kernel: str, **changes: Any) -> Any:
     """The same layer on all ranks, but for the experts, which they share out."""
     world: Any = group.WORLD
-    layer = DroplessMoE(shape, KERNELS[kernel])
-    generator = torch.Generator().manual_seed(0)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
-    for name, weight in list(layer.experts.named_parameters()):
+    layer = tiny_block(kernel, **CHANGES, **changes)
+    experts = layer.experts
+    for name, weight in list(experts.mlp.named_parameters()):
         mine = weight.detach().chunk(world.size())[world.rank()].clone()
-        setattr(layer.experts, name, torch.nn.Parameter(mine))
-    layer.dispatcher = AllToAllDispatcher(shape.num_experts, world)
+        setattr(experts.mlp, name, torch.nn.Parameter(mine))
+    experts.dispatcher = AllToAllDispatcher(experts.shape.num_experts, world)
     return layer
 
 

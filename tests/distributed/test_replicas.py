@@ -87,7 +87,7 @@ def found(ranks: RankPool, model_dir: Path, topology: Topology, flipped: Any, ra
 def test_hybrid_replicates_what_is_no_expert(ranks: RankPool, tiny_model: Path) -> None:
     """Ranks (dp, ep) are (0, 1), (2, 3): copies are on 0 and 2, and on 1 and 3."""
     names, told = found(ranks, tiny_model, Topology(4, 2, "hybrid"), {Q_PROJ: [3], INV_FREQ: [1, 2]})
-    assert {Q_PROJ, INV_FREQ, "lm_head.weight", "model.layers.0.mlp.router.weight"} < set(names)
+    assert {Q_PROJ, INV_FREQ, "lm_head.weight", "model.layers.0.mlp.gate.weight"} < set(names)
     assert not [name for name in names if ".experts." in name]
     assert f"after step 7, 2 of {len(names) + 1} tensors are not the same" in told
     assert f"{Q_PROJ} (rank 1 against rank 3)" in told

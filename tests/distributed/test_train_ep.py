@@ -236,10 +236,13 @@ def _nan(model: Path, data: Path) -> list[str]:
     return []
 
 
-def _other_family(model: Path, data: Path) -> list[str]:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
-    return []
+def _config(**changes: Any) -> Callable[[Path, Path], list[str]]:
+    def write(model: Path, data: Path) -> list[str]:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, **changes}))
+        return []
+
+    return write
 
 
 def _empty_data(model: Path, data: Path) -> list[str]:
@@ -297,7 +300,16 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "missing file": (_index_to_missing, ["index.json", "model-00002-of-00002.safetensors", "no such file"]),
     "path out of the directory": (_index_to_outside, ["index.json", "lm_head.weight", "../secret.safetensors"]),
     "not finite": (_nan, ["model.layers.1.block_sparse_moe.experts.7.w3.weight", "not finite"]),
-    "unknown family": (_other_family, ["config.json", "'llama'", "mixtral"]),
+    "unknown family": (_config(model_type="nothing"), ["config.json: transformers cannot read it", "`nothing`"]),
+    "a family without experts": (
+        _config(model_type="llama"),
+        ["config.json: LlamaForCausalLM has no mixture-of-experts layer"],
+    ),
+    "a family without a language model": (
+        _config(model_type="vit"),
+        ["config.json: transformers has no causal language model of type vit"],
+    ),
+    "impossible config": (_config(num_experts_per_tok=-1), ["config.json: num_experts_per_tok is -1"]),
     "no data": (_flags("--dataset", "/no/such/data.jsonl"), ["--dataset /no/such/data.jsonl: no such file"]),
     "empty data": (_empty_data, ["--dataset", "is empty"]),
     "malformed line": (_malformed_line, ["data.jsonl", "line 7 is not valid JSON"]),

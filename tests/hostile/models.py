@@ -9,7 +9,6 @@ from checkpoints import load_model
 from checkpoints.marker import MARKER
 from checkpoints.opening import open_readable
 from checkpoints.tensors import as_tensor
-from moe import KERNELS, build_model
 from sharding import Topology, materialize
 
 SMALL: dict[str, Any] = dict(
@@ -22,8 +21,7 @@ Tensors = dict[str, torch.Tensor]
 def loaded_model(path: Path) -> Any:
     """The model in a directory of Hugging Face form or EP shards, loaded as for training on one rank."""
     readable = open_readable(path)
-    source = readable.checkpoint.source
-    model = build_model(source.family, source.config, KERNELS["loop"])
+    model = readable.checkpoint.source.build()
     materialize(model, torch.device("cpu"))
     load_model(model, readable.checkpoint, Topology(1, 1))
     return model
@@ -36,7 +34,7 @@ def loaded(path: Path) -> Tensors:
     readable = open_readable(path)
     reader = readable.make_reader()
     found = {}
-    for name, shape in readable.parameters.items():
+    for name, shape in readable.names.parameters.items():
         found[name] = torch.cat(
             [as_tensor(piece.data, piece.dtype).clone() for piece in reader.pieces(name, range(shape[0]))]
         )

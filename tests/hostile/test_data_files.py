@@ -110,7 +110,7 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokenizer_of(path: Path) -> Any:
-    return load_tokenizer(str(path), SimpleNamespace(config=SimpleNamespace(vocab_size=320)))  # type: ignore[arg-type]
+    return load_tokenizer(str(path), SimpleNamespace(text_config=SimpleNamespace(vocab_size=320)))  # type: ignore[arg-type]
 
 
 def data_files(watch: Watch, num_cases: int, tokenizer_directory: Path) -> None:

@@ -43,12 +43,12 @@ def in_file(path: Path) -> Tensors:
     found = {name: tensor for name, tensor in tensors.items() if prefix not in name}
     experts = range(SMALL["num_local_experts"])
     for ours, theirs in (("w1", "w1"), ("v1", "w3")):
-        found[f"model.layers.0.mlp.experts.{ours}"] = torch.cat(
+        found[f"model.layers.0.mlp.experts.mlp.{ours}"] = torch.cat(
             [tensors[f"{prefix}.experts.{n}.{theirs}.weight"] for n in experts]
         )
     down = [tensors[f"{prefix}.experts.{n}.w2.weight"].t() for n in experts]
-    found["model.layers.0.mlp.experts.w2"] = torch.cat(down)
-    found["model.layers.0.mlp.router.weight"] = tensors[f"{prefix}.gate.weight"]
+    found["model.layers.0.mlp.experts.mlp.w2"] = torch.cat(down)
+    found["model.layers.0.mlp.gate.weight"] = tensors[f"{prefix}.gate.weight"]
     return {name: tensor.float() for name, tensor in found.items()}
 
 

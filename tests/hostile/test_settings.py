@@ -124,8 +124,10 @@ def plans(watch: Watch, num_cases: int, small: Path) -> None:
     def attempt(case: str, changed: Path, content: bytes) -> None:
         original = changed.read_bytes()
         changed.write_bytes(content)
-        watch.attempt(case, plan, str(directory), str(changed), "config.json")
-        changed.write_bytes(original)
+        try:
+            watch.attempt(case, plan, str(directory), str(changed), "config.json")
+        finally:  # a case that fails is tried again, smaller
+            changed.write_bytes(original)
 
     def plan() -> int:
         argv = ["plan", "--model", str(directory), "--gpus", "2", "--micro-batch", "1", "--calibrate", str(rates)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from checkpoints import find_checkpoint
 from checkpoints.__main__ import main
 from checkpoints.checksums import file_checksum, seal
-from checkpoints.inspection import describe
+from checkpoints.inspection import describe, describe_model, read_heads
 from checkpoints.manifest import MANIFEST, check_all_bytes
 from checkpoints.marker import MARKER
 from checkpoints.opening import open_readable
@@ -50,8 +50,8 @@ def saved(ranks: RankPool, tiny_data: Path, tmp_path_factory: pytest.TempPathFac
 
 def described(path: Path) -> Tensors:
     """What is in a checkpoint, after `inspect` has told it and every byte was held against the checksums."""
-    readable = open_readable(path)
-    assert list(describe(path, readable.checkpoint, readable.parameters, True))
+    assert list(describe(path, read_heads(path), True))
+    assert list(describe_model(open_readable(path)))
     check_all_bytes(path)
     return loaded(path)
 

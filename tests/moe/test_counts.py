@@ -7,19 +7,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralForCausalLM
 
-from moe import FAMILIES, build_model, count_parameters, training_flops
-from moe.kernels import loop
+from moe import build_model, count_parameters, training_flops
 from tests.tiny import tiny_config, tiny_mixtral
-
-
-def build(**changes: Any) -> Any:
-    family, config = FAMILIES["mixtral"], tiny_config(**changes)
-    return build_model(family, config, loop, "eager"), family.shape(config)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
 def test_parameters(changes: dict[str, Any]) -> None:
-    counts = count_parameters(*build(**changes))
+    counts = count_parameters(build_model(tiny_config(**changes)))
     model = tiny_mixtral(**changes)
     assert counts.total == model.num_parameters()
     experts = sum(p.numel() for name, p in model.named_parameters() if "experts" in name)
@@ -38,7 +32,7 @@ def test_flops(changes: dict[str, Any]) -> None:
     tokens = torch.randint(0, 320, (rows, length), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, use_cache=False).logits.sum().backward()
-    counts = count_parameters(*build(**changes))
+    counts = count_parameters(build_model(tiny_config(**changes)))
     expected = training_flops(counts, model.config, rows * length, rows * length, rows * length**2)
     # the scale vectors of norms count as matrices here
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)

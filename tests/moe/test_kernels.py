@@ -1,6 +1,7 @@
 """Expert kernels against a plain matmul an expert, with autograd's own backward."""
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe import KERNELS, ExpertMeshError, choose_kernel, matmul
+from moe import KERNEL_NAMES, KERNELS, ExpertMeshError, Needs, choose_kernel, matmul
+from moe.kernels import FusedSwiGLU
 
 D, WIDTH = 16, 24
 CPU_KERNELS = ["loop", "torch-grouped"]
@@ -20,6 +22,12 @@ COUNTS = {
     "no row": [0, 0, 0, 0],
     "one expert": [5],
 }
+
+
+def fused(kernel: str) -> FusedSwiGLU:
+    function = KERNELS[kernel].fused
+    assert function is not None
+    return function
 
 
 def plain(rows: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
@@ -38,7 +46,7 @@ def inputs(counts: list[int], dtype: torch.dtype, device: str = "cpu") -> list[T
 
 def check(kernel: str, counts: list[int], dtype: torch.dtype, device: str, tolerance: float) -> None:
     mine, theirs = inputs(counts, dtype, device), inputs(counts, torch.float64)
-    out = KERNELS[kernel](mine[0], torch.tensor(counts, device=device), *mine[1:])
+    out = fused(kernel)(mine[0], torch.tensor(counts, device=device), *mine[1:])
     expected = plain(theirs[0], counts, *theirs[1:])
     assert out.dtype == dtype
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
@@ -133,58 +141,83 @@ def test_loop_backward_in_fp64() -> None:
     """The backward written by hand, against finite differences."""
     counts = torch.tensor([2, 0, 1])
     arguments = [t.detach()[:, :4].clone().requires_grad_() for t in inputs([2, 0, 1], torch.float64)]
-    assert torch.autograd.gradcheck(lambda *a: KERNELS["loop"](a[0], counts, *a[1:]), arguments)
+    assert torch.autograd.gradcheck(lambda *a: fused("loop")(a[0], counts, *a[1:]), arguments)
 
 
 def test_expanded_gradient() -> None:
     rows, w1, v1, w2 = inputs([2, 2], torch.float32)
-    KERNELS["torch-grouped"](rows, torch.tensor([2, 2]), w1, v1, w2).sum().backward()
+    fused("torch-grouped")(rows, torch.tensor([2, 2]), w1, v1, w2).sum().backward()
     assert rows.grad is not None
 
 
 def test_grouped_refuses_what_it_cannot_do() -> None:
     weight = torch.zeros(10, 6)
     with pytest.raises(ExpertMeshError, match="multiples of 4"):
-        KERNELS["torch-grouped"](torch.zeros(2, 6), torch.tensor([2]), weight, weight, weight)
+        fused("torch-grouped")(torch.zeros(2, 6), torch.tensor([2]), weight, weight, weight)
     with pytest.raises(ExpertMeshError, match="float64"):
-        KERNELS["torch-grouped"](torch.zeros(2, 6).double(), torch.tensor([2]), weight, weight, weight)
+        fused("torch-grouped")(torch.zeros(2, 6).double(), torch.tensor([2]), weight, weight, weight)
+
+
+def needs(device: str, width: int, expert_width: int, dtype: torch.dtype = torch.bfloat16) -> Needs:
+    return Needs(device, dtype, ((width, expert_width),))
 
 
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    bf16 = torch.bfloat16
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    assert choose_kernel("auto", "cpu", 128, 128, bf16).name == "loop"
-    assert choose_kernel("auto", "cuda", 64, 64, bf16).name == "torch-grouped"
-    assert choose_kernel("auto", "cuda", 64, 64, torch.float32).name == "loop"
-    assert choose_kernel("auto", "cuda", 64, 60, bf16).name == "loop"
-    assert choose_kernel("torch-grouped", "cpu", 64, 64, bf16).why == "asked for"
+    assert choose_kernel("auto", needs("cpu", 128, 128)).name == "loop"
+    assert choose_kernel("auto", needs("cuda", 64, 64)).name == "torch-grouped"
+    assert choose_kernel("auto", needs("cuda", 64, 64, torch.float32)).name == "loop"
+    assert choose_kernel("auto", needs("cuda", 64, 60)).name == "loop"
+    assert choose_kernel("torch-grouped", needs("cpu", 64, 64)).why == "asked for"
     with pytest.raises(ExpertMeshError, match="multiples of 8"):
-        choose_kernel("torch-grouped", "cuda", 64, 60, bf16)
+        choose_kernel("torch-grouped", needs("cuda", 64, 60))
     with pytest.raises(ExpertMeshError, match="magic is unknown; use auto, loop"):
-        choose_kernel("magic", "cpu", 64, 64, bf16)
+        choose_kernel("magic", needs("cpu", 64, 64))
 
 
 def test_choice_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    bf16, installed = torch.bfloat16, {"megablocks", "stk", "triton"}
+    installed = {"megablocks", "stk", "triton"}
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     monkeypatch.setattr("moe.megablocks.find_spec", lambda name: name if name in installed else None)
-    choice = choose_kernel("auto", "cuda", 128, 256, bf16)
+    choice = choose_kernel("auto", needs("cuda", 128, 256))
     assert choice.name == "megablocks-sparse"
     assert choice.why == "auto: in grouped_mm this GPU would launch a matmul an expert"
-    assert choose_kernel("auto", "cuda", 128, 64, bf16).name == "torch-grouped"
-    assert choose_kernel("megablocks-sparse", "cuda", 128, 128, bf16).kernel is KERNELS["megablocks-sparse"]
-    assert "TF32" in choose_kernel("megablocks-sparse", "cuda", 128, 128, torch.float32).why
+    assert choose_kernel("auto", needs("cuda", 128, 64)).name == "torch-grouped"
+    assert choose_kernel("megablocks-sparse", needs("cuda", 128, 128)).kernel is KERNELS["megablocks-sparse"]
+    assert "TF32" in choose_kernel("megablocks-sparse", needs("cuda", 128, 128, torch.float32)).why
     with pytest.raises(ExpertMeshError, match="needs a GPU, and this run is on cpu"):
-        choose_kernel("megablocks-sparse", "cpu", 128, 128, bf16)
+        choose_kernel("megablocks-sparse", needs("cpu", 128, 128))
     with pytest.raises(ExpertMeshError, match="multiples of 128; this model has 128 and 64"):
-        choose_kernel("megablocks-sparse", "cuda", 128, 64, bf16)
+        choose_kernel("megablocks-sparse", needs("cuda", 128, 64))
     with pytest.raises(ExpertMeshError, match="needs grouped_gemm, not installed here; run pip install"):
-        choose_kernel("megablocks-grouped", "cuda", 128, 128, bf16)
+        choose_kernel("megablocks-grouped", needs("cuda", 128, 128))
     installed.add("grouped_gemm")
-    assert choose_kernel("megablocks-grouped", "cuda", 128, 64, bf16).name == "megablocks-grouped"
+    assert choose_kernel("megablocks-grouped", needs("cuda", 128, 64)).name == "megablocks-grouped"
     with pytest.raises(ExpertMeshError, match="bf16 only"):
-        choose_kernel("megablocks-grouped", "cuda", 128, 64, torch.float32)
+        choose_kernel("megablocks-grouped", needs("cuda", 128, 64, torch.float32))
     installed.clear()
-    assert choose_kernel("auto", "cuda", 128, 256, bf16).name == "torch-grouped"
+    assert choose_kernel("auto", needs("cuda", 128, 256)).name == "torch-grouped"
     with pytest.raises(ExpertMeshError, match="needs megablocks and stk and triton, not installed here; run make"):
-        choose_kernel("megablocks-sparse", "cuda", 128, 128, bf16)
+        choose_kernel("megablocks-sparse", needs("cuda", 128, 128))
+
+
+def test_choice_for_experts_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases or another activation: a kernel that has a product. Of several widths, one that suits all."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr("moe.megablocks.find_spec", lambda name: name)
+    no_swiglu = replace(needs("cuda", 128, 256), is_swiglu=False)
+    assert choose_kernel("auto", needs("cuda", 128, 256)).name == "megablocks-sparse"
+    assert choose_kernel("auto", no_swiglu).name == "torch-grouped"
+    assert choose_kernel("megablocks-grouped", no_swiglu).kernel.product is not None
+    with pytest.raises(ExpertMeshError, match="megablocks-sparse computes plain SwiGLU only"):
+        choose_kernel("megablocks-sparse", no_swiglu)
+    two_widths = Needs("cuda", torch.bfloat16, ((128, 256), (128, 60)))
+    assert choose_kernel("auto", two_widths).name == "loop"
+    with pytest.raises(ExpertMeshError, match="this model has 128 and 60"):
+        choose_kernel("torch-grouped", two_widths)
+
+
+def test_names() -> None:
+    assert tuple(KERNELS) == KERNEL_NAMES
+    assert all(kernel.name == name for name, kernel in KERNELS.items())
+    assert all(kernel.product is not None or kernel.fused is not None for kernel in KERNELS.values())

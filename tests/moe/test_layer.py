@@ -1,41 +1,26 @@
-"""Router, permutations, local dispatch and the whole layer against HF's own block, without ranks."""
+"""Local dispatch, routing statistics and the layer against HF's own block, and swapped models, without ranks."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from moe import (
-    KERNELS,
-    DroplessMoE,
     ExpertMeshError,
-    MoEShape,
-    Router,
+    RouterStats,
     build_model,
-    check_config,
-    family_of,
+    dropless_experts,
     load_balancing_loss,
-    moe_blocks,
+    moe_layers,
     router_z_loss,
     take_stats,
 )
 from moe.dispatch import LocalDispatcher, _transpose_blocks
-from moe.router import count_experts
+from moe.routing import count_experts, router_stats
 from tests.moe.test_kernels import CPU_KERNELS
-from tests.tiny import relative_error, tiny_config, tiny_mixtral
-
-
-def same_weights(ours: DroplessMoE, theirs: MixtralSparseMoeBlock) -> None:
-    experts = theirs.experts
-    gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
-    width = gate.shape[-1]
-    with torch.no_grad():
-        ours.router.weight.copy_(theirs.gate.weight)
-        ours.experts.w1.copy_(gate.reshape(-1, width))
-        ours.experts.v1.copy_(up.reshape(-1, width))
-        ours.experts.w2.copy_(experts.down_proj.transpose(1, 2).reshape(-1, width))
+from tests.tiny import loaded, our_block, our_experts, our_rows, relative_error, tiny_block, tiny_config, tiny_mixtral
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
@@ -44,10 +29,8 @@ def same_weights(ours: DroplessMoE, theirs: MixtralSparseMoeBlock) -> None:
 )
 def test_equals_hf_block(changes: dict[str, Any], kernel: str) -> None:
     theirs = tiny_mixtral(**changes).model.layers[0].mlp
-    config = tiny_config(**changes)
-    ours = DroplessMoE(family_of("mixtral", "here").shape(config), KERNELS[kernel])
-    same_weights(ours, theirs)
-    x_BSD = torch.randn(3, 7, config.hidden_size)
+    ours = our_block(theirs, kernel)
+    x_BSD = torch.randn(3, 7, tiny_config().hidden_size)
     x_ours, x_theirs = x_BSD.clone().requires_grad_(), x_BSD.clone().requires_grad_()
     found, expected = ours(x_ours), theirs(x_theirs)
     assert relative_error(found.detach(), expected.detach()) < 1e-6
@@ -57,37 +40,33 @@ def test_equals_hf_block(changes: dict[str, Any], kernel: str) -> None:
     assert x_ours.grad is not None
     assert x_theirs.grad is not None
     assert relative_error(x_ours.grad, x_theirs.grad) < 1e-5
-    assert ours.router.weight.grad is not None
-    assert relative_error(ours.router.weight.grad, theirs.gate.weight.grad) < 1e-5
+    assert relative_error(ours.gate.weight.grad, theirs.gate.weight.grad) < 1e-5
 
 
-def layer() -> DroplessMoE:
-    torch.manual_seed(0)
-    moe = DroplessMoE(MoEShape(model_width=16, expert_width=24, num_experts=4, top_k=2, normalize_top_k=True))
-    for parameter in moe.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return moe
+def layer() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return tiny_block(std=0.3, **sizes)
 
 
 def test_padding_is_neither_routed_nor_counted() -> None:
     moe = layer()
     x_BSD = torch.randn(2, 5, 16)
     is_token_BS = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]).bool()
-    moe.is_token_BS = is_token_BS
+    moe.experts.is_token_BS = is_token_BS
     x_padded = x_BSD.clone().requires_grad_()
     out = moe(x_padded)
-    padded_stats = moe.stats
+    padded_stats = moe.experts.stats
     assert torch.equal(out[~is_token_BS], torch.zeros(3, 16))
 
-    moe.is_token_BS = None
+    moe.experts.is_token_BS = None
     x_alone = x_BSD[is_token_BS].unsqueeze(0).clone().requires_grad_()
     alone = moe(x_alone)
+    stats = moe.experts.stats
     torch.testing.assert_close(out[is_token_BS], alone[0])
-    assert padded_stats is not None
-    assert moe.stats is not None
-    assert torch.equal(padded_stats.counts_E, moe.stats.counts_E)
-    torch.testing.assert_close(padded_stats.prob_sum_E, moe.stats.prob_sum_E)
-    torch.testing.assert_close(padded_stats.z_sum, moe.stats.z_sum)
+    assert torch.equal(padded_stats.counts_E, stats.counts_E)
+    torch.testing.assert_close(padded_stats.prob_sum_E, stats.prob_sum_E)
+    torch.testing.assert_close(padded_stats.z_sum, stats.z_sum)
+    torch.testing.assert_close(padded_stats.entropy_sum, stats.entropy_sum)
 
     grad = torch.randn(2, 5, 16)
     out.backward(grad)
@@ -100,7 +79,7 @@ def test_padding_is_neither_routed_nor_counted() -> None:
 
 def test_nothing_but_padding() -> None:
     moe = layer()
-    moe.is_token_BS = torch.zeros(1, 3, dtype=torch.bool)
+    moe.experts.is_token_BS = torch.zeros(1, 3, dtype=torch.bool)
     out = moe(torch.randn(1, 3, 16, requires_grad=True))
     out.sum().backward()
     assert torch.equal(out, torch.zeros(1, 3, 16))
@@ -139,28 +118,64 @@ def test_transposing_blocks() -> None:
     assert torch.equal(index[inverse], torch.arange(7))
 
 
-def test_router_counts_and_weights() -> None:
-    router = Router(8, 5, 2, normalize_top_k=True)
-    torch.nn.init.normal_(router.weight)
-    routing = router(torch.randn(11, 8))
-    torch.testing.assert_close(routing.weights_TK.sum(dim=1), torch.ones(11))
-    assert torch.equal(routing.stats.counts_E, routing.experts_TK.flatten().bincount(minlength=5))
-    not_normalized = Router(8, 5, 2, normalize_top_k=False)
-    not_normalized.weight = router.weight
-    assert not_normalized(torch.randn(11, 8)).weights_TK.sum(dim=1).max() < 1
+def test_statistics_of_a_router() -> None:
+    """By their definitions, from what HF's router returned in the same forward."""
+    moe, seen = layer(), []
+    moe.gate.register_forward_hook(lambda router, args, output: seen.append(output))
+    moe(torch.randn(1, 11, 16))
+    ((logits_TE, _, experts_TK),) = seen
+    stats = moe.experts.stats
+    assert stats.rows_computed == 2 * 11
+    assert torch.equal(stats.counts_E, experts_TK.flatten().bincount(minlength=4))
+    torch.testing.assert_close(stats.prob_sum_E, logits_TE.softmax(dim=-1).sum(dim=0))
+    torch.testing.assert_close(stats.z_sum, logits_TE.logsumexp(dim=-1).square().sum())
+    entropy = torch.distributions.Categorical(logits=logits_TE.detach()).entropy()
+    torch.testing.assert_close(stats.entropy_sum, entropy.sum())
+    assert stats.prob_sum_E.requires_grad
+    assert stats.z_sum.requires_grad
+    assert not stats.entropy_sum.requires_grad
+    assert moe.experts.logits_TE is None, "logits of one forward are not the next one's"
+
+
+def test_statistics_of_sure_routers() -> None:
+    """A probability that is 0 in fp32 makes no NaN of the entropy, and bf16 logits are summed up in fp32."""
+    logits_TE = torch.tensor([[300.0, 0.0], [0.0, 0.0]], dtype=torch.bfloat16)
+    stats = router_stats(torch.tensor([1, 1]), logits_TE, None, 0)
+    assert stats.entropy_sum is not None
+    assert stats.prob_sum_E is not None
+    assert float(stats.entropy_sum) == pytest.approx(0.6931472)
+    assert stats.prob_sum_E.tolist() == pytest.approx([1.5, 0.5])
+
+
+def test_experts_without_a_router_count_alone() -> None:
+    moe = layer()
+    moe.experts(torch.randn(3, 16), torch.tensor([[0, 1], [3, 1], [1, 2]]), torch.rand(3, 2))
+    stats = moe.experts.stats
+    assert stats.counts_E.tolist() == [1, 3, 1, 1]
+    assert (stats.prob_sum_E, stats.z_sum, stats.entropy_sum) == (None, None, None)
+
+
+def test_top_k_must_be_in_the_experts() -> None:
+    theirs = tiny_mixtral().model.layers[0].mlp
+    for top_k in (0, 9):
+        with pytest.raises(ExpertMeshError, match=f"here: {top_k} experts a token, of 8"):
+            dropless_experts(theirs.experts, top_k, "here")
+    assert our_experts(theirs.experts, 8).shape.top_k == 8
 
 
 def test_auxiliary_losses_add_up_over_ranks() -> None:
     """Two halves of a batch give parts that sum to HF's loss on the whole, or to its mean over the layers where each is
     balanced by itself, and to the z-loss by its definition."""
     torch.manual_seed(0)
-    routers = [Router(8, 5, 2, True) for _ in range(3)]
-    for router in routers:
-        torch.nn.init.normal_(router.weight)
+    routers = torch.randn(3, 5, 8)
     x_TD = torch.randn(14, 8)
-    halves = [[router(half).stats for router in routers] for half in (x_TD[:5], x_TD[5:])]
+    logits: Any = tuple(x_TD @ router_ED.t() for router_ED in routers)
+
+    def stats_of(logits_TE: Tensor) -> RouterStats:
+        return router_stats(count_experts(logits_TE.topk(2).indices, 5), logits_TE, None, 0)
+
+    halves = [[stats_of(layer[half]) for layer in logits] for half in (slice(5), slice(5, 14))]
     counts_LE = torch.stack([sum(stats.counts_E for stats in layer) for layer in zip(*halves, strict=True)])
-    logits: Any = tuple(x_TD @ router.weight.t() for router in routers)
     pooled = sum(load_balancing_loss(half, counts_LE.sum(dim=0, keepdim=True), 14) for half in halves)
     torch.testing.assert_close(pooled, load_balancing_loss_func(logits, 5, 2))
     by_layer = sum(load_balancing_loss(half, counts_LE, 14) for half in halves)
@@ -171,13 +186,11 @@ def test_auxiliary_losses_add_up_over_ranks() -> None:
 
 
 def test_swapped_model_is_on_meta_and_padding_is_passed_on() -> None:
-    model: Any = build_model(family_of("mixtral", "here"), tiny_config(), KERNELS["loop"])
+    model: Any = build_model(tiny_config())
     assert all(p.is_meta for p in model.parameters())
-    blocks = moe_blocks(model)
-    assert len(blocks) == 2
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
+    layers = moe_layers(model)
+    assert [layer.router for layer in layers] == ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    model = loaded(model, tiny_mixtral())
     tokens = torch.ones(2, 4, dtype=torch.int64)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     model(input_ids=tokens, attention_mask=mask, use_cache=False)
@@ -187,25 +200,42 @@ def test_swapped_model_is_on_meta_and_padding_is_passed_on() -> None:
     embedded = model.get_input_embeddings()(tokens)
     model(input_ids=None, inputs_embeds=embedded, attention_mask=mask, use_cache=False)
     assert [int(s.counts_E.sum()) for s in take_stats(model)] == [2 * 6, 2 * 6]
-    # the decoder stack alone, without a mask, must not remember the last one
-    model.get_decoder()(input_ids=tokens, use_cache=False)
+    # a forward without a mask must not remember the last one
+    model(input_ids=tokens, use_cache=False)
     assert [int(s.counts_E.sum()) for s in take_stats(model)] == [2 * 8, 2 * 8]
-    assert blocks[0].is_token_BS is None
+    assert layers[0].is_token_BS is None
+
+
+def test_buffers_are_those_of_transformers() -> None:
+    """Filled as `from_pretrained` would fill them, though the model is built on the meta device."""
+    found, expected = dict(build_model(tiny_config()).named_buffers()), dict(tiny_mixtral().named_buffers())
+    assert found.keys() == expected.keys() != set()
+    assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_logits_and_gradients_equal_hf(attention: str) -> None:
+    theirs: Any = tiny_mixtral(attn_implementation=attention)
+    ours = loaded(build_model(theirs.config, attention), theirs)
+    tokens = torch.randint(0, 320, (2, 9), generator=torch.Generator().manual_seed(0))
+    logits = [model(input_ids=tokens, labels=tokens, use_cache=False) for model in (ours, theirs)]
+    assert relative_error(logits[0].logits.detach(), logits[1].logits.detach()) < 1e-5
+    for out in logits:
+        out.loss.backward()
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if name in expected:
+            assert relative_error(parameter.grad, expected[name].grad) < 1e-5, name
+    for mine, other in zip(moe_layers(ours), theirs.model.layers, strict=True):
+        for part in mine.mlp.layout.parameters:
+            want = our_rows(part, getattr(other.mlp.experts, part.place.tensor).grad)
+            assert relative_error(getattr(mine.mlp, part.name).grad, want) < 1e-5, part.name
 
 
 def test_generation_equals_hf() -> None:
     """Greedy, with a KV cache and left padding, as a user of transformers generates."""
-    theirs = tiny_mixtral().eval()
-    ours: Any = build_model(family_of("mixtral", "here"), theirs.config, KERNELS["loop"])
-    ours.to_empty(device="cpu")
-    ours.model.rotary_emb = type(ours.model.rotary_emb)(config=theirs.config)
-    names = dict(theirs.named_parameters())
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            if name in names:
-                parameter.copy_(names[name])
-    for mine, other in zip(moe_blocks(ours), theirs.model.layers, strict=True):
-        same_weights(mine, other.mlp)
+    theirs: Any = tiny_mixtral().eval()
+    ours = loaded(build_model(theirs.config), theirs)
     tokens = torch.randint(0, 320, (2, 6), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[1, :3] = 0
@@ -213,15 +243,17 @@ def test_generation_equals_hf() -> None:
     assert torch.equal(ours.eval().generate(tokens, **generate), theirs.generate(tokens, **generate))
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_experts_per_tok": 9}, "9 experts a token, but only 8 experts"),
-        ({"intermediate_size": 0}, "expert width is 0"),
-        ({"num_local_experts": -1}, "num experts is -1"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ],
-)
-def test_impossible_configs(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ExpertMeshError, match=said):
-        check_config(family_of("mixtral", "config.json"), tiny_config(**changes), "config.json")
+def test_models_that_cannot_be_built() -> None:
+    from transformers import LlamaConfig, ViTConfig
+
+    with pytest.raises(ExpertMeshError, match="LlamaForCausalLM has no mixture-of-experts layer with this config"):
+        build_model(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=4,
+                                num_attention_heads=2, num_key_value_heads=2))  # fmt: skip
+    with pytest.raises(ExpertMeshError, match="transformers has no causal language model of type vit"):
+        build_model(ViTConfig())
+    with pytest.raises(ExpertMeshError, match=r"cannot build a model of type mixtral .* --attn-implementation nothing"):
+        build_model(tiny_config(), "nothing")
+    with pytest.raises(ExpertMeshError, match=r"model\.layers\.0\.mlp\.experts: 0 experts a token, of 8"):
+        build_model(tiny_config(num_experts_per_tok=0))
+    with pytest.raises(ExpertMeshError, match=r"transformers' MixtralForCausalLM does not run: .* not in range"):
+        build_model(tiny_config(num_experts_per_tok=9))

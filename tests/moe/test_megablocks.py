@@ -9,15 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe import KERNELS, DroplessMoE, ExpertMeshError, MoEShape, megablocks_ops, original_dmoe
+from moe import ExpertMeshError, MoEShape, megablocks_ops, original_dmoe
 from moe.megablocks import _topology
 from moe.swiglu import plain_backward, plain_forward
 from tests.interpreter import interpreted, prepare_megablocks
-from tests.moe.test_layer import same_weights
-from tests.tiny import relative_error, tiny_config, tiny_mixtral
+from tests.moe.test_kernels import fused
+from tests.tiny import our_block, relative_error, tiny_block, tiny_mixtral
 
 D = WIDTH = 128
+SIZES: dict[str, Any] = dict(hidden_size=D, intermediate_size=WIDTH, num_local_experts=4)
 MEGABLOCKS = ["megablocks-sparse", "megablocks-grouped"]
+
+
+def original_of(block: Any, mlp_impl: Any = "sparse") -> torch.nn.Module:
+    """MegaBlocks' layer on the weights of a block with our experts."""
+    mlp = block.experts.mlp
+    return original_dmoe(block.experts.shape, block.gate.weight, mlp.w1, mlp.v1, mlp.w2, mlp_impl=mlp_impl)
 
 
 def results(kernel: str, counts: list[int], width: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -26,7 +33,7 @@ def results(kernel: str, counts: list[int], width: int, dtype: torch.dtype, devi
     shapes = [(sum(counts), D)] + [(len(counts) * width, D)] * 3
     tensors = [torch.randn(shape, generator=generator) for shape in shapes]
     inputs = [(0.2 * t).to(device, dtype).requires_grad_() for t in tensors]
-    out = KERNELS[kernel](inputs[0], torch.tensor(counts, device=device), *inputs[1:])
+    out = fused(kernel)(inputs[0], torch.tensor(counts, device=device), *inputs[1:])
     assert out.dtype == dtype
     grad = torch.randn(out.shape, generator=generator)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(device, dtype))]
@@ -58,7 +65,7 @@ def test_more_blocks_than_sixteen_bits_hold() -> None:
     figures = {}
     for kernel in ("loop", "megablocks-sparse"):
         rows = x.clone().requires_grad_()
-        out = KERNELS[kernel](rows, counts, *weights)
+        out = fused(kernel)(rows, counts, *weights)
         figures[kernel] = (out.detach(), *torch.autograd.grad(out, rows, grad))
     for mine, theirs in zip(figures["megablocks-sparse"], figures["loop"], strict=True):
         assert relative_error(mine, theirs) < 1e-5
@@ -71,14 +78,10 @@ def test_more_blocks_than_sixteen_bits_hold() -> None:
 def test_original_layer_of_many_experts() -> None:
     """As above: only the experts from 256 on are chosen."""
     prepare_megablocks()
-    torch.manual_seed(0)
-    ours = DroplessMoE(MoEShape(D, WIDTH, 260, 2, normalize_top_k=True))
-    for parameter in ours.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    ours.router.weight.data[:256] = 0.0
-    ours.router.weight.data[256:] = torch.arange(1, 5).unsqueeze(1) / D
-    experts = ours.experts
-    original = original_dmoe(ours.shape, ours.router.weight, experts.w1, experts.v1, experts.w2)
+    ours = tiny_block(**{**SIZES, "num_local_experts": 260})
+    ours.gate.weight.data[:256] = 0.0
+    ours.gate.weight.data[256:] = torch.arange(1, 5).unsqueeze(1) / D
+    original = original_of(ours)
     x_BSD = 1.0 + torch.rand(1, 3, D)
     with torch.no_grad():
         assert relative_error(original(x_BSD), ours(x_BSD)) < 1e-5
@@ -89,10 +92,10 @@ def test_original_layer_of_many_experts() -> None:
 def test_expanded_gradient(kernel: str) -> None:
     prepare_megablocks()
     rows, *weights = ((0.2 * torch.randn(n, D)).requires_grad_() for n in (3, WIDTH, WIDTH, WIDTH))
-    KERNELS[kernel](rows, torch.tensor([3]), *weights).sum().backward()
+    fused(kernel)(rows, torch.tensor([3]), *weights).sum().backward()
     found = rows.grad
     rows.grad = None
-    KERNELS["loop"](rows, torch.tensor([3]), *weights).sum().backward()
+    fused("loop")(rows, torch.tensor([3]), *weights).sum().backward()
     assert found is not None
     assert rows.grad is not None
     assert relative_error(found, rows.grad) < 1e-5
@@ -112,13 +115,9 @@ def test_equals_loop_on_gpu(kernel: str, counts: list[int]) -> None:
 @pytest.mark.parametrize("mlp_impl", ["sparse", "grouped"])
 def test_original_layer_equals_ours_and_hf(mlp_impl: Any) -> None:
     prepare_megablocks()
-    changes = dict(hidden_size=D, intermediate_size=WIDTH, num_local_experts=4)
-    hf = tiny_mixtral(**changes).model.layers[0].mlp
-    shape = MoEShape(D, WIDTH, 4, tiny_config().num_experts_per_tok, normalize_top_k=True)
-    ours = DroplessMoE(shape)
-    same_weights(ours, hf)
-    experts = ours.experts
-    original = original_dmoe(shape, ours.router.weight, experts.w1, experts.v1, experts.w2, mlp_impl=mlp_impl)
+    hf = tiny_mixtral(**SIZES).model.layers[0].mlp
+    ours = our_block(hf)
+    original = original_of(ours, mlp_impl)
     x_BSD, grad_BSD = torch.randn(2, 1, 6, D)
     outs, x_grads = [], []
     for layer in (original, ours, hf):
@@ -133,25 +132,20 @@ def test_original_layer_equals_ours_and_hf(mlp_impl: Any) -> None:
         assert relative_error(x_grads[0], x_grads[other]) < 1e-5
     found: Any = original
     for name in ("w1", "v1", "w2"):
-        assert relative_error(getattr(found.experts.mlp, name).grad, getattr(experts, name).grad) < 1e-5
-    assert ours.router.weight.grad is not None
-    assert relative_error(found.router.layer.weight.grad, ours.router.weight.grad) < 1e-5
+        assert relative_error(getattr(found.experts.mlp, name).grad, getattr(ours.experts.mlp, name).grad) < 1e-5
+    assert relative_error(found.router.layer.weight.grad, ours.gate.weight.grad) < 1e-5
 
 
 @pytest.mark.gpu
 def test_original_layer_on_gpu() -> None:
     pytest.importorskip("megablocks")
-    torch.manual_seed(0)
-    ours = DroplessMoE(MoEShape(D, WIDTH, 4, 2, normalize_top_k=True)).to("cuda", torch.bfloat16)
-    for parameter in ours.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    experts = ours.experts
-    original = original_dmoe(ours.shape, ours.router.weight, experts.w1, experts.v1, experts.w2)
+    ours = tiny_block(**SIZES).to("cuda", torch.bfloat16)
+    original = original_of(ours)
     x_BSD = torch.randn(2, 50, D, device="cuda", dtype=torch.bfloat16)
     assert relative_error(original(x_BSD), ours(x_BSD)) < 2e-2
 
 
-def fused() -> ModuleType:
+def triton() -> ModuleType:
     return importlib.import_module("moe.swiglu_triton")
 
 
@@ -171,8 +165,8 @@ def check_swiglu(rows: int, dtype: torch.dtype, device: str, tolerance: float) -
     """Over more than one block of the kernel, the last one not full, where there are many rows."""
     torch.manual_seed(0)
     grad, gate, up = (3 * torch.randn(3, rows, 104, device=device)).to(dtype)
-    assert relative_error(fused().fused_forward(gate, up), plain_forward(gate, up)) < tolerance
-    for mine, plain in zip(fused().fused_backward(grad, gate, up), plain_backward(grad, gate, up), strict=True):
+    assert relative_error(triton().fused_forward(gate, up), plain_forward(gate, up)) < tolerance
+    for mine, plain in zip(triton().fused_backward(grad, gate, up), plain_backward(grad, gate, up), strict=True):
         assert mine.dtype == dtype
         assert relative_error(mine, plain) < tolerance
 
@@ -245,9 +239,9 @@ def test_helper_operators_equal_compiled_ones() -> None:
 def test_sparse_refuses_broken_blocks() -> None:
     weight = torch.zeros(2 * 100, D)
     with pytest.raises(ExpertMeshError, match="multiples of 128; this model has 128 and 100"):
-        KERNELS["megablocks-sparse"](torch.zeros(2, D), torch.tensor([1, 1]), weight, weight, weight)
+        fused("megablocks-sparse")(torch.zeros(2, D), torch.tensor([1, 1]), weight, weight, weight)
     with pytest.raises(ExpertMeshError, match="multiples of 128"):
-        original_dmoe(MoEShape(D, 100, 2, 1, True), torch.zeros(2, D), weight, weight, weight)
+        original_dmoe(MoEShape(D, 100, 2, 1), torch.zeros(2, D), weight, weight, weight)
 
 
 def test_sparse_refuses_tensors_past_its_offsets() -> None:
@@ -255,13 +249,13 @@ def test_sparse_refuses_tensors_past_its_offsets() -> None:
     rows = torch.empty(150_000, 4096, device="meta")
     counts, weight = torch.empty(8, dtype=torch.int64, device="meta"), torch.empty(8 * 14336, 4096, device="meta")
     with pytest.raises(ExpertMeshError, match=r"151016 rows and weights \(114688, 4096\) on this rank"):
-        KERNELS["megablocks-sparse"](rows, counts, weight, weight, weight)
+        fused("megablocks-sparse")(rows, counts, weight, weight, weight)
 
 
 def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe.megablocks.find_spec", lambda name: None)
     weight = torch.zeros(D, D)
     with pytest.raises(ExpertMeshError, match="needs grouped_gemm, not installed here; run pip install"):
-        KERNELS["megablocks-grouped"](torch.zeros(2, D), torch.tensor([2]), weight, weight, weight)
+        fused("megablocks-grouped")(torch.zeros(2, D), torch.tensor([2]), weight, weight, weight)
     with pytest.raises(ExpertMeshError, match="dMoE needs grouped_gemm"):
-        original_dmoe(MoEShape(D, D, 1, 1, True), torch.zeros(1, D), weight, weight, weight, mlp_impl="grouped")
+        original_dmoe(MoEShape(D, D, 1, 1), torch.zeros(1, D), weight, weight, weight, mlp_impl="grouped")

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from benchmarks.plan_accuracy import NO_LOSSES, balance_routing, build_run, full_batch
-from moe import KERNELS, build_model, decoder_layers, family_of, moe_blocks, take_stats
-from sharding import local_tensor
+from moe import KERNELS, DroplessExperts, build_model, decoder_layers, moe_layers, take_stats, use_kernel
+from sharding import local_tensor, set_parameter_dtype
 from sharding.checkpointing import checkpoint_layers
 from sharding.planner.memory import (
     LOGIT_CHUNK_BYTES,
@@ -26,8 +26,9 @@ from sharding.planner.memory import (
 )
 from sharding.planner.setting import OPTIMIZERS, Setting, units_of
 from tests.distributed.pool import RankPool
+from tests.moe.test_kernels import fused
 from tests.sharding.planned import ODD_SIZES, allocated, cpu_setting, model_shape
-from tests.tiny import tiny_config
+from tests.tiny import in_memory, tiny_config
 from training import attach_loss_head
 from training.head import CHUNK_BYTES, Targets, chunked_loss_sum
 from training.step import compute_gradients, token_loss_sum, train_step
@@ -82,10 +83,10 @@ def measure_gathered(setting: Setting) -> list[tuple[int, int, int]]:
     config = tiny_config(**ODD_SIZES)
     model, _, _ = build_run(config, setting, torch.device("cpu"))
     found = []
-    layer_of = {block: layer for layer in decoder_layers(model) for block in moe_blocks(layer)}
+    layer_of = {experts.mlp: layer for layer in decoder_layers(model) for experts in moe_layers(layer)}
 
     def look(experts: Any, *_: Any) -> None:
-        (layer,) = (layer for block, layer in layer_of.items() if block.experts is experts)
+        layer = layer_of[experts]
         own = {id(p) for p in experts.parameters()}
         inside = {id(p) for each in layer_of.values() for p in each.parameters()}
         found.append(
@@ -96,8 +97,8 @@ def measure_gathered(setting: Setting) -> list[tuple[int, int, int]]:
             )
         )
 
-    for block in moe_blocks(model):
-        block.experts.register_forward_pre_hook(look)
+    for experts in layer_of:
+        experts.register_forward_pre_hook(look)
     compute_gradients(model, [full_batch(setting, config.vocab_size, dist.get_rank())], NO_LOSSES)
     return found
 
@@ -112,13 +113,12 @@ def test_gathered_parameters(ranks: RankPool, setting: Setting) -> None:
 
 def plain_model(setting: Setting, **changes: Any) -> Any:
     """The model of one process, without FSDP2."""
-    config = tiny_config(**changes)
-    model: Any = build_model(family_of("mixtral", "tiny"), config, KERNELS[setting.expert_kernel])
+    model: Any = build_model(tiny_config(**changes))
+    use_kernel(model, KERNELS[setting.expert_kernel])
     attach_loss_head(model, "chunked")
     checkpoint_layers(model, setting.checkpointing)
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
-    model.to(torch.bfloat16 if setting.bf16 else torch.float32)
+    in_memory(model)
+    set_parameter_dtype(model, torch.bfloat16 if setting.bf16 else torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     balance_routing(model)
@@ -155,28 +155,28 @@ def measure_rows(setting: Setting) -> list[int]:
     model, _, _ = build_run(config, setting, torch.device("cpu"))
     kept: list[int] = []
 
-    def run_and_look(block: Any) -> None:
+    def run_and_look(layer: DroplessExperts) -> None:
         saved: list[Tensor] = []
-        inner = block.forward
+        inner = layer.forward
 
         def keep(tensor: Tensor) -> Tensor:
             saved.append(tensor)
             return tensor
 
-        def forward(x_BSD: Tensor) -> Tensor:
+        def forward(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
             saved.clear()
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-                out: Tensor = inner(x_BSD)
-            of_others = {local_tensor(w).shape for w in block.parameters()} | {x_BSD.shape, x_BSD.flatten(0, 1).shape}
-            widths = (block.shape.model_width, block.shape.expert_width)
+                out: Tensor = inner(x_TD, experts_TK, weights_TK)
+            of_others = {local_tensor(w).shape for w in layer.parameters()} | {x_TD.shape}
+            widths = (layer.shape.model_width, layer.shape.expert_width)
             wide = [t for t in saved if t.shape[-1:] and t.shape[-1] in widths and t.shape not in of_others]
             kept.append(storage_bytes(wide))
             return out
 
-        block.forward = forward
+        layer.forward = forward  # type: ignore[method-assign]
 
-    for block in moe_blocks(model):
-        run_and_look(block)
+    for layer in moe_layers(model):
+        run_and_look(layer)
     compute_gradients(model, [full_batch(setting, config.vocab_size, dist.get_rank())], NO_LOSSES)
     return kept
 
@@ -199,7 +199,7 @@ def test_experts_backward(monkeypatch: pytest.MonkeyPatch, kernel: str, ep_exper
     R = int(rows_received(setting, shape))
     weights = [torch.randn(ep_experts * F, D).requires_grad_() for _ in range(3)]
     rows_RD, grad_RD = torch.randn(R, D).requires_grad_(), torch.randn(R, D)
-    out_RD = KERNELS[kernel](rows_RD, torch.full((ep_experts,), R // ep_experts), *weights)
+    out_RD = fused(kernel)(rows_RD, torch.full((ep_experts,), R // ep_experts), *weights)
     _, _, most = allocated(lambda: torch.autograd.grad(out_RD, [rows_RD, *weights], grad_RD, retain_graph=True))
     outside = 4 * (R * D + setting.tokens * D)
     expected = kernel_backward(setting, shape) - outside + sum(weight.nbytes for weight in weights)
@@ -215,7 +215,7 @@ def test_logits(bf16: bool, seq_length: int) -> None:
     x_BSD = torch.randn(2, seq_length, 64).to(dtype).requires_grad_()
     weight_VD = torch.randn(4096, 64).to(dtype).requires_grad_()
     targets = Targets(torch.zeros(2, seq_length, dtype=torch.int64), torch.arange(2 * seq_length))
-    _, _, most = allocated(lambda: chunked_loss_sum(x_BSD, weight_VD, targets))
+    _, _, most = allocated(lambda: chunked_loss_sum(x_BSD, weight_VD, None, targets))
     assert most == pytest.approx(logits_peak(setting, shape), rel=0.03)
 
 

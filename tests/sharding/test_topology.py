@@ -3,10 +3,11 @@
 import pytest
 
 from moe import ExpertMeshError
-from sharding import Topology, check_ep_size
+from sharding import Topology, check_ep_size, rows_of
+from sharding.topology import DENSE, EXPERT, REPLICATED, Layout
 
 
-@pytest.mark.parametrize("is_expert", [False, True])
+@pytest.mark.parametrize("layout", [DENSE, EXPERT, REPLICATED])
 @pytest.mark.parametrize("num_rows", [8, 24, 56, 328])
 @pytest.mark.parametrize(
     "topology",
@@ -20,33 +21,41 @@ from sharding import Topology, check_ep_size
     ],
     ids=str,
 )
-def test_every_row_has_one_owner(topology: Topology, num_rows: int, is_expert: bool) -> None:
-    owners = list(topology.owners(num_rows, is_expert))
+def test_every_row_has_one_owner(topology: Topology, num_rows: int, layout: Layout) -> None:
+    owners = list(topology.owners(num_rows, layout))
     assert [row for _, rows in owners for row in rows] == list(range(num_rows))
     for rank, rows in owners:
-        assert topology.rows(num_rows, is_expert, rank) == rows
-    held = {row for rank in range(topology.world_size) for row in topology.rows(num_rows, is_expert, rank)}
+        assert topology.rows(num_rows, layout, rank) == rows
+    held = {row for rank in range(topology.world_size) for row in topology.rows(num_rows, layout, rank)}
     assert held == set(range(num_rows))
 
 
 def test_more_ranks_than_rows() -> None:
-    assert [len(Topology(4, 1).rows(2, False, rank)) for rank in range(4)] == [1, 1, 0, 0]
+    assert [len(Topology(4, 1).rows(2, DENSE, rank)) for rank in range(4)] == [1, 1, 0, 0]
 
 
 def test_hybrid_replicas_hold_the_same() -> None:
     topology = Topology(4, 2, "hybrid")
-    assert topology.rows(10, False, 0) == topology.rows(10, False, 2) == range(0, 5)
-    assert [rank for rank, _ in topology.owners(10, False)] == [0, 1]
+    assert topology.rows(10, DENSE, 0) == topology.rows(10, DENSE, 2) == range(0, 5)
+    assert [rank for rank, _ in topology.owners(10, DENSE)] == [0, 1]
 
 
 def test_experts_lie_on_consecutive_ep_ranks_and_are_cut_over_dp() -> None:
     topology = Topology(4, 2)
-    assert [topology.rows(16, True, rank) for rank in range(4)] == [
+    assert [topology.rows(16, EXPERT, rank) for rank in range(4)] == [
         range(0, 4),
         range(8, 12),
         range(4, 8),
         range(12, 16),
     ]
+
+
+def test_replicated_rows_are_on_every_rank() -> None:
+    """A scalar is one row."""
+    topology = Topology(4, 2, "hybrid")
+    assert {topology.rows(7, REPLICATED, rank) for rank in range(4)} == {range(7)}
+    assert list(topology.owners(rows_of(()), REPLICATED)) == [(0, range(1))]
+    assert rows_of((5, 3)) == 5
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
 """Attention within segments against attention under a mask."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import GptOssConfig, JambaConfig, Lfm2MoeConfig, Qwen2MoeConfig, Qwen3NextConfig
 
+from moe import ExpertMeshError
 from tests.tiny import relative_error, tiny_config
 from training.attention import PACKED, choose_attention, packed_attention
 
+LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
 ROWS = ((5, 1, 9, 9), (17, 3, 4))
 
 
@@ -57,3 +62,34 @@ def test_when_it_is_chosen() -> None:
     assert choose_attention("sdpa", False, config) == "sdpa"
     assert choose_attention("sdpa", True, windowed) == "sdpa"
     assert choose_attention("eager", True, config) == "eager"
+    assert choose_attention("auto", True, config) == PACKED
+    assert choose_attention("auto", False, config) == "sdpa"
+
+
+def test_the_kinds_of_layers_decide() -> None:
+    """A config that lists its layers says there whether any has a window; a family without sdpa is left its mask."""
+    windows, whole = Qwen2MoeConfig(**LAYERS, use_sliding_window=True), Qwen2MoeConfig(**LAYERS)
+    assert choose_attention("sdpa", True, windows) == "sdpa"
+    assert choose_attention("sdpa", True, whole) == PACKED
+    assert choose_attention("auto", True, GptOssConfig(**LAYERS)) == "eager"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Qwen3NextConfig(**LAYERS), r"qwen3_next \(linear_attention\)"),
+        (JambaConfig(**LAYERS), r"jamba \(linear_attention, mamba\)"),
+        (Lfm2MoeConfig(**LAYERS, layer_types=["conv", "full_attention", "conv", "conv"]), r"lfm2_moe \(conv\)"),
+    ],
+)
+def test_layers_that_carry_a_state_are_not_packed(config: Any, said: str) -> None:
+    for attention in ("auto", "sdpa", "eager"):
+        with pytest.raises(ExpertMeshError, match=f"--packing: layers of {said} carry a state"):
+            choose_attention(attention, True, config)
+    assert choose_attention("auto", False, config) == "sdpa"
+
+
+def test_flash_attention_is_not_packed() -> None:
+    with pytest.raises(ExpertMeshError, match="--attn-implementation flash_attention_2: does not keep packed samples"):
+        choose_attention("flash_attention_2", True, tiny_config())
+    assert choose_attention("flash_attention_2", False, tiny_config()) == "flash_attention_2"

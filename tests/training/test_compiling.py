@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from moe import KERNELS, ExpertMeshError, build_model, family_of
-from tests.tiny import relative_error, tiny_config
+from moe import ExpertMeshError, build_model
+from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
 from training import attach_loss_head, compile_layers
 from training.attention import PACKED
 from training.data import Batch, Sample, collate
@@ -28,13 +28,8 @@ def _fresh_compiler() -> Any:
 
 
 def built(attention: str, compiled: bool) -> Any:
-    model: Any = build_model(family_of("mixtral", "here"), tiny_config(), KERNELS["loop"], attention)
+    model: Any = loaded(build_model(tiny_config(), attention), tiny_mixtral())
     attach_loss_head(model, "chunked")
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
     if compiled:
         compile_layers(model)
     return model.train()

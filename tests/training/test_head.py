@@ -1,5 +1,6 @@
 """The loss of the target tokens without whole logits, held against the loss from whole logits."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,65 +9,88 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
 
 import training.head as head
-from moe import ExpertMeshError
+from moe import ExpertMeshError, build_model
 from sharding import Checkpointing, Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_parity import SAMPLES, assert_same
-from tests.tiny import relative_error, save_model, tiny_mixtral
+from tests.tiny import loaded, relative_error, save_model, tiny_mixtral
 from training import attach_loss_head, choose_cross_entropy
 from training.data import IGNORED, Sample, collate
-from training.head import LOSS_SUMS, LossHead, Targets
+from training.head import LOSS_SUMS, LossHead, Targets, loss_head
 
 WIDTH, VOCABULARY = 24, 200
 ROW_BYTES = 4 * VOCABULARY
+SIZES: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
 
 
-def inputs(share: float, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, Tensor, Targets]:
-    """x_BSD and weight_VD, which need gradients, and targets at that share of 3 x 17 positions."""
+Inputs = tuple[Tensor, Tensor, Tensor | None, Targets]
+
+
+def inputs(share: float, dtype: torch.dtype = torch.float32, device: str = "cpu", has_bias: bool = False) -> Inputs:
+    """x_BSD, weight_VD and bias_V, which need gradients, and targets at that share of 3 x 17 positions."""
     generator = torch.Generator().manual_seed(5)
     x_BSD = torch.randn(3, 17, WIDTH, generator=generator)
     weight_VD = torch.randn(VOCABULARY, WIDTH, generator=generator)
     targets_BS = torch.randint(0, VOCABULARY, (3, 17), generator=generator)
     targets_BS[torch.rand(3, 17, generator=generator) >= share] = IGNORED
     index_N = (targets_BS != IGNORED).flatten().nonzero().squeeze(1)
-    x_BSD, weight_VD = (t.to(device, dtype).requires_grad_() for t in (x_BSD, weight_VD))
-    return x_BSD, weight_VD, Targets(targets_BS.to(device), index_N.to(device))
+    bias_V = torch.randn(VOCABULARY, generator=generator)
+    x_BSD, weight_VD, bias_V = (t.to(device, dtype).requires_grad_() for t in (x_BSD, weight_VD, bias_V))
+    return x_BSD, weight_VD, bias_V if has_bias else None, Targets(targets_BS.to(device), index_N.to(device))
 
 
-def loss_and_gradients(kind: str, x_BSD: Tensor, weight_VD: Tensor, targets: Targets) -> list[Tensor]:
-    loss = LOSS_SUMS[kind](x_BSD, weight_VD, targets)
+def loss_and_gradients(
+    kind: str, x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets
+) -> list[Tensor]:
+    loss = LOSS_SUMS[kind](x_BSD, weight_VD, bias_V, targets)
     assert loss.dtype == torch.float32
-    return [loss.detach(), *torch.autograd.grad(loss * 0.3, (x_BSD, weight_VD))]
+    learnt = [tensor for tensor in (x_BSD, weight_VD, bias_V) if tensor is not None]
+    return [loss.detach(), *torch.autograd.grad(loss * 0.3, learnt)]
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows_in_chunk", [1, 7, 1000])
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
-def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, share: float, rows_in_chunk: int) -> None:
+def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, share: float, rows_in_chunk: int, has_bias: bool) -> None:
     monkeypatch.setattr(head, "CHUNK_BYTES", rows_in_chunk * ROW_BYTES)
-    found, expected = (loss_and_gradients(kind, *inputs(share)) for kind in ("chunked", "full"))
+    found, expected = (loss_and_gradients(kind, *inputs(share, has_bias=has_bias)) for kind in ("chunked", "full"))
+    assert len(found) == (4 if has_bias else 3)
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < 1e-6
 
 
-def test_bf16_is_as_near_to_fp32_as_full_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_bias", "times"), [(False, 1.5), (True, 2.0)])
+def test_bf16_is_as_near_to_fp32_as_full_is(monkeypatch: pytest.MonkeyPatch, has_bias: bool, times: float) -> None:
+    """With a bias, logits are rounded once more than a fused product's."""
     monkeypatch.setattr(head, "CHUNK_BYTES", 7 * ROW_BYTES)
-    x_BSD, weight_VD, targets = inputs(0.4, torch.bfloat16)
-    x_fp32_BSD, weight_fp32_VD = (t.detach().float().requires_grad_() for t in (x_BSD, weight_VD))
-    exact = loss_and_gradients("full", x_fp32_BSD, weight_fp32_VD, targets)
-    chunked, full = (loss_and_gradients(kind, x_BSD, weight_VD, targets) for kind in ("chunked", "full"))
+    x_BSD, weight_VD, bias_V, targets = inputs(0.4, torch.bfloat16, has_bias=has_bias)
+    in_fp32 = (None if t is None else t.detach().float().requires_grad_() for t in (x_BSD, weight_VD, bias_V))
+    exact = loss_and_gradients("full", *in_fp32, targets)
+    chunked, full = (loss_and_gradients(kind, x_BSD, weight_VD, bias_V, targets) for kind in ("chunked", "full"))
     for one, other, true in zip(chunked, full, exact, strict=True):
         assert one.dtype == other.dtype
-        assert relative_error(one, true) < max(1.5 * relative_error(other, true), 1e-3)
+        assert relative_error(one, true) < max(times * relative_error(other, true), 1e-3)
 
 
 def test_large_logits_do_not_overflow() -> None:
-    x_BSD, weight_VD, targets = inputs(1.0)
+    x_BSD, weight_VD, bias_V, targets = inputs(1.0)
     scaled = (x_BSD.detach() * 1e4).requires_grad_()
-    found, expected = (loss_and_gradients(kind, scaled, weight_VD, targets) for kind in ("chunked", "full"))
+    found, expected = (loss_and_gradients(kind, scaled, weight_VD, bias_V, targets) for kind in ("chunked", "full"))
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < 1e-6
 
@@ -92,17 +116,19 @@ def test_logits_of_one_chunk_are_the_largest_tensor(monkeypatch: pytest.MonkeyPa
     assert (largest.numel <= WIDTH * VOCABULARY) == within
 
 
-def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    x_BSD, weight_VD, targets = inputs(0.4)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch, has_bias: bool) -> None:
+    x_BSD, weight_VD, bias_V, targets = inputs(0.4, has_bias=has_bias)
     monkeypatch.setattr(head, "_add_product", mock.Mock(side_effect=AssertionError("gradient work")))
     with torch.no_grad():
-        loss = LOSS_SUMS["chunked"](x_BSD, weight_VD, targets)
+        loss = LOSS_SUMS["chunked"](x_BSD, weight_VD, bias_V, targets)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, LOSS_SUMS["full"](x_BSD, weight_VD, targets).detach())
+    torch.testing.assert_close(loss, LOSS_SUMS["full"](x_BSD, weight_VD, bias_V, targets).detach())
     # a frozen head: the gradient of the rows alone
-    loss = LOSS_SUMS["chunked"](x_BSD, weight_VD.detach(), targets)
+    frozen_V = None if bias_V is None else bias_V.detach()
+    loss = LOSS_SUMS["chunked"](x_BSD, weight_VD.detach(), frozen_V, targets)
     (grad,) = torch.autograd.grad(loss, x_BSD)
-    (expected,) = torch.autograd.grad(LOSS_SUMS["full"](x_BSD, weight_VD, targets), x_BSD)
+    (expected,) = torch.autograd.grad(LOSS_SUMS["full"](x_BSD, weight_VD, bias_V, targets), x_BSD)
     assert relative_error(grad, expected) < 1e-6
 
 
@@ -113,29 +139,84 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
+def scaled_logits() -> Any:
+    """Divides its logits after the head."""
+    return GraniteMoeForCausalLM(GraniteMoeConfig(**SIZES, logits_scaling=3.0, tie_word_embeddings=True))
+
+
+def capped_logits() -> Any:
+    """Does more with them: scale · tanh(logits / scale)."""
+    changes: dict[str, Any] = {
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "enable_moe_block": True,
+    }
+    return Gemma4ForCausalLM(Gemma4TextConfig(**SIZES, **changes, head_dim=8, final_logit_softcapping=2.0))
+
+
+def head_with_bias() -> Any:
+    return PhimoeForCausalLM(PhimoeConfig(**SIZES, lm_head_bias=True, tie_word_embeddings=False))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "untied": tiny_mixtral,
+    "tied": lambda: tiny_mixtral(tie_word_embeddings=True),
+    "bias": head_with_bias,
+    "scaled logits": scaled_logits,
+    "capped logits": capped_logits,
+}
+
+
 @pytest.mark.parametrize("kind", ["chunked", "full"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_head_in_a_model(kind: str, tied: bool) -> None:
-    """In HF's own model: its logits without targets, its loss with them, and nothing left by a forward that failed."""
-    model: Any = tiny_mixtral(tie_word_embeddings=tied)
+@pytest.mark.parametrize("which", MODELS)
+def test_head_in_a_model(kind: str, which: str) -> None:
+    """Logits without targets as ever; with them the loss of HF's own class, and its gradients; nothing is left by a
+    forward that failed."""
+    torch.manual_seed(0)
+    theirs = MODELS[which]().eval()  # Phimoe's router draws random numbers in training
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model: Any = loaded(build_model(theirs.config), theirs).eval()
+    assert model.head_is_last == (not which.endswith("logits"))
     batch = collate([[sample] for sample in random_samples([9, 5, 12])])
     targets = {"targets_BS": batch.targets_BS, "target_index_N": batch.target_index_N}
     names = [name for name, _ in model.named_parameters()]
-    logits_BSV = model(batch.tokens_BS).logits.detach()
+    logits_BSV = model(input_ids=batch.tokens_BS).logits.detach()
     attach_loss_head(model, kind)
-    assert isinstance(model.lm_head, LossHead)
+    assert isinstance(loss_head(model), LossHead)
     assert [name for name, _ in model.named_parameters()] == names
-    assert torch.equal(model(batch.tokens_BS).logits, logits_BSV)
+    assert torch.equal(model(input_ids=batch.tokens_BS).logits, logits_BSV)
 
-    loss = model(batch.tokens_BS, **targets).logits
-    expected = torch.nn.functional.cross_entropy(
-        logits_BSV.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    torch.testing.assert_close(loss.detach(), expected)
+    loss = loss_head(model).loss_of(model(input_ids=batch.tokens_BS, **targets).logits)
+    labels_BS = torch.nn.functional.pad(batch.targets_BS, (1, 0), value=IGNORED)[:, :-1]
+    assert (batch.targets_BS[:, -1] == IGNORED).all()
+    expected = theirs(input_ids=batch.tokens_BS, labels=labels_BS, num_items_in_batch=1).loss
+    assert relative_error(loss.detach(), expected.detach()) < 1e-6
+    loss.backward()
+    expected.backward()
+    trained = dict(theirs.named_parameters())
+    compared = [name for name, _ in model.named_parameters() if name in trained and trained[name].grad is not None]
+    assert {"lm_head.weight", "model.embed_tokens.weight"} & set(compared)
+    assert ("lm_head.bias" in compared) == (which == "bias")
+    for name in compared:
+        floor = 1e-3 * float(trained["model.norm.weight"].grad.norm())
+        assert relative_error(model.get_parameter(name).grad, trained[name].grad, floor) < 1e-5, name
 
-    with mock.patch.object(type(model.model), "forward", side_effect=RuntimeError), pytest.raises(RuntimeError):
-        model(batch.tokens_BS, **targets)
-    assert torch.equal(model(batch.tokens_BS).logits, logits_BSV)
+    failing = mock.patch.object(type(model.get_decoder()), "forward", side_effect=RuntimeError)
+    with failing, pytest.raises(RuntimeError):
+        model(input_ids=batch.tokens_BS, **targets)
+    assert torch.equal(model(input_ids=batch.tokens_BS).logits, logits_BSV)
+
+
+def test_only_positions_with_a_target_have_logits() -> None:
+    """Also where the logits are worked on after the head."""
+    theirs = scaled_logits()
+    model: Any = loaded(build_model(theirs.config), theirs)
+    attach_loss_head(model, "chunked")
+    batch = collate([[sample] for sample in random_samples([9, 5, 12])])
+    out = model(input_ids=batch.tokens_BS, targets_BS=batch.targets_BS, target_index_N=batch.target_index_N)
+    assert out.logits.shape == (1, len(batch.target_index_N), SIZES["vocab_size"])
 
 
 @pytest.fixture(scope="module")

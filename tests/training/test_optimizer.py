@@ -141,6 +141,28 @@ def test_random_bits_depend_on_the_position_alone() -> None:
     assert float((whole == position_bits(key + 1, range(1000), like)).float().mean()) < 1e-3
 
 
+def test_random_bits_of_rows_that_are_no_vectors() -> None:
+    """As of a convolution's weight: by the position among all numbers of a row."""
+    key = torch.tensor(77, dtype=torch.int32)
+    whole = position_bits(key, range(10), torch.empty(10, 2, 3))
+    assert torch.equal(whole.view(10, 6), position_bits(key, range(10), torch.empty(10, 6)))
+    assert torch.equal(position_bits(key, range(4, 7), torch.empty(3, 2, 3)), whole[4:7])
+
+
+@pytest.mark.parametrize("number", [0, 2**31, 2**32 - 1])
+def test_rounding_is_the_same_for_any_part_of_a_parameter(number: int) -> None:
+    """Whichever of 2^32 numbers its name has, and on whichever rank a row lies."""
+    start, grads = torch.randn(8, 16).bfloat16(), gradients((8, 16), 3)
+
+    def rounded(rows: range) -> Tensor:
+        parameter = torch.nn.Parameter(start[rows.start : rows.stop].clone())
+        groups = [{"params": [parameter], "weight_decay": 0.0}]
+        optimizer = AdamWBf16(groups, 1e-3, (0.9, 0.999), 1e-8, rows={parameter: (number, rows)}, seed=1)
+        return trained(optimizer, parameter, [grad[rows.start : rows.stop] for grad in grads])
+
+    assert torch.equal(torch.cat([rounded(range(3)), rounded(range(3, 8))]), rounded(range(8)))
+
+
 def test_random_bits_are_lowbias32() -> None:
     def in_c(x: int) -> int:
         x ^= x >> 16

@@ -1,0 +1,296 @@
+"""What tensors on disk are to a model: the same weights as transformers makes of them, or the name of what is wrong."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import conversion_mapping
+from transformers.core_model_loading import Chunk, WeightConverter
+
+from checkpoints import Names
+from checkpoints.names import Matched
+from moe import build_model
+from moe.families import causal_families
+from tests.families.configs import tiny_config, tiny_model
+from tests.tiny import our_rows
+
+Tensors = dict[str, Tensor]
+PREFIX = "model.layers.0.block_sparse_moe.experts"
+FUSED = "model.layers.0.mlp.experts"
+MIXTRAL = tiny_config("mixtral")
+HIDDEN, WIDTH, EXPERTS = MIXTRAL.hidden_size, MIXTRAL.intermediate_size, MIXTRAL.num_local_experts
+
+
+@cache
+def names_of(family: str, **changes: Any) -> Names:
+    return Names(build_model(tiny_config(family, **changes), "eager"))
+
+
+@cache
+def theirs_of(family: str, **changes: Any) -> Any:
+    return tiny_model(family, 0, **changes)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tensors]:
+    """What transformers writes of a tiny model: experts by themselves as its hub's checkpoints have them, or fused."""
+
+    @cache
+    def save(family: str, original: bool = True, **changes: Any) -> Tensors:
+        path: Path = tmp_path_factory.mktemp(family)
+        theirs_of(family, **changes).save_pretrained(path, save_original_format=original)
+        tensors: Tensors = load_file(path / "model.safetensors")
+        return tensors
+
+    return save
+
+
+def match(names: Names, tensors: Tensors) -> Matched:
+    return names.match({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+
+def assembled(names: Names, tensors: Tensors) -> Tensors:
+    """Our parameters, put together from tensors on disk, of which each row must be given once."""
+    matched = match(names, tensors)
+    assert matched.problems == {}
+    found = {name: torch.full(shape, float("nan")) for name, shape in names.parameters.items()}
+    for tensor in matched.tensors:
+        for region in tensor.regions:
+            matrix = tensors[tensor.name][region.index].float()
+            rows = matrix.view(1) if matrix.dim() == 0 else matrix.t() if region.transposed else matrix
+            place = found[region.parameter].view(-1) if matrix.dim() == 0 else found[region.parameter]
+            assert place[region.rows.start : region.rows.stop].isnan().all()
+            place[region.rows.start : region.rows.stop] = rows[region.on_disk(region.rows)]
+    return found
+
+
+def expected(names: Names, theirs: Any) -> Tensors:
+    """Our parameters, from transformers' own model."""
+    tensors = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+    wanted = {name: tensors[name].detach().float() for name in names.parameters if name not in names.experts}
+    for path, module in names.model.named_modules():
+        if path.endswith(".mlp") and hasattr(module, "layout"):
+            for part in module.layout.parameters:
+                whole = tensors[f"{path.removesuffix('.mlp')}.{part.place.tensor}"]
+                wanted[f"{path}.{part.name}"] = our_rows(part, whole.detach()).float()
+    return wanted
+
+
+def assert_same(found: Tensors, wanted: Tensors) -> None:
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["as on the hub", "as in memory"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "granitemoe", "jamba"])
+def test_same_weights_as_in_transformers(saved: Callable[..., Tensors], family: str, original: bool) -> None:
+    assert_same(assembled(names_of(family), saved(family, original)), expected(names_of(family), theirs_of(family)))
+
+
+@pytest.mark.parametrize("of_fused", [("layers.0.",), ("gate_up_proj", ".w1.", ".w3."), ("down_proj", ".w2.")], ids=str)
+def test_mixed_sources(saved: Callable[..., Tensors], of_fused: tuple[str, ...]) -> None:
+    """One layer fused and the other not; or gate and up, or down alone."""
+
+    def chosen(name: str) -> bool:
+        return any(part in name for part in of_fused)
+
+    fused = {name: tensor for name, tensor in saved("mixtral", original=False).items() if chosen(name)}
+    tensors = fused | {name: tensor for name, tensor in saved("mixtral").items() if not chosen(name)}
+    assert any(".experts." in name for name in fused)
+    assert_same(assembled(names_of("mixtral"), tensors), expected(names_of("mixtral"), theirs_of("mixtral")))
+
+
+def test_tensors_come_in_the_models_order(saved: Callable[..., Tensors]) -> None:
+    """Layer by layer, in a layer the experts one after another, whatever the order in the file."""
+    tensors = saved("mixtral")
+    matched = match(names_of("mixtral"), dict(reversed(tensors.items())))
+    names = [tensor.name for tensor in matched.tensors]
+    assert names[0] == "model.embed_tokens.weight"
+    assert names[-1] == "lm_head.weight"
+    experts = [name for name in names if name.startswith(PREFIX)]
+    start = names.index(experts[0])
+    assert names[start : start + len(experts)] == experts == [
+        f"{PREFIX}.{n}.w{w}.weight" for n in range(EXPERTS) for w in (1, 2, 3)
+    ]  # fmt: skip
+
+
+def test_a_prefix_of_a_composite_model(saved: Callable[..., Tensors]) -> None:
+    """As checkpoints have it that see and read; what they see with is left out, and said."""
+    tensors = {name.replace("model.", "model.language_model.", 1): t for name, t in saved("qwen3_5_moe").items()}
+    names = names_of("qwen3_5_moe")
+    assert_same(assembled(names, tensors), expected(names, theirs_of("qwen3_5_moe")))
+    others = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2), "mtp.norm.weight": torch.ones(2)}
+    assert match(names, {**tensors, **others}).left_out == list(others)
+
+
+def test_concatenated_tensors_that_are_no_experts(saved: Callable[..., Tensors]) -> None:
+    if "kimi_linear" not in causal_families():
+        pytest.skip("this transformers has no kimi_linear")
+    tensors, names = saved("kimi_linear"), names_of("kimi_linear")
+    assert any("q_conv1d" in name for name in tensors)
+    assert_same(assembled(names, tensors), expected(names, theirs_of("kimi_linear")))
+    key = next(name for name in tensors if "k_conv1d" in name)
+    assert match(names, without(tensors, key)).problems
+
+
+def test_layers_for_multi_token_prediction_are_left_out(saved: Callable[..., Tensors]) -> None:
+    """They are numbered on from the last layer, as many as the config says."""
+    tensors, names = saved("deepseek_v3"), names_of("deepseek_v3")
+    config = names.model.config
+    assert config.num_nextn_predict_layers == 1
+    layers = config.num_hidden_layers
+    parts = ("eh_proj.weight", "embed_tokens.weight", "mlp.experts.0.gate_proj.weight", "mlp.experts.gate_up_proj")
+    beyond = {f"model.layers.{layers}.{part}": torch.ones(2) for part in parts}
+    matched = match(names, {**tensors, **beyond})
+    assert set(matched.left_out) == set(beyond)
+    assert matched.problems == {}
+    second = f"model.layers.{layers + 1}.eh_proj.weight"
+    assert list(match(names, {**tensors, second: torch.ones(2)}).problems) == [second]
+
+
+def test_what_is_computed_is_left_out(saved: Callable[..., Tensors]) -> None:
+    for name in ("model.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.inv_freq"):
+        matched = match(names_of("mixtral"), {**saved("mixtral"), name: torch.ones(4)})
+        assert matched.left_out == [name]
+        assert matched.problems == {}
+
+
+def test_buffers_are_matched(saved: Callable[..., Tensors]) -> None:
+    names = names_of("deepseek_v3")
+    biases = [name for name in names.parameters if name.endswith("e_score_correction_bias")]
+    assert names.buffers == set(biases) != set()
+    problems = match(names, without(saved("deepseek_v3"), biases[0])).problems
+    assert problems == {biases[0]: f"tensor {biases[0]} is missing"}
+
+
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+
+
+def test_tied_embeddings(saved: Callable[..., Tensors]) -> None:
+    """Once; twice, the second being a copy; or under the head's name alone."""
+    names, tensors = names_of("mixtral", **TIED), saved("mixtral", **TIED)
+    assert "lm_head.weight" not in names.parameters
+    table = tensors["model.embed_tokens.weight"]
+    wanted = expected(names, theirs_of("mixtral", **TIED))
+    assert_same(assembled(names, tensors), wanted)
+
+    twice = {**tensors, "lm_head.weight": table}
+    assert_same(assembled(names, twice), wanted)
+    (copy,) = match(names, twice).tied_copies
+    assert copy.name == "lm_head.weight"
+    assert [region.parameter for region in copy.regions] == ["model.embed_tokens.weight"]
+
+    of_head = {"lm_head.weight": table, **without(tensors, "model.embed_tokens.weight")}
+    assert_same(assembled(names, of_head), wanted)
+    assert match(names, of_head).tied_copies == []
+
+    assert match(names, without(tensors, "model.embed_tokens.weight")).problems == {
+        "model.embed_tokens.weight": "tensor model.embed_tokens.weight is missing"
+    }
+    misshapen = match(names, {**tensors, "lm_head.weight": table[:-1]}).problems
+    assert list(misshapen) == ["lm_head.weight"]
+    assert "the config asks for" in misshapen["lm_head.weight"]
+
+
+def without(tensors: Tensors, *parts: str) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if not any(part in name for part in parts)}
+
+
+PROJECTIONS = {w: [f"{PREFIX}.{n}.{w}.weight" for n in range(EXPERTS)] for w in ("w1", "w2", "w3")}
+DOWN = f"{PREFIX}.5.w2.weight"
+Change = Callable[[Tensors, Tensors], Tensors]
+"""Of tensors as on the hub and as in memory."""
+
+PROBLEMS: dict[str, tuple[Change, str, str]] = {
+    # what was done, the tensor that is named, and what is said of it
+    "one expert's down": (lambda hub, _: without(hub, DOWN), DOWN, "is missing"),
+    "one expert": (lambda hub, _: without(hub, f"{PREFIX}.3."), "", f"tensor {PREFIX}.3.w1.weight is missing"),
+    "one expert's up": (lambda hub, _: without(hub, f"{PREFIX}.7.w3."), f"{PREFIX}.7.w3.weight", "is missing"),
+    "gates of a layer": (lambda hub, _: without(hub, *PROJECTIONS["w1"]), PROJECTIONS["w1"][0], "is missing"),
+    "ups of a layer": (lambda hub, _: without(hub, *PROJECTIONS["w3"]), PROJECTIONS["w1"][0],
+                       f"others that make up {FUSED}.gate_up_proj with it are missing"),
+    "downs of a layer": (lambda hub, _: without(hub, *PROJECTIONS["w2"]), PROJECTIONS["w2"][0], "is missing"),
+    "fused": (lambda _, own: without(own, f"{FUSED}.down_proj"), f"{FUSED}.down_proj", "is missing"),
+    "a norm": (lambda hub, _: without(hub, "model.norm.weight"), "model.norm.weight", "is missing"),
+    "a router": (
+        lambda hub, _: without(hub, "layers.1.block_sparse_moe.gate"), "model.layers.1.block_sparse_moe.gate.weight",
+        "is missing",
+    ),
+    "another name": (
+        lambda hub, _: {**hub, "model.extra.weight": torch.ones(2)}, "model.extra.weight", "no place in this model",
+    ),
+    "an expert too many": (
+        lambda hub, _: {**hub, f"{PREFIX}.{EXPERTS}.w2.weight": hub[DOWN]}, f"{PREFIX}.{EXPERTS}.w2.weight",
+        "no place in this model",
+    ),
+    "a layer too many": (
+        lambda hub, _: {**hub, "model.layers.99.input_layernorm.weight": torch.ones(HIDDEN)},
+        "model.layers.99.input_layernorm.weight", "no place in this model",
+    ),
+    "turned": (
+        lambda hub, _: {**hub, DOWN: hub[DOWN].t()}, DOWN,
+        f"has shape [{WIDTH}, {HIDDEN}]; the config asks for [{HIDDEN}, {WIDTH}]",
+    ),
+    "fused for fewer experts": (
+        lambda _, own: {**own, f"{FUSED}.down_proj": own[f"{FUSED}.down_proj"][1:]}, f"{FUSED}.down_proj",
+        f"has shape [{EXPERTS - 1}, {HIDDEN}, {WIDTH}]; the config asks for [{EXPERTS}, {HIDDEN}, {WIDTH}]",
+    ),
+    "a vector for a matrix": (
+        lambda hub, _: {**hub, DOWN: torch.ones(3)}, DOWN, "has shape [3]; the config asks for",
+    ),
+    "a scalar for a vector": (
+        lambda hub, _: {**hub, "model.norm.weight": torch.ones(())}, "model.norm.weight", "has shape []; the config",
+    ),
+    "a gate of another width": (
+        lambda hub, _: {**hub, f"{PREFIX}.0.w1.weight": hub[f"{PREFIX}.0.w1.weight"][1:]}, f"{PREFIX}.0.w1.weight",
+        f"has shape [{WIDTH - 1}, {HIDDEN}]; the config asks for [{WIDTH}, {HIDDEN}]",
+    ),
+    "fused and by themselves": (
+        lambda hub, own: {**hub, f"{FUSED}.down_proj": own[f"{FUSED}.down_proj"]}, "", "repeats rows of",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", PROBLEMS)
+def test_what_does_not_match_is_named(saved: Callable[..., Tensors], which: str) -> None:
+    change, name, said = PROBLEMS[which]
+    problems = match(names_of("mixtral"), change(saved("mixtral"), saved("mixtral", original=False))).problems
+    assert problems
+    if name:
+        assert list(problems) == [name]
+    for tensor, problem in problems.items():
+        assert problem.startswith((f"tensor {tensor} ", f"tensor {tensor}: "))
+    assert said in next(iter(problems.values()))
+
+
+def test_nothing_is_there() -> None:
+    problems = names_of("mixtral").match({}).problems
+    assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} < set(problems)
+    assert all(problem == f"tensor {name} is missing" for name, problem in problems.items())
+
+
+class Turned(Chunk):
+    """An operation that this version does not know."""
+
+    def __repr__(self) -> str:
+        return "Turned(dim=0)"
+
+
+def test_an_unknown_operation_is_named(saved: Callable[..., Tensors], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later transformers may make a tensor in a way of its own: never read as if it were another."""
+
+    def mapping(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return [WeightConverter("model.norm.turned", "model.norm.weight", operations=[Turned(dim=0)])]
+
+    tensors = saved("mixtral", original=False)
+    tensors = {**without(tensors, "model.norm.weight"), "model.norm.turned": tensors["model.norm.weight"]}
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", mapping)
+    assert match(names_of("mixtral"), tensors).problems == {
+        "model.norm.turned": "tensor model.norm.turned: transformers makes model.norm.weight of it by Turned(dim=0), "
+        "which this version cannot read"
+    }

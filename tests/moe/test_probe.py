@@ -1,0 +1,164 @@
+"""What one forward on the meta device tells of a model, and that it leaves the model as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GraniteMoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
+
+from moe import ExpertMeshError, build_model, moe_layers
+from moe.probe import SeenExperts, probe
+from tests.families.configs import tiny_config as config_of
+from tests.tiny import tiny_config
+
+
+def on_meta(config: Any, attention: str = "sdpa") -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def test_what_is_seen() -> None:
+    seen = probe(on_meta(tiny_config(num_experts_per_tok=3)))
+    assert seen.head_is_last
+    assert seen.experts == {
+        f"model.layers.{n}.mlp.experts": SeenExperts(3, f"model.layers.{n}.mlp.gate", 8) for n in range(2)
+    }
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    for training in (False, True):
+        model = on_meta(tiny_config()).train(training)
+        probe(model)
+        assert model.training == training
+        for module in model.modules():
+            assert not module._forward_hooks
+            assert "forward" not in vars(module)
+        assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
+
+
+def test_logits_that_are_worked_on_after_the_head() -> None:
+    changes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert not probe(on_meta(GraniteMoeConfig(**changes, num_hidden_layers=1, vocab_size=8))).head_is_last
+
+
+class _RouterOfScores(MixtralTopKRouter):
+    """Gives no logits: weights come first."""
+
+    def forward(self, x: Tensor) -> Any:
+        _, weights_TK, experts_TK = super().forward(x)
+        return weights_TK, experts_TK
+
+
+class _BlockOfScores(MixtralSparseMoeBlock):
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        weights_TK, experts_TK = self.gate(x_BSD)
+        out: Tensor = self.experts(x_BSD.flatten(0, 1), experts_TK, weights_TK).view(x_BSD.shape)
+        return out
+
+
+class _BlockThatChangesTheChoice(MixtralSparseMoeBlock):
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        _, weights_TK, experts_TK = self.gate(x_BSD)
+        out: Tensor = self.experts(x_BSD.flatten(0, 1), experts_TK + 0, weights_TK).view(x_BSD.shape)
+        return out
+
+
+class _BlockThatAsksTheDevice(MixtralSparseMoeBlock):
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        assert bool((x_BSD == 0).any())
+        assert int(x_BSD.sum()) == 1
+        out: Tensor = super().forward(x_BSD)
+        return out
+
+
+class _BlockWithNames(MixtralSparseMoeBlock):
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        _, weights_TK, experts_TK = self.gate(x_BSD)
+        out: Tensor = self.experts(x_BSD.flatten(0, 1), top_k_index=experts_TK, top_k_weights=weights_TK)
+        return out.view(x_BSD.shape)
+
+
+class _BlockOfRows(MixtralSparseMoeBlock):
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        _, weights_TK, experts_TK = self.gate(x_BSD)
+        out: Tensor = self.experts(x_BSD, experts_TK, weights_TK)
+        return out
+
+
+class _BlockThatFails(MixtralSparseMoeBlock):
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        raise KeyError("no such thing")
+
+
+def with_blocks(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock", block)
+
+
+def test_weights_in_the_place_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are not as many as experts, and so no logits: such a model has no auxiliary losses, and trains."""
+    with_blocks(_BlockOfScores, monkeypatch)
+    monkeypatch.setattr("transformers.models.mixtral.modeling_mixtral.MixtralTopKRouter", _RouterOfScores)
+    path = "model.layers.0.mlp.experts"
+    assert probe(on_meta(tiny_config())).experts[path] == SeenExperts(2, "model.layers.0.mlp.gate", 2)
+    assert [layer.router for layer in moe_layers(build_model(tiny_config()))] == [None, None]
+
+
+def test_a_choice_that_no_module_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks(_BlockThatChangesTheChoice, monkeypatch)
+    assert probe(on_meta(tiny_config())).experts["model.layers.0.mlp.experts"] == SeenExperts(2, None, 0)
+
+
+def test_code_that_asks_the_device_for_a_number_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks(_BlockThatAsksTheDevice, monkeypatch)
+    assert len(probe(on_meta(tiny_config())).experts) == 2
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (_BlockWithNames, "MixtralForCausalLM calls its experts in a way that is not supported"),
+        (_BlockOfRows, "MixtralForCausalLM calls its experts in a way that is not supported"),
+        (_BlockThatFails, "MixtralForCausalLM does not run: KeyError: 'no such thing'"),
+    ],
+)
+def test_models_that_cannot_be_swapped(block: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks(block, monkeypatch)
+    with pytest.raises(ExpertMeshError, match=said):
+        build_model(tiny_config())
+
+
+def test_experts_that_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests = iter([False, True])
+
+    class OneThatRests(MixtralSparseMoeBlock):
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.rests = next(rests)
+
+        def forward(self, x_BSD: Tensor) -> Tensor:
+            return x_BSD if self.rests else super().forward(x_BSD)
+
+    with_blocks(OneThatRests, monkeypatch)
+    with pytest.raises(ExpertMeshError, match=r"did not call its experts model\.layers\.1\.mlp\.experts"):
+        build_model(tiny_config())
+
+
+def test_layers_with_other_experts_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([8, 4])
+
+    class OfSeveralSizes(MixtralExperts):
+        def __init__(self, config: Any):
+            config = type(config)(**{**config.to_dict(), "num_local_experts": next(counts)})
+            super().__init__(config)
+
+    monkeypatch.setattr("transformers.models.mixtral.modeling_mixtral.MixtralExperts", OfSeveralSizes)
+    with pytest.raises(ExpertMeshError, match="4 experts, 2 a token and 8 experts, 2 a token in one model"):
+        build_model(tiny_config())
+
+
+def test_masks_that_are_made_of_positions() -> None:
+    """transformers hands positions to what makes the masks of most families; not to that of GPT-OSS."""
+    assert probe(on_meta(tiny_config())).masks_by_position
+    assert not probe(on_meta(config_of("gpt_oss"), "eager")).masks_by_position
