@@ -60,7 +60,7 @@ def probe(model: Any) -> Seen:
             stack.enter_context(_without_computing(module, path, calls, name))
         stack.enter_context(_AnswerHost())
         # of a mask nothing is known but its size
-        stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))
+        stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
         stack.enter_context(torch.no_grad())
         looked_at_positions = stack.enter_context(_looks_at_positions())
         tokens_BS = torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta")
