@@ -4,6 +4,8 @@ CASES = {
     "safetensors_files": (200, 60),
     "index_files": (150, 20),
     "config_files": (300, 500),
+    "configs_of_families": (0, 400),
+    "tensors_of_families": (0, 110),
     "manifests": (200, 120),
     "markers": (150, 180),
     "damaged_shards": (150, 0),
