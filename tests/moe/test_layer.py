@@ -44,7 +44,12 @@ def test_equals_hf_block(changes: dict[str, Any], kernel: str) -> None:
 
 
 def layer() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     return tiny_block(std=0.3, **sizes)
 
 
