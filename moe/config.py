@@ -13,7 +13,7 @@ from moe.errors import ExpertMeshError
 
 _MOST_LAYERS, _MOST_EXPERTS = 2**10, 2**12
 _MOST_EXPERTS_OF_ALL_LAYERS = 2**17
-_MOST_NUMBER = 2**40
+_MOST_NUMBER, _MOST_FLOAT = 2**40, 1e38  # which fp32 holds
 
 # (which settings, the least and the most they may be); the first that matches
 _COUNTS: tuple[tuple[str, int, int], ...] = (
@@ -81,7 +81,8 @@ def _check_number(where: str, path: str, name: str, value: Any) -> None:
     for pattern, low, high in _RANGES:
         if re.fullmatch(pattern, name) and not low <= value <= high:  # not true of NaN
             raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; it must be a number from {low:g} to {high:g}")
-    if (isinstance(value, int) and abs(value) > _MOST_NUMBER) or (isinstance(value, float) and math.isnan(value)):
+    most_number = _MOST_NUMBER if isinstance(value, int) else _MOST_FLOAT
+    if abs(value) != math.inf and not abs(value) <= most_number:  # not true of NaN
         raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; no model has such a number")
 
 

@@ -117,8 +117,14 @@ def _fill_buffers(model: Any) -> None:
             if buffer is not None and buffer.is_meta:
                 unset = float("nan") if buffer.is_floating_point() else 0
                 module._buffers[name] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
-        # parameters are on the meta device: initialising them does nothing
-        model._init_weights(module)
+        try:
+            # parameters are on the meta device: initialising them does nothing
+            model._init_weights(module)
+        except Exception as error:
+            raise ExpertMeshError(
+                f"transformers cannot fill the buffers of {type(module).__name__} with this config: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def swap_experts(model: nn.Module, seen: Seen) -> None:

@@ -64,6 +64,8 @@ def test_every_family_has_numbers_within_bounds(family: str) -> None:
         ("rms_norm_eps", -1e-6, "a number from 0 to 1"),
         ("router_aux_loss_coef", 1e9, "a number from 0 to 1e"),
         ("rope_theta", float("nan"), "no model has such a number"),
+        ("swiglu_limit", 1e308, "no model has such a number"),
+        ("swiglu_limit", -1e39, "no model has such a number"),
         ("eos_token_id", 2**41, "no model has such a number"),
         ("anything", 10**400, "no model has such a number"),
     ],
@@ -93,7 +95,7 @@ def test_numbers_in_lists_and_tables(changes: dict[str, Any], path: str) -> None
         check_config({**MIXTRAL, **changes}, "here")
 
 
-@pytest.mark.parametrize("value", [None, 0, 1.0, 7, -1, float("inf"), "text", [], {"a": [1.5, "b", None]}])
+@pytest.mark.parametrize("value", [None, 0, 1.0, 7, -1, 1e37, float("inf"), "text", [], {"a": [1.5, "b", None]}])
 def test_what_is_not_counted_may_be_anything_finite_or_infinite(value: Any) -> None:
     assert check_config({**MIXTRAL, "some_setting": value, "head_dim": None}, "here") == "mixtral"
 

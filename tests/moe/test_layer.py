@@ -44,7 +44,12 @@ def test_equals_hf_block(changes: dict[str, Any], kernel: str) -> None:
 
 
 def layer() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     return tiny_block(std=0.3, **sizes)
 
 
@@ -257,3 +262,16 @@ def test_models_that_cannot_be_built() -> None:
         build_model(tiny_config(num_experts_per_tok=0))
     with pytest.raises(ExpertMeshError, match=r"transformers' MixtralForCausalLM does not run: .* not in range"):
         build_model(tiny_config(num_experts_per_tok=9))
+
+
+def test_buffers_that_cannot_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a config has a negative `initializer_range`, of a family whose buffers depend on it."""
+
+    def refuse(model: Any, module: Any) -> None:
+        raise RuntimeError("normal expects std >= 0.0")
+
+    monkeypatch.setattr(type(tiny_mixtral()), "_init_weights", refuse)
+    with pytest.raises(
+        ExpertMeshError, match=r"cannot fill the buffers of MixtralRotaryEmbedding.* RuntimeError: normal"
+    ):
+        build_model(tiny_config())

@@ -54,9 +54,8 @@ def inputs(share: float, dtype: torch.dtype = torch.float32, device: str = "cpu"
     return x_BSD, weight_VD, bias_V if has_bias else None, Targets(targets_BS.to(device), index_N.to(device))
 
 
-def loss_and_gradients(
-    kind: str, x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets
-) -> list[Tensor]:
+def loss_and_gradients(kind: str, given: Inputs) -> list[Tensor]:
+    x_BSD, weight_VD, bias_V, targets = given
     loss = LOSS_SUMS[kind](x_BSD, weight_VD, bias_V, targets)
     assert loss.dtype == torch.float32
     learnt = [tensor for tensor in (x_BSD, weight_VD, bias_V) if tensor is not None]
@@ -68,7 +67,7 @@ def loss_and_gradients(
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
 def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, share: float, rows_in_chunk: int, has_bias: bool) -> None:
     monkeypatch.setattr(head, "CHUNK_BYTES", rows_in_chunk * ROW_BYTES)
-    found, expected = (loss_and_gradients(kind, *inputs(share, has_bias=has_bias)) for kind in ("chunked", "full"))
+    found, expected = (loss_and_gradients(kind, inputs(share, has_bias=has_bias)) for kind in ("chunked", "full"))
     assert len(found) == (4 if has_bias else 3)
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < 1e-6
@@ -78,10 +77,12 @@ def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, share: float, rows
 def test_bf16_is_as_near_to_fp32_as_full_is(monkeypatch: pytest.MonkeyPatch, has_bias: bool, times: float) -> None:
     """With a bias, logits are rounded once more than a fused product's."""
     monkeypatch.setattr(head, "CHUNK_BYTES", 7 * ROW_BYTES)
-    x_BSD, weight_VD, bias_V, targets = inputs(0.4, torch.bfloat16, has_bias=has_bias)
-    in_fp32 = (None if t is None else t.detach().float().requires_grad_() for t in (x_BSD, weight_VD, bias_V))
-    exact = loss_and_gradients("full", *in_fp32, targets)
-    chunked, full = (loss_and_gradients(kind, x_BSD, weight_VD, bias_V, targets) for kind in ("chunked", "full"))
+    given = inputs(0.4, torch.bfloat16, has_bias=has_bias)
+    x_BSD, weight_VD, bias_V = (None if t is None else t.detach().float().requires_grad_() for t in given[:3])
+    assert x_BSD is not None
+    assert weight_VD is not None
+    exact = loss_and_gradients("full", (x_BSD, weight_VD, bias_V, given[3]))
+    chunked, full = (loss_and_gradients(kind, given) for kind in ("chunked", "full"))
     for one, other, true in zip(chunked, full, exact, strict=True):
         assert one.dtype == other.dtype
         assert relative_error(one, true) < max(times * relative_error(other, true), 1e-3)
@@ -90,7 +91,7 @@ def test_bf16_is_as_near_to_fp32_as_full_is(monkeypatch: pytest.MonkeyPatch, has
 def test_large_logits_do_not_overflow() -> None:
     x_BSD, weight_VD, bias_V, targets = inputs(1.0)
     scaled = (x_BSD.detach() * 1e4).requires_grad_()
-    found, expected = (loss_and_gradients(kind, scaled, weight_VD, bias_V, targets) for kind in ("chunked", "full"))
+    found, expected = (loss_and_gradients(kind, (scaled, weight_VD, bias_V, targets)) for kind in ("chunked", "full"))
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < 1e-6
 
@@ -112,7 +113,7 @@ class _LargestTensor(TorchDispatchMode):
 def test_logits_of_one_chunk_are_the_largest_tensor(monkeypatch: pytest.MonkeyPatch, kind: str, within: bool) -> None:
     monkeypatch.setattr(head, "CHUNK_BYTES", WIDTH * ROW_BYTES)
     with _LargestTensor() as largest:
-        loss_and_gradients(kind, *inputs(1.0))
+        loss_and_gradients(kind, inputs(1.0))
     assert (largest.numel <= WIDTH * VOCABULARY) == within
 
 
@@ -261,11 +262,11 @@ def test_choice() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
-def test_liger_equals_full(share: float, dtype: torch.dtype) -> None:
+def test_liger_equals_full(share: float, dtype: torch.dtype, has_bias: bool) -> None:
     pytest.importorskip("liger_kernel")
-    x_BSD, weight_VD, targets = inputs(share, dtype, "cuda")
-    found, expected = (loss_and_gradients(kind, x_BSD, weight_VD, targets) for kind in ("liger", "full"))
+    found, expected = (loss_and_gradients(kind, inputs(share, dtype, "cuda", has_bias)) for kind in ("liger", "full"))
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < (1e-5 if dtype == torch.float32 else 2e-2)
