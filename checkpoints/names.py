@@ -44,6 +44,10 @@ class _Piece:
     stacked: bool
 
 
+_Sources = dict[str | None, list[str]]
+"""The tensors that make up a target, by the pattern of the converter that takes them; None where it is they."""
+
+
 @dataclass(frozen=True)
 class Matched:
     """Tensors on disk, held against a model.
@@ -109,36 +113,10 @@ class Names:
 
     def match(self, found: Mapping[str, Shape]) -> Matched:
         """Which of the model's rows stand where in tensors on disk of these names and shapes."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-        mapping = get_model_conversion_mapping(self.model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        known = {**dict.fromkeys(self._targets, True), **dict.fromkeys(self._aliases, True)}
-        prefix = self.model.base_model_prefix
+        from transformers.core_model_loading import dot_natural_key
 
         matched = Matched()
-        sources: dict[str, dict[str | None, list[str]]] = {}
-        copies: dict[str, str] = {}
-        for name in sorted(found, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-            if target not in known and name in known:
-                target, pattern = name, None
-            if target in self._aliases:
-                copies[name] = self._aliases[target]
-            elif target in self._targets:
-                sources.setdefault(target, {}).setdefault(pattern, []).append(name)
-            elif self._is_left_out(name, target):
-                matched.left_out.append(name)
-            else:
-                matched.problems[name] = f"tensor {name} has no place in this model; is config.json its own?"
-        for name, target in copies.items():
-            if target not in sources:
-                sources[target] = {None: [name]}  # the only copy
-        copies = {name: target for name, target in copies.items() if sources[target] != {None: [name]}}
-
+        sources, copies, by_pattern = self._sorted_out(found, matched)
         natural = {name: dot_natural_key(name) for name in found}
         tensors: list[tuple[Any, DiskTensor]] = []
         covered: dict[str, list[range]] = {name: [] for name in self.parameters}
@@ -156,6 +134,41 @@ class Names:
         self._check_coverage(covered, sources, matched.problems)
         return matched
 
+    def _sorted_out(
+        self, found: Mapping[str, Shape], matched: Matched
+    ) -> tuple[dict[str, _Sources], dict[str, str], dict[str, Any]]:
+        """By target, the tensors that make it up; of copies of a tied one, their target; converters by their patterns.
+        What belongs to no target goes into `matched`."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        mapping = get_model_conversion_mapping(self.model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        known = {**dict.fromkeys(self._targets, True), **dict.fromkeys(self._aliases, True)}
+        prefix = self.model.base_model_prefix
+        sources: dict[str, _Sources] = {}
+        copies: dict[str, str] = {}
+        # in transformers' order, on which some of its renamings rely
+        for name in sorted(found, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+            if target not in known and name in known:
+                target, pattern = name, None
+            if target in self._aliases:
+                copies[name] = self._aliases[target]
+            elif target in self._targets:
+                sources.setdefault(target, {}).setdefault(pattern, []).append(name)
+            elif self._is_left_out(name, target):
+                matched.left_out.append(name)
+            else:
+                matched.problems[name] = f"tensor {name} has no place in this model; is config.json its own?"
+        for name, target in list(copies.items()):
+            if target not in sources:  # the only one there is
+                sources[target] = {None: [name]}
+                del copies[name]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        return sources, copies, by_pattern
+
     def _is_left_out(self, name: str, target: str) -> bool:
         is_beyond = self._beyond is not None and bool(self._beyond.match(target))
         is_ignored = any(pattern.search(name) or pattern.search(target) for pattern in self._ignored)
@@ -172,7 +185,7 @@ class Names:
         self,
         target: str,
         wanted: _Target,
-        by_source: dict[str | None, list[str]],
+        by_source: _Sources,
         by_pattern: dict[str, Any],
         found: Mapping[str, Shape],
         problems: dict[str, str],
@@ -191,7 +204,7 @@ class Names:
     def _check_coverage(
         self,
         covered: dict[str, list[range]],
-        sources: dict[str, dict[str | None, list[str]]],
+        sources: dict[str, _Sources],
         problems: dict[str, str],
     ) -> None:
         """Every row of every parameter is somewhere, once."""
