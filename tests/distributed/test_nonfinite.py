@@ -111,8 +111,8 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 FOUND = {
     "output": f"output of {EXPERTS}, in forward",
     "gradient": f"gradient of the output of {EXPERTS}, in backward",
-    "parameter": f"parameter {EXPERTS}.w1, before the step",
-    "parameter's gradient": f"gradient of parameter {EXPERTS}.w1, after backward",
+    "parameter": f"parameter {EXPERTS}.mlp.w1, before the step",
+    "parameter's gradient": f"gradient of parameter {EXPERTS}.mlp.w1, after backward",
 }
 
 
@@ -132,7 +132,7 @@ def test_the_first_is_named_on_all_ranks(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, what: str, world_size: int, rank: int, more: Any
 ) -> None:
     argv = [*flags(tiny_model, tiny_data, tmp_path, *shares(world_size, accumulation=3)), *more, "--detect-anomaly"]
-    name = EXPERTS + ".w1" if what.startswith("parameter") else EXPERTS
+    name = EXPERTS + ".mlp.w1" if what.startswith("parameter") else EXPERTS
     poison = Poison(what, name, rank, frozenset({1}))
     results = ranks.run(run_poisoned, world_size, argv, poison, join_group=False)
     assert [code for code, _ in results] == [2] * world_size
