@@ -13,11 +13,15 @@ from checkpoints.inspection import describe, describe_model, read_heads
 from checkpoints.manifest import MANIFEST, check_all_bytes
 from checkpoints.marker import MARKER, check_owner
 from checkpoints.opening import open_readable
+from checkpoints.paths import read_ahead
 from checkpoints.source import resolve_model
 from checkpoints.verify import compare
 from moe import ExpertMeshError
 from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded
+
+READ_AHEAD = 4 * 10**9
+"""Bytes that are read before they are asked for, while what is to become of them is found out."""
 
 DTYPES = {name: code for code, name in FLOATS.items()}
 
@@ -92,13 +96,17 @@ def _how(arguments: argparse.Namespace) -> HowToWrite:
 
 def _convert(arguments: argparse.Namespace) -> int:
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    convert(resolve_model(arguments.source, "convert"), arguments.out, arguments.ep_size, dtype, _how(arguments))
+    source, how = resolve_model(arguments.source, "convert"), _how(arguments)
+    read_ahead(source, READ_AHEAD)
+    convert(source, arguments.out, arguments.ep_size, dtype, how)
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
     trusted = arguments.trust_checkpoint_owner
-    export_offline(_directory(arguments.source), arguments.out, _how(arguments), trusted)
+    source, how = _directory(arguments.source), _how(arguments)
+    read_ahead(source, READ_AHEAD)
+    export_offline(source, arguments.out, how, trusted)
     return 0
 
 

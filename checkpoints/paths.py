@@ -2,6 +2,8 @@
 
 import os
 import stat
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +58,24 @@ def named_file(directory: Path, name: Any, named_by: str, depth: int = 1, entry:
             "directory in which all files lie"
         )
     return file
+
+
+_READ_AHEAD_STEP = 128 * 2**10
+"""The least that kernels read ahead at a time; of more they may take but the beginning."""
+
+
+def read_ahead(directory: Path, most_bytes: int) -> None:
+    """Have the kernel begin to read a directory's weights, in the background: transformers takes seconds to import, in
+    which a disk could be at work. No more than `most_bytes`; what cannot be read is told by whoever needs it."""
+    if hasattr(os, "posix_fadvise"):
+        threading.Thread(target=_advise, args=(directory, most_bytes), daemon=True).start()
+
+
+def _advise(directory: Path, most_bytes: int) -> None:
+    left = most_bytes
+    for name in sorted(path.name for path in directory.glob("*.safetensors")):
+        with suppress(ExpertMeshError, OSError), open(named_file(directory, name, str(directory)), "rb") as file:
+            size = min(os.fstat(file.fileno()).st_size, left)
+            for offset in range(0, size, _READ_AHEAD_STEP):
+                os.posix_fadvise(file.fileno(), offset, _READ_AHEAD_STEP, os.POSIX_FADV_WILLNEED)
+            left -= size

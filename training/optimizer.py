@@ -19,7 +19,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.
     have no weight decay."""
     if config.optim == "muon":
         return _muon(model, config, mesh)
-    groups = _groups(list(model.parameters()), config)
+    groups = _groups([part.tensor for part in parameters_of(model).values()], config)
     settings: dict[str, Any] = _adam_settings(config)
     if config.optim == "adamw_torch_8bit":
         return AdamW8bit(groups, **settings)
@@ -32,7 +32,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
-def _groups(parameters: list[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
+def _groups(parameters: list[Tensor], config: TrainConfig) -> list[dict[str, Any]]:
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
@@ -59,7 +59,7 @@ def _muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Muon:
         and not part.name.startswith(routers)
     ]
     orthogonalized = {part.tensor for part in (*dense, *experts)}
-    others = [p for p in model.parameters() if p not in orthogonalized]
+    others = [part.tensor for part in state.values() if part.tensor not in orthogonalized]
     return Muon(
         [dense_matrix(part, mesh) for part in dense],
         [matrix for part in experts for matrix in expert_matrices(part, mesh)],

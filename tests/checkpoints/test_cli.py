@@ -1,6 +1,7 @@
 """convert, export, verify, inspect: through the command line, in this process."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,28 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.__main__ import main
+from checkpoints.paths import _advise
 from tests.tiny import save_model, save_tokenizer, tiny_mixtral
 
 
 def run(*arguments: Any) -> int:
     return main([str(argument) for argument in arguments])
+
+
+def test_reading_ahead_follows_no_link_out_and_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, outside = tmp_path / "model", tmp_path / "outside.safetensors"
+    inside.mkdir()
+    outside.write_bytes(b"x" * 300_000)
+    (inside / "a.safetensors").write_bytes(b"x" * 300_000)
+    (inside / "b.safetensors").symlink_to(outside)
+    os.mkfifo(inside / "c.safetensors")
+    (inside / "d.safetensors").write_bytes(b"x" * 300_000)
+    advised: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, offset, length, advice: advised.append(offset))
+    _advise(inside, 400_000)
+    assert advised == [0, 2**17, 2**18, 0], "all of the first file, and the beginning of the last"
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from sharding.planner.check import GroupSpeed, check_groups, mark_slow, measured
 from sharding.planner.hardware import load_measured, save_measured
 from sharding.planner.mesh_picture import picture
 from tests.distributed.pool import RankPool
+from tests.families.configs import tiny_config
 from training import parse_config
 
 MIXTRAL_8X7B: dict[str, Any] = {
@@ -127,6 +128,13 @@ def test_mistakes(config_file: Path, capsys: pytest.CaptureFixture[str], argumen
 def test_a_directory_without_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(tmp_path)]) == 2
     assert "has no config.json" in capsys.readouterr().err
+
+
+def test_no_forecast_for_other_families(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Formulas that were derived for one family are not applied to another."""
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--gpus", "8"]) == 2
+    assert "there is no forecast for qwen3_moe" in capsys.readouterr().err
 
 
 def test_picture_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
