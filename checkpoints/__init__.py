@@ -8,17 +8,12 @@ if TYPE_CHECKING:
     from checkpoints.export import export_model
     from checkpoints.files import write_errors
     from checkpoints.load import load_model, shard_and_load
-    from checkpoints.marker import recorded_order, whole_checkpoints
     from checkpoints.names import Names
     from checkpoints.opening import open_checkpoint
     from checkpoints.source import Checkpoint, ModelSource, check_model, open_source, resolve_model
-    from checkpoints.training_state import (
-        Progress,
-        Saver,
-        find_checkpoint,
-        load_best_model,
-        load_training_state,
-    )
+    from checkpoints.state.marker import recorded_order, whole_checkpoints
+    from checkpoints.state.resuming import find_checkpoint, load_best_model, load_training_state
+    from checkpoints.state.saving import Progress, Saver
 else:
     __getattr__ = import_on_demand(__name__)
 

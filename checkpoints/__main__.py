@@ -11,10 +11,10 @@ from checkpoints.convert import HowToWrite, convert, export_offline
 from checkpoints.dtypes import FLOATS
 from checkpoints.inspection import describe, describe_model, read_heads
 from checkpoints.manifest import MANIFEST, check_all_bytes
-from checkpoints.marker import MARKER, check_owner
 from checkpoints.opening import open_readable
 from checkpoints.paths import read_ahead
 from checkpoints.source import resolve_model
+from checkpoints.state.marker import MARKER, check_owner
 from checkpoints.verify import compare
 from moe import ExpertMeshError
 from moe.sizes import parse_size

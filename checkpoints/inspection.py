@@ -9,9 +9,9 @@ from typing import Any
 
 from checkpoints.dtypes import DTYPE_NAMES
 from checkpoints.manifest import MANIFEST, read_manifest
-from checkpoints.marker import MARKER, read_marker
 from checkpoints.opening import Readable, is_shards
 from checkpoints.source import TensorInfo, open_source, read_header, read_headers
+from checkpoints.state.marker import MARKER, read_marker
 from sharding.topology import divisors
 
 
@@ -31,7 +31,7 @@ def read_heads(path: Path) -> Heads:
         ExpertMeshError: a file is missing or damaged in its head.
     """
     if (path / MARKER).exists():
-        from checkpoints.state_reader import StateReader
+        from checkpoints.state.table import StateReader
         from checkpoints.tensors import DTYPE_CODES
 
         saved: dict[str, Any] = StateReader(path / "state").read_metadata().state_dict_metadata

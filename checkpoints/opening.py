@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from checkpoints.dtypes import wider
 from checkpoints.manifest import MANIFEST, open_shards
-from checkpoints.marker import MARKER
 from checkpoints.reader import ParameterReader, SafetensorsReader
 from checkpoints.source import Checkpoint, ModelSource, open_hf, open_source
+from checkpoints.state.marker import MARKER
 
 if TYPE_CHECKING:
     from checkpoints.names import Names
@@ -53,7 +53,7 @@ def open_readable(path: Path, strict: bool = True, any_owner: bool = False) -> R
         ExpertMeshError: there is no checkpoint, or it is damaged or not whole (see the forms' own functions).
     """
     if (path / MARKER).exists():
-        from checkpoints.training_state import TrainingReader, open_training  # of all forms the one that needs torch
+        from checkpoints.state.reading import TrainingReader, open_training  # of all forms the one that needs torch
 
         training = open_training(path, any_owner)
         return Readable(path, training, training.source.names, lambda: TrainingReader(training, path))

@@ -7,6 +7,7 @@ As torchrun's agent does, this process holds the store at which the ranks of a j
 that came before it would be refused, and would only try again after most of a second.
 """
 
+import gc
 import io
 import multiprocessing
 import os
@@ -132,6 +133,7 @@ class RankPool:
 
 def _work(connection: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         try:
             job = connection.recv()
@@ -144,6 +146,9 @@ def _work(connection: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
+        # A model and the hooks on it hold one another, and with them the process groups, each of which has a thread that
+        # looks a hundred times a second whether there is something to do: of hundreds, a machine does nothing else.
+        gc.collect()
 
 
 def _run_job(

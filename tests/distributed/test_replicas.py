@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import training.loop
-from checkpoints.marker import whole_checkpoints
+from checkpoints.state.marker import whole_checkpoints
 from moe import ExpertMeshError
 from sharding import Topology, check_replicas, local_tensor, replicas
 from sharding.replicas import checksum, replicated_tensors

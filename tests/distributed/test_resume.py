@@ -19,7 +19,7 @@ import train_ep
 import training
 from benchmarks.chaos import is_complete
 from checkpoints.__main__ import main as checkpoints_main
-from checkpoints.marker import whole_checkpoints
+from checkpoints.state.marker import whole_checkpoints
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import attention_mask, random_samples
 from tests.distributed.test_checkpoints import read

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from checkpoints import load_model
-from checkpoints.marker import MARKER
 from checkpoints.opening import open_readable
+from checkpoints.state.marker import MARKER
 from checkpoints.tensors import as_tensor
 from sharding import Topology, materialize
 

@@ -15,7 +15,7 @@ import torch
 from checkpoints import find_checkpoint
 from checkpoints.checksums import seal
 from checkpoints.manifest import MANIFEST
-from checkpoints.marker import MARKER
+from checkpoints.state.marker import MARKER
 from tests.hostile.harness import Refused, Watch
 from tests.hostile.models import loaded, loaded_model, same_bits
 from tests.hostile.mutations import dumped

@@ -16,8 +16,8 @@ from checkpoints.__main__ import main
 from checkpoints.checksums import file_checksum, seal
 from checkpoints.inspection import describe, describe_model, read_heads
 from checkpoints.manifest import MANIFEST, check_all_bytes
-from checkpoints.marker import MARKER
 from checkpoints.opening import open_readable
+from checkpoints.state.marker import MARKER
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 from tests.hostile.harness import Refused, Watch, fuzz

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from checkpoints.marker import METADATA
 from checkpoints.paths import check_regular, named_file
+from checkpoints.state.marker import METADATA
 from moe import ExpertMeshError
 
 _TABLE = (

@@ -1,4 +1,4 @@
-"""checkpoint.json, which makes a training checkpoint whole (see `checkpoints.training_state`): what it says of the run,
+"""checkpoint.json, which makes a training checkpoint whole (see `checkpoints.state`): what it says of the run,
 and of the checkpoint's files."""
 
 import os

@@ -1,0 +1,70 @@
+"""Training checkpoints as sources of exports and comparisons, outside of any process group."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoints.manifest import exported_from
+from checkpoints.mapping import DiskTensor, Region
+from checkpoints.reader import Piece
+from checkpoints.source import Checkpoint, TensorInfo, open_source, well_formed
+from checkpoints.state.marker import MARKER, check_file, check_owner, read_marker
+from checkpoints.state.table import StateReader, load_state
+from checkpoints.tensors import DTYPE_CODES, as_array, torch_dtype
+from moe import ExpertMeshError
+from sharding import rows_of
+
+
+class TrainingReader:
+    """A `ParameterReader` of the model in a training checkpoint, outside of any process group: one parameter at a time
+    is held whole."""
+
+    def __init__(self, checkpoint: Checkpoint, path: Path):
+        self.checkpoint = checkpoint
+        self.path = path
+        self.parameter = self.dtype = ""
+        self.content = torch.empty(0)
+
+    def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
+        (tensor,) = (t for t in self.checkpoint.tensors if t.name == parameter)
+        if parameter != self.parameter:
+            self.dtype = self.checkpoint.infos[parameter].dtype
+            self.content = torch.empty(tensor.shape, dtype=torch_dtype(self.dtype))
+            state = {f"model.{parameter}": self.content}
+            load_state(state, self.path / "state", no_dist=True)
+            self.parameter = parameter
+        content = self.content.view(-1) if self.content.dim() == 0 else self.content
+        yield Piece(rows, as_array(content[rows.start : rows.stop]), self.dtype, tensor, self.path / "state")
+
+    def close(self) -> None:
+        self.parameter, self.content = "", torch.empty(0)
+
+
+def open_training(path: Path, any_owner: bool) -> Checkpoint:
+    """A training checkpoint as a source for exports and comparisons, every file checked.
+
+    Raises:
+        ExpertMeshError: it is damaged, not whole, or another user's.
+    """
+    marker = read_marker(path)
+    check_owner(path, any_owner)
+    for file, described in marker["files"].items():
+        check_file(path, file, described)
+    source = open_source(path / "model")
+    names = source.names
+    saved = StateReader(path / "state").read_metadata().state_dict_metadata
+    tensors, infos = [], {}
+    for name, shape in names.parameters.items():
+        entry: Any = saved.get(f"model.{name}")
+        if entry is None or tuple(entry.size) != shape:
+            raise ExpertMeshError(f"{path}: {name} is missing or of another shape than model/config.json asks for")
+        if entry.properties.dtype not in DTYPE_CODES:
+            raise ExpertMeshError(f"{path}: {name} has dtype {entry.properties.dtype}, which no checkpoint has")
+        tensors.append(DiskTensor(name, shape, (Region(name, range(rows_of(shape))),)))
+        infos[name] = TensorInfo("state", shape, DTYPE_CODES[entry.properties.dtype])
+    with well_formed(path / MARKER):
+        exported = exported_from(marker["exported"], names)
+    files = [path / name for name in marker["files"] if name.startswith("state/")]
+    return Checkpoint(source, tensors, [], infos, exported, files=files)

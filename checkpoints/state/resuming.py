@@ -1,0 +1,146 @@
+"""Goes on from training checkpoints, on any arrangement of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from checkpoints.files import write_errors
+from checkpoints.state.marker import check_file, check_owner, read_marker, whole_checkpoints
+from checkpoints.state.saving import BEST, Progress, checkpoint_name, sweep, training_state
+from checkpoints.state.table import StateReader, load_state
+from moe import ExpertMeshError
+from sharding import raise_together, saved_state, zeros_by_rows
+
+
+def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `--resume` means, checked to the last byte, and warnings. All ranks call it together.
+
+    Args:
+        resume: "auto" for the newest undamaged one in `directory`, if there is any; else the path of one.
+        any_owner: whether to read one that another user owns.
+
+    Raises:
+        ExpertMeshError: the one named is not whole or damaged; or all that "auto" could take are.
+    """
+    if resume != "auto":
+        problem = _check_together(Path(resume), any_owner)
+        if problem is not None:
+            raise ExpertMeshError(f"--resume {resume}: {problem}")
+        return Path(resume), []
+    names: list[Any] = [None]
+    with raise_together(), write_errors(directory):
+        if dist.get_rank() == 0 and directory.is_dir():
+            skipped = sweep(directory)
+            warnings = [f"{directory / name} is not whole and is skipped" for name in skipped]
+            names = [([str(path) for path in whole_checkpoints(directory)], warnings)]
+        elif dist.get_rank() == 0:
+            names = [([], [])]
+    dist.broadcast_object_list(names, src=0)
+    candidates, warnings = names[0]
+    for candidate in map(Path, candidates):
+        problem = _check_together(candidate, any_owner)
+        if problem is None:
+            return candidate, warnings
+        warnings.append(f"{problem}; it is skipped for the one before it")
+    if candidates:
+        raise ExpertMeshError("--resume auto: no checkpoint is whole: " + "; ".join(warnings))
+    return None, warnings
+
+
+def _check_together(path: Path, any_owner: bool) -> str | None:
+    """What is wrong with a checkpoint; its files are shared out among the ranks to be read."""
+    try:
+        with raise_together():
+            marker = read_marker(path)
+            check_owner(path, any_owner)
+            names = sorted(marker["files"])
+            for name in names[dist.get_rank() :: dist.get_world_size()]:
+                check_file(path, name, marker["files"][name])
+    except ExpertMeshError as error:
+        return str(error)
+    return None
+
+
+def load_training_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Fill a sharded model and its optimizer from a checkpoint that `find_checkpoint` has checked, on any arrangement
+    of ranks. The random state is taken over where as many ranks saved it; else each rank seeds its own.
+
+    Raises:
+        ExpertMeshError: the checkpoint is of another model or optimizer.
+    """
+    marker = read_marker(path)
+    saved: dict[str, Any] = StateReader(path / "state").read_metadata().state_dict_metadata
+    state = _state_to_fill(path, saved, model, optimizer)
+    own_rng = f"rng.{dist.get_rank()}."
+    if marker["world_size"] == dist.get_world_size():
+        state.update(
+            {name: torch.empty(saved[name].size, dtype=torch.uint8) for name in saved if name.startswith(own_rng)}
+        )
+    load_state(state, path / "state")
+    fields = ("step", "tokens", "scheduler", "order", "settings")
+    progress = Progress(**{key: marker[key] for key in fields}, best=marker.get("best", {}))
+    if own_rng + "cpu" in state:
+        torch.set_rng_state(state[own_rng + "cpu"])
+        if own_rng + "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state[own_rng + "cuda"])
+    else:
+        torch.manual_seed(hash((progress.settings["seed"], progress.step, dist.get_rank())) % 2**62)
+    return progress
+
+
+def load_best_model(directory: Path, model: nn.Module, step: int, any_owner: bool) -> Path | None:
+    """Fill a sharded model with the weights of the best checkpoint in `directory`. All ranks call it together.
+
+    Args:
+        step: that it must be of.
+        any_owner: whether to read one that another user owns.
+
+    Returns:
+        The checkpoint's path; None if there is none of that step, because it could not be saved.
+
+    Raises:
+        ExpertMeshError: on all ranks, when it is damaged.
+    """
+    link = directory / BEST
+    there = [link.exists() and link.resolve().name == checkpoint_name(step)]
+    dist.broadcast_object_list(there, src=0)
+    if not there[0]:
+        return None
+    problem = _check_together(link, any_owner)
+    if problem is not None:
+        raise ExpertMeshError(f"--load-best-model-at-end: {link}: {problem}")
+    state = {f"model.{name}": part.tensor.detach() for name, part in saved_state(model).items()}
+    load_state(state, link / "state")
+    return link.resolve()
+
+
+def _state_to_fill(
+    path: Path, saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """The model's own tensors, and an optimizer state made anew with the names and shapes that the checkpoint has."""
+    parts = saved_state(model)
+    expected = {f"model.{name}" for name in parts}
+    found = {name for name in saved if name.startswith("model.")}
+    if expected != found:
+        name = min(expected ^ found)
+        raise ExpertMeshError(f"{path}: is of another model: {name} is {'missing' if name in expected else 'surplus'}")
+    for name, entry in saved.items():
+        if not name.startswith("optimizer."):
+            continue
+        owner, _, key = name.removeprefix("optimizer.").rpartition(".")
+        parameter = parts[owner].tensor
+        if entry.size and entry.size[0] == parameter.shape[0]:
+            value = zeros_by_rows(parameter, entry.size[1:], entry.properties.dtype)
+        else:
+            value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
+        optimizer.state[parameter][key] = value
+    for name, part in parts.items():
+        if tuple(saved[f"model.{name}"].size) != part.shape:
+            raise ExpertMeshError(
+                f"{path}: is of another model: {name} has shape {list(saved[f'model.{name}'].size)} there, "
+                f"{list(part.shape)} here"
+            )
+    return training_state(model, optimizer)
