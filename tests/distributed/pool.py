@@ -146,7 +146,7 @@ def _work(connection: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
-        # A model and the hooks on it hold one another, and with them the process groups, each of which has a thread that
+        # A model and the hooks on it hold one another, and with them process groups, each of which has a thread that
         # looks a hundred times a second whether there is something to do: of hundreds, a machine does nothing else.
         gc.collect()
 
