@@ -35,6 +35,9 @@ def modules_of(package: ModuleType) -> list[str]:
 
 
 MAX_RANKS = 8
+MOST_THREADS = 40
+"""Of a worker, between jobs. Every process group has a thread that looks a hundred times a second whether there is
+something to do; what some tests leave behind holds theirs, and with hundreds of them a machine does nothing else."""
 PRELOAD = [
     "accelerate",
     "datasets",
@@ -83,6 +86,8 @@ class RankPool:
         Raises:
             RankFailure: with the traceback of the first rank that failed.
         """
+        if any(_num_threads(process.pid) > MOST_THREADS for process, _ in self.workers):
+            self.close()
         self._grow(world_size)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
@@ -131,6 +136,13 @@ class RankPool:
         self.workers = []
 
 
+def _num_threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:  # it has ended, or this is no Linux
+        return 0
+
+
 def _work(connection: Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()
@@ -146,8 +158,7 @@ def _work(connection: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
-        # A model and the hooks on it hold one another, and with them process groups, each of which has a thread that
-        # looks a hundred times a second whether there is something to do: of hundreds, a machine does nothing else.
+        # a model and the hooks on it hold one another, and with them process groups
         gc.collect()
 
 
