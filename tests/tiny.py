@@ -9,6 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from moe import KERNELS, DroplessExperts, ExpertParameter, dropless_experts, take_logits
+from sharding import materialize
 
 
 def tiny_config(**changes: Any) -> MixtralConfig:
@@ -57,11 +58,7 @@ def our_rows(parameter: ExpertParameter, theirs: torch.Tensor) -> torch.Tensor:
 
 def in_memory(model: Any) -> Any:
     """`model`, from `moe.build_model`, with uninitialised parameters on the CPU."""
-    buffers = dict(model.named_buffers())
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    for name, buffer in buffers.items():
-        model.get_buffer(name).copy_(buffer)
+    materialize(model, torch.device("cpu"))
     return model
 
 

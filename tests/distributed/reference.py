@@ -14,7 +14,7 @@ from checkpoints import open_source, shard_and_load
 from moe import KERNELS, build_model, use_kernel
 from sharding import Checkpointing, Topology, build_mesh, parameters_of, set_parameter_dtype
 from tests.families.configs import tiny_model
-from tests.tiny import tiny_mixtral
+from tests.tiny import our_rows, tiny_mixtral
 from training import TrainConfig, attach_loss_head, compile_layers
 from training.data import Batch, DataOrder, Sample, collate
 from training.optimizer import build_optimizer
@@ -208,11 +208,9 @@ def in_our_layout(model: Any, what: str) -> dict[str, Tensor]:
             if tensor is not None:
                 figures[name] = tensor
             continue
-        place, width = part.expert.place, part.expert.rows_an_expert
-        tensor = _of(theirs[f"{name.rpartition('.mlp.')[0]}.{place.tensor}"], what)
+        tensor = _of(theirs[f"{name.rpartition('.mlp.')[0]}.{part.expert.place.tensor}"], what)
         if tensor is not None:
-            rows = tensor.movedim(place.dim, 1)[:, place.first :: place.step][:, :width]
-            figures[name] = rows.reshape(part.shape)
+            figures[name] = our_rows(part.expert, tensor)
     return figures
 
 
