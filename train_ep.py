@@ -120,7 +120,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         reshard_after_forward=config.reshard_after_forward,
     )
     if checkpoint.left_out:
-        log.line(training.left_out(checkpoint.left_out))
+        log.line(training.left_out(checkpoint))
     torch.manual_seed(config.seed + ranks.rank)
     saver = make_saver(config, output_dir, checkpoint, inputs, ranks)
     # an error is told before the log is closed, which may wait for a tracker

@@ -12,6 +12,7 @@ from checkpoints.manifest import MANIFEST, read_manifest
 from checkpoints.opening import Readable, is_shards
 from checkpoints.source import TensorInfo, open_source, read_header, read_headers
 from checkpoints.state.marker import MARKER, read_marker
+from moe import active_parameters
 from sharding.topology import divisors
 
 
@@ -76,12 +77,11 @@ def describe_model(readable: Readable) -> Iterator[str]:
     total = sum(prod(shape) for name, shape in names.parameters.items() if name not in names.buffers)
     experts = sum(prod(names.parameters[name]) for name in names.experts)
     yield f"parameters  {total:,}, of them {experts:,} in experts"
-    yield f"active      {total - experts + experts * top_k // num_experts:,} for a token"
+    yield f"active      {active_parameters(total, experts, names.shape):,} for a token"
     held = ", ".join(f"{total // n:,} at ep {n}" for n in divisors(num_experts))
     yield f"on a rank   {held} (as many ranks as ep, all else sharded over them)"
     if checkpoint.left_out:
-        some = ", ".join(checkpoint.left_out[:3]) + (", ..." if len(checkpoint.left_out) > 3 else "")
-        yield f"left out    {len(checkpoint.left_out):,} tensors that no trained layer has: {some}"
+        yield f"left out    {len(checkpoint.left_out):,} tensors that no trained layer has: {checkpoint.some_left_out}"
     if checkpoint.problems:
         yield "whole       no:"
         yield from (f"  {problem}" for problem in checkpoint.problems)

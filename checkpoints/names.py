@@ -10,12 +10,13 @@ Shape suffixes: E experts.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from checkpoints.mapping import DiskTensor, Region
 from moe import DroplessExperts, decoder_layers, moe_layers, moe_shape
 from moe.experts import ExpertParameter
-from sharding import saved_state, state_of
+from sharding import StateTensor, rows_of, saved_state, state_of
 
 Shape = tuple[int, ...]
 Parameters = dict[str, Shape]
@@ -84,7 +85,7 @@ class Names:
         self.buffers = {name for name, part in state.items() if not part.is_parameter}
         self.shape = moe_shape(model)
         self.num_moe_layers = len(moe_layers(model))
-        self._targets = self._all_targets()
+        self._targets = self._all_targets(state)
         self._aliases = {
             alias: names[0] for names in _shared(model).values() for alias in names[1:] if names[0] in self._targets
         }
@@ -92,23 +93,21 @@ class Names:
         self._ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         self._beyond = _layers_beyond(model)
 
-    def _all_targets(self) -> dict[str, _Target]:
+    def _all_targets(self, state: Mapping[str, StateTensor]) -> dict[str, _Target]:
         targets: dict[str, _Target] = {}
         layers = {path: module for path, module in self.model.named_modules() if isinstance(module, DroplessExperts)}
-        for name, shape in self.parameters.items():
-            owner, _, own_name = name.rpartition(".")
-            path = owner.removesuffix(".mlp")
-            if name not in self.experts:
-                targets[name] = _Target(shape, ((name, None),), len(targets))
+        for name, part in state.items():
+            if part.expert is None:
+                targets[name] = _Target(part.shape, ((name, None),), len(targets))
                 continue
+            path = name.removesuffix(f".mlp.{part.expert.name}")
             layout = layers[path].mlp.layout
-            part = next(part for part in layout.parameters if part.name == own_name)
-            target = f"{path}.{part.place.tensor}"
+            target = f"{path}.{part.expert.place.tensor}"
             first = targets.get(f"{path}.{layout.parameters[0].place.tensor}")
-            parts = (*(targets[target].parts if target in targets else ()), (name, part))
+            parts = (*(targets[target].parts if target in targets else ()), (name, part.expert))
             # in one place with the first: on disk the experts of a layer follow one another, not their matrices
             place = len(targets) if first is None else first.place
-            targets[target] = _Target(layout.tensors[part.place.tensor], parts, place)
+            targets[target] = _Target(layout.tensors[part.expert.place.tensor], parts, place)
         return targets
 
     def match(self, found: Mapping[str, Shape]) -> Matched:
@@ -161,7 +160,7 @@ class Names:
             elif self._is_left_out(name, target):
                 matched.left_out.append(name)
             else:
-                matched.problems[name] = f"tensor {name} has no place in this model; is config.json its own?"
+                matched.problems[name] = _no_place(name)
         for name, target in list(copies.items()):
             if target not in sources:  # the only one there is
                 sources[target] = {None: [name]}
@@ -232,9 +231,7 @@ class Names:
                         problems[name] = f"tensor {name} is missing"
                     break
 
-    def _missing_name(
-        self, target: str, wanted: _Target, by_source: dict[str | None, list[str]], any_converted: bool
-    ) -> str:
+    def _missing_name(self, target: str, wanted: _Target, by_source: _Sources, any_converted: bool) -> str:
         """What a tensor that is not there would be called."""
         for pattern, names in by_source.items():
             if pattern is not None and len(names) < wanted.shape[0]:
@@ -304,33 +301,31 @@ def _interpret(
                 f"tensor {first}: transformers makes {target} of it by {operation!r}, which this version cannot read"
             )
             return
-    patterns = list(converter.source_patterns)
+    by_place = [sources.get(pattern, []) for pattern in converter.source_patterns]
     if merges:
-        yield from _stacked(patterns, joined, wanted, sources, found, problems)
+        yield from _stacked(by_place, joined, wanted, found, problems)
     else:
         assert joined is not None, "a converter has an operation"
-        yield from _one_behind_the_other(patterns, joined, wanted, sources, found, problems)
+        yield from _one_behind_the_other(chain(*by_place), joined, wanted, found, problems)
 
 
 def _stacked(
-    patterns: Sequence[str],
+    by_place: Sequence[list[str]],
     joined: int | None,
     wanted: _Target,
-    sources: dict[str, list[str]],
     found: Mapping[str, Shape],
     problems: dict[str, str],
 ) -> Iterator[_Piece]:
-    """A tensor an expert; those of several patterns, gate and up, are of one size, and joined along a dim."""
+    """A tensor an expert; those of several places, gate and up, are of one size, and joined along a dim."""
     box = list(wanted.shape[1:])
     if joined is not None:
-        box[joined - 1] //= len(patterns)
-    for place, pattern in enumerate(patterns):
-        names = sources.get(pattern, [])
+        box[joined - 1] //= len(by_place)
+    for place, names in enumerate(by_place):
         for number, name in zip(_numbers(names) or range(len(names)), names, strict=True):
             if found[name] != tuple(box):
                 problems[name] = _misshapen(name, found[name], tuple(box))
             elif number >= wanted.shape[0]:
-                problems[name] = f"tensor {name} has no place in this model; is config.json its own?"
+                problems[name] = _no_place(name)
             else:
                 at = [number] + [0] * len(box)
                 if joined is not None:
@@ -339,16 +334,11 @@ def _stacked(
 
 
 def _one_behind_the_other(
-    patterns: Sequence[str],
-    joined: int,
-    wanted: _Target,
-    sources: dict[str, list[str]],
-    found: Mapping[str, Shape],
-    problems: dict[str, str],
+    names: Iterable[str], joined: int, wanted: _Target, found: Mapping[str, Shape], problems: dict[str, str]
 ) -> Iterator[_Piece]:
     """Tensors of any length, joined along a dim."""
     start = 0
-    for name in (name for pattern in patterns for name in sources.get(pattern, [])):
+    for name in names:
         shape, at = list(wanted.shape), [0] * len(wanted.shape)
         if len(found[name]) == len(shape):
             shape[joined], at[joined] = found[name][joined], start
@@ -417,7 +407,7 @@ def _gaps(runs: Iterable[range], shape: Shape) -> tuple[bool, bool]:
         missing |= run.start > end
         repeated |= run.start < end
         end = max(end, run.stop)
-    return missing or end < (shape[0] if shape else 1), repeated
+    return missing or end < rows_of(shape), repeated
 
 
 def _numbers(names: list[str]) -> list[int] | None:
@@ -438,6 +428,10 @@ def _absent(names: list[str], count: int) -> str | None:
     first, second = (list(re.finditer(r"\d+", name)) for name in names[:2])
     varying = next(a for a, b in zip(first, second, strict=True) if a.group() != b.group())
     return f"{names[0][: varying.start()]}{absent}{names[0][varying.end() :]}"
+
+
+def _no_place(name: str) -> str:
+    return f"tensor {name} has no place in this model; is config.json its own?"
 
 
 def _misshapen(name: str, found: Shape, expected: Shape) -> str:

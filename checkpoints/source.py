@@ -127,6 +127,11 @@ class Checkpoint:
     files: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def some_left_out(self) -> str:
+        """The first few of `left_out`, for a message."""
+        return ", ".join(self.left_out[:3]) + (", ..." if len(self.left_out) > 3 else "")
+
 
 def resolve_model(model: str, flag: str = "--model") -> Path:
     """The directory of `model`: itself, or the local copy of a hub id, downloaded if need be.

@@ -28,7 +28,7 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     filled already, on the CPU; the others lie there too.
 
     Args:
-        attn_implementation: as transformers has it; "auto" is sdpa, or eager for a class that has no sdpa.
+        attn_implementation: as transformers has it, or "auto" (see `settled_attention`).
 
     Raises:
         ExpertMeshError: transformers has no causal language model for this config or cannot build it, or it has no
@@ -61,8 +61,7 @@ def _build(config: Any, attn_implementation: str) -> Any:
     if getattr(text_config, "output_router_logits", False):
         text_config.output_router_logits = False
     with torch.device("meta"):
-        if attn_implementation == "auto":
-            attn_implementation = "sdpa" if model_class(config)._supports_sdpa else "eager"
+        attn_implementation = settled_attention(config, attn_implementation)
         try:
             return AutoModelForCausalLM.from_config(
                 config, attn_implementation=attn_implementation, dtype=torch.float32, trust_remote_code=False
@@ -94,6 +93,13 @@ def model_class(config: Any) -> Any:
         raise ExpertMeshError(
             f"transformers has no causal language model of type {config.model_type}: it cannot be trained here"
         ) from error
+
+
+def settled_attention(config: Any, attn_implementation: str) -> str:
+    """What "auto" stands for: sdpa, or eager for a class that has no sdpa; any other name is itself."""
+    if attn_implementation != "auto":
+        return attn_implementation
+    return "sdpa" if model_class(config)._supports_sdpa else "eager"
 
 
 def _make_constants_buffers(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
-from moe import ExpertMeshError, model_class
+from moe import ExpertMeshError, settled_attention
 from training.data import Batch
 
 PACKED = "expertmesh_packed"
@@ -44,8 +44,7 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
             f"--attn-implementation {attn_implementation}: does not keep packed samples apart; with --packing use "
             "sdpa, which on a GPU in bf16 runs a flash-attention kernel sample by sample"
         )
-    if attn_implementation == "auto":
-        attn_implementation = "sdpa" if model_class(config)._supports_sdpa else "eager"
+    attn_implementation = settled_attention(config, attn_implementation)
     if not packing:
         return attn_implementation
     text_config = config.get_text_config()

@@ -1,9 +1,8 @@
 """What is about to run, in a few lines."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from checkpoints import ModelSource
+from checkpoints import Checkpoint, ModelSource
 from moe import KernelChoice, ParameterCounts, moe_shape
 from sharding import Topology
 from training.attention import PACKED
@@ -41,10 +40,12 @@ def first_lines(
     return "\n".join(lines)
 
 
-def left_out(names: Sequence[str]) -> str:
+def left_out(checkpoint: Checkpoint) -> str:
     """What of the checkpoint is not trained, and will not be in the export."""
-    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"left out: {len(names)} tensors that no trained layer has, and the export will not have either: {some}"
+    return (
+        f"left out: {len(checkpoint.left_out)} tensors that no trained layer has, and the export will not have either: "
+        f"{checkpoint.some_left_out}"
+    )
 
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:
