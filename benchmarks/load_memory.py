@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from checkpoints import export_model, open_source, shard_and_load
+from checkpoints.output import INDEX_NAME
 from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import (
@@ -34,6 +36,7 @@ from sharding import (
 )
 
 MB = 10**6
+_BLOCK = 128
 
 
 @ends_with_reader
@@ -42,14 +45,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--ep-size", type=int, default=4)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="least size of the checkpoint, 10^9 bytes")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "fp8"], default="float32")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
         return measure(arguments.worker, arguments.ep_size)
     with tempfile.TemporaryDirectory() as directory:
-        size = make_checkpoint(Path(directory) / "model", arguments.gigabytes, getattr(torch, arguments.dtype))
+        size = make_checkpoint(Path(directory) / "model", arguments.gigabytes, arguments.dtype)
         print(
             f"checkpoint: {size / 1e9:.2f} GB {arguments.dtype}, parameters held in float32; "
             f"{arguments.ranks} ranks, ep {arguments.ep_size}; one run"
@@ -62,8 +65,12 @@ def main() -> int:
     return 0 if all(f["within_bound"] for f in figures) else 1
 
 
-def make_checkpoint(path: Path, gigabytes: float, dtype: torch.dtype) -> int:
-    """Save a random Mixtral of at least that many 10^9 bytes, one layer more at a time; its size in bytes."""
+def make_checkpoint(path: Path, gigabytes: float, dtype: str) -> int:
+    """Save a random Mixtral of at least that many 10^9 bytes, one layer more at a time; its size in bytes.
+
+    Args:
+        dtype: float32, bfloat16, or fp8: the matrices of the layers in float8_e4m3, with a scale a block of 128 x 128.
+    """
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes: dict[str, Any] = dict(
@@ -76,11 +83,37 @@ def make_checkpoint(path: Path, gigabytes: float, dtype: torch.dtype) -> int:
     )
     with torch.device("meta"):
         one, two = (MixtralForCausalLM(MixtralConfig(num_hidden_layers=n, **sizes)).num_parameters() for n in (1, 2))
-    layers = max(1, -(-int(gigabytes * 10**9 / dtype.itemsize - one) // (two - one)) + 1)
+    itemsize = {"float32": 4, "bfloat16": 2, "fp8": 1}[dtype]
+    layers = max(1, -(-int(gigabytes * 10**9 / itemsize - one) // (two - one)) + 1)
     model: Any = MixtralForCausalLM(MixtralConfig(num_hidden_layers=layers, **sizes))
-    model.to(dtype)
+    model.to(torch.bfloat16 if dtype == "fp8" else getattr(torch, dtype))
     model.save_pretrained(path, max_shard_size="500MB")
+    if dtype == "fp8":
+        for file in path.glob("*.safetensors"):
+            _encode(file)
+        _index(path)
+        config = json.loads((path / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
+        (path / "config.json").write_text(json.dumps(config))
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _encode(file: Path) -> None:
+    """Rewrite a file with its layers' matrices in FP8."""
+    tensors = load_file(file)
+    for name, weight_OI in list(tensors.items()):
+        if ".layers." in name and weight_OI.dim() == 2 and not any(size % _BLOCK for size in weight_OI.shape):
+            blocks = weight_OI.float().unflatten(0, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
+            scales = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+            codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+            tensors[name], tensors[f"{name}_scale_inv"] = codes.reshape(weight_OI.shape), scales
+    save_file(tensors, file, {"format": "pt"})
+
+
+def _index(path: Path) -> None:
+    """Write the index of a directory's files."""
+    weight_map = {name: file.name for file in path.glob("*.safetensors") for name in load_file(file)}
+    (path / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def start_ranks(directory: Path, ranks: int, ep_size: int) -> list[dict[str, Any]]:

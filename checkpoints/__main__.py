@@ -48,7 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     to_shards.add_argument("source", help="directory, or hub id")
     to_shards.add_argument("out", type=Path)
     to_shards.add_argument("--ep-size", type=int, required=True, help="ranks that share out the experts")
-    to_shards.add_argument("--dtype", choices=list(DTYPES), help="of every parameter; default: as they are")
+    to_shards.add_argument(
+        "--dtype", choices=list(DTYPES), help="of every parameter; default: as they are, encoded ones too"
+    )
 
     to_hf = commands.add_parser(
         "export", parents=[how, trust], help="EP shards or training checkpoint to Hugging Face form"
@@ -61,7 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("a", type=Path)
     verify.add_argument("b", type=Path)
-    verify.add_argument("--rtol", type=float, help="allow values this far apart, relatively; default: same bits")
+    verify.add_argument(
+        "--rtol",
+        type=float,
+        help="allow values this far apart, relatively, in encoded tensors to the row's largest; default: same bits",
+    )
 
     inspect = commands.add_parser(
         "inspect", parents=[trust], help="what a checkpoint is; with --check, whether it is whole"
@@ -98,7 +104,13 @@ def _convert(arguments: argparse.Namespace) -> int:
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
     source, how = resolve_model(arguments.source, "convert"), _how(arguments)
     read_ahead(source, READ_AHEAD)
-    convert(source, arguments.out, arguments.ep_size, dtype, how)
+    widened = convert(source, arguments.out, arguments.ep_size, dtype, how)
+    if widened:
+        print(
+            folded(
+                f"widened to bfloat16, as a block of scales of theirs reaches into two experts: {', '.join(widened)}"
+            )
+        )
     return 0
 
 

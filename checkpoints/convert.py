@@ -13,7 +13,7 @@ from checkpoints.files import copy_side_files, write_errors
 from checkpoints.manifest import MANIFEST, FileSum, check_all_bytes, make_manifest, shard_files
 from checkpoints.opening import Readable, open_readable, parameter_dtypes
 from checkpoints.output import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
-from checkpoints.reader import SafetensorsReader
+from checkpoints.reader import SafetensorsReader, kept_encodings
 from checkpoints.relayout import FileRecord, forget_progress, traces, write_files
 from checkpoints.source import Checkpoint
 from moe import ExpertMeshError
@@ -33,11 +33,15 @@ class HowToWrite:
     show_progress: bool = False
 
 
-def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: HowToWrite) -> None:
+def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: HowToWrite) -> list[str]:
     """Write EP shards of a Hugging Face directory, or of other EP shards.
 
     Args:
-        dtype: of every parameter, by its code (see `checkpoints.dtypes`); None leaves each as it is.
+        dtype: of every parameter, by its code (see `checkpoints.dtypes`); None leaves each as it is, encoded ones too,
+            where their blocks do not reach from one expert to the next.
+
+    Returns:
+        The names of parameters that had to be widened, though `dtype` did not ask for it.
 
     Raises:
         ExpertMeshError: the source is damaged, ep_size does not divide its experts, or `out` is not to be had.
@@ -58,7 +62,8 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
         OutputTensor(o.tensor, o.dtype if dtype is None else dtypes[o.tensor.regions[0].parameter])
         for o in checkpoint.exported
     ]
-    files = shard_files(names, dtypes, ep_size, how.max_shard_size)
+    encodings = kept_encodings(checkpoint, names) if dtype is None else {}
+    files = shard_files(names, dtypes, encodings, ep_size, how.max_shard_size)
 
     _prepare(source_path, out, MANIFEST, how.overwrite)
     records = _write(files, out, readable, how)
@@ -71,6 +76,8 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
         row_sums = {name: value for r in records for name, value in r.row_sums.items()}
         manifest = make_manifest(source, names, ep_size, files, sums, row_sums, exported, origin=source_path.name)
         _finish(out, MANIFEST, json.dumps(manifest, indent=1))
+    encoded = {t.regions[0].parameter for t in checkpoint.tensors if checkpoint.infos[t.name].encoding is not None}
+    return [] if dtype is not None else sorted(encoded - encodings.keys())
 
 
 def export_offline(source_path: Path, out: Path, how: HowToWrite, any_owner: bool = False) -> None:

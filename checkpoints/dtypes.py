@@ -14,10 +14,14 @@ FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """What parameters are stored in, as torch calls it."""
 DTYPE_NAMES = {**FLOATS, "F64": "float64", "I64": "int64", "I32": "int32", "BOOL": "bool"}
 """And buffers."""
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I64": 8, "I32": 4, "BOOL": 1}
+CODE_NAMES = {
+    "F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0", "U8": "uint8", "I8": "int8",
+}  # fmt: skip
+"""And codes and their scales (see `checkpoints.encodings`), a byte each."""
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I64": 8, "I32": 4, "BOOL": 1, **dict.fromkeys(CODE_NAMES, 1)}
 ARRAY_TYPES: dict[str, Any] = {
     "F32": np.float32, "BF16": np.uint16, "F16": np.float16,
-    "F64": np.float64, "I64": np.int64, "I32": np.int32, "BOOL": np.bool_,
+    "F64": np.float64, "I64": np.int64, "I32": np.int32, "BOOL": np.bool_, **dict.fromkeys(CODE_NAMES, np.uint8),
 }  # fmt: skip
 _BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _STRIP = 32

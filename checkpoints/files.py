@@ -1,6 +1,7 @@
 """Files beside the weights, directories that appear whole or not at all, and clear errors when writing fails."""
 
 import glob
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -8,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from checkpoints.encodings import quantization_of, without_quantization
 from moe import ExpertMeshError
 from moe.whole import PARTIAL
 
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG = "config.json"
+CONFIG_FILES = (CONFIG, "generation_config.json")
 # every name under which transformers' tokenizers save themselves or their chat template
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,10 +33,14 @@ TOKENIZER_FILES = (
 
 
 def copy_side_files(source: Path, out: Path, tokenizer: Any = None) -> None:
-    """Copy config, generation config and tokenizer as they are; or save `tokenizer` in place of the last."""
+    """Copy config, generation config and tokenizer as they are; or save `tokenizer` in place of the last. A config that
+    says that tensors are stored in fewer bits no longer does."""
     for name in CONFIG_FILES + (TOKENIZER_FILES if tokenizer is None else ()):
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
+    config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+    if quantization_of(config) is not None:
+        (out / CONFIG).write_text(json.dumps(without_quantization(config), indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
 

@@ -7,21 +7,31 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from checkpoints.dtypes import DTYPE_NAMES
-from checkpoints.manifest import MANIFEST, read_manifest
+from checkpoints.dtypes import CODE_NAMES, DTYPE_NAMES
+from checkpoints.encodings import TensorInfo, decoded
+from checkpoints.manifest import MANIFEST, listed_tensors, read_manifest
 from checkpoints.opening import Readable, is_shards
-from checkpoints.source import TensorInfo, open_source, read_header, read_headers
+from checkpoints.source import open_source, read_header, read_headers
 from checkpoints.state.marker import MARKER, read_marker
 from moe import active_parameters
 from sharding.topology import divisors
 
+_NAMES = {**DTYPE_NAMES, **CODE_NAMES}
+
 
 @dataclass(frozen=True)
 class Heads:
-    """What the heads of a checkpoint's files say: tensors by name, and the family that config.json names."""
+    """What the heads of a checkpoint's files say.
+
+    Attributes:
+        model_type: the family that config.json names.
+        stored: tensors as files have them, by name.
+        known: tensors that they make up, which differ from these where numbers are encoded.
+    """
 
     model_type: str
-    infos: dict[str, TensorInfo]
+    stored: dict[str, TensorInfo]
+    known: dict[str, TensorInfo]
     files: list[Path]
 
 
@@ -42,30 +52,36 @@ def read_heads(path: Path) -> Heads:
             if name.startswith("model.")
         }
         files = [path / name for name in read_marker(path)["files"] if name.startswith("state/")]
-        return Heads(open_source(path / "model").model_type, infos, files)
-    model_type = open_source(path).model_type
+        return Heads(open_source(path / "model").model_type, infos, infos, files)
+    source = open_source(path)
     if is_shards(path):
-        names = [path / name for name in read_manifest(path)["files"] if name.endswith(".safetensors")]
-        infos = {name: info for file in names for name, info in read_header(file).items()}
-        return Heads(model_type, infos, names)
+        manifest = read_manifest(path)
+        files = [path / name for name in manifest["files"] if name.endswith(".safetensors")]
+        infos = {name: info for file in files for name, info in read_header(file).items()}
+        return Heads(source.model_type, infos, listed_tensors(manifest, path), files)
     infos = read_headers(path)
-    return Heads(model_type, infos, sorted({path / info.file for info in infos.values()}))
+    # which way the experts' matrices lie makes no difference here
+    known = decoded(infos, source.quantization, transposed=False).infos
+    return Heads(source.model_type, infos, known, sorted({path / info.file for info in infos.values()}))
 
 
 def describe(path: Path, heads: Heads, list_tensors: bool) -> Iterator[str]:
-    """Lines: form, family, numbers in all and in experts, tensors, dtypes, files."""
-    sizes = {name: prod(info.shape) for name, info in heads.infos.items()}
+    """Lines: form, family, numbers in all and in experts, tensors, dtypes, encodings, files."""
+    sizes = {name: prod(info.shape) for name, info in heads.known.items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    dtypes = Counter(DTYPE_NAMES[info.dtype] for info in heads.infos.values())
+    dtypes = Counter(_NAMES[info.dtype] for info in heads.stored.values())
+    encodings = Counter(str(info.encoding) for info in heads.known.values() if info.encoding is not None)
     yield f"path        {path}"
     yield f"form        {_form(path)}"
     yield f"family      {heads.model_type}"
     yield f"numbers     {sum(sizes.values()):,}, of them {experts:,} in tensors of experts"
-    yield f"tensors     {len(heads.infos):,}: " + ", ".join(f"{n:,} {dtype}" for dtype, n in dtypes.items())
+    yield f"tensors     {len(heads.stored):,}: " + ", ".join(f"{n:,} {dtype}" for dtype, n in dtypes.items())
+    for encoding, count in encodings.items():
+        yield f"encoded     {count:,} as {encoding}"
     yield f"files       {len(heads.files):,}, {sum(file.stat().st_size for file in heads.files) / 1e9:,.2f} GB"
     if list_tensors:
-        for name, info in heads.infos.items():
-            yield f"  {info.file}  {name}  {list(info.shape)}  {DTYPE_NAMES[info.dtype]}"
+        for name, info in heads.stored.items():
+            yield f"  {info.file}  {name}  {list(info.shape)}  {_NAMES[info.dtype]}"
 
 
 def describe_model(readable: Readable) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """EP shards: a checkpoint in the layer's own layout, so that a rank reads its own files only.
 
-    ep-00000-of-00008.safetensors   every layer's w1, v1, w2 of the experts of one ep rank
+    ep-00000-of-00008.safetensors   every layer's w1, v1, w2 of the experts of one ep rank; of encoded ones, the codes,
+                                    and their scales as NAME.scales
     dense-00001-of-0000N.safetensors   everything else
     manifest.json   what stands where, checksums, and how the tensors are called in Hugging Face form
     config.json, tokenizer files   as the source had them
@@ -11,21 +12,21 @@ The manifest is written last: a directory without one is not whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import xxhash
 
 from checkpoints.checksums import check_seal, file_checksum, seal
-from checkpoints.dtypes import DTYPE_BYTES
+from checkpoints.dtypes import DTYPE_NAMES
+from checkpoints.encodings import SCALE_DTYPES, WIDE, Codes, Encoding, Scales, TensorInfo, is_stored
 from checkpoints.mapping import DiskTensor, Region
 from checkpoints.output import OutputFile, OutputTensor, plan_files
 from checkpoints.paths import named_file
 from checkpoints.source import (
     Checkpoint,
     ModelSource,
-    TensorInfo,
     check_fields,
     read_header,
     read_json,
@@ -42,8 +43,15 @@ FORMAT = "expertmesh-ep-shards"
 VERSION = 2
 
 
-def shard_files(names: Names, dtypes: dict[str, str], ep_size: int, max_shard_size: int) -> list[OutputFile]:
-    """The files of a model's EP shards: one an ep rank, and as many dense ones as the size asks for."""
+SCALES = ".scales"
+"""What the name of an encoded tensor's scales ends with."""
+
+
+def shard_files(
+    names: Names, dtypes: dict[str, str], encodings: dict[str, Encoding], ep_size: int, max_shard_size: int
+) -> list[OutputFile]:
+    """The files of a model's EP shards: one an ep rank, and as many dense ones as the size asks for. `encodings` are of
+    the parameters that stay encoded."""
     files = []
     for rank in range(ep_size):
         outputs = []
@@ -53,14 +61,27 @@ def shard_files(names: Names, dtypes: dict[str, str], ep_size: int, max_shard_si
             rows = range(rank * block, (rank + 1) * block)
             first, last = (n // width for n in (rows.start, rows.stop - 1))
             tensor = DiskTensor(f"{name}.{first}-{last}", (len(rows), *row), (Region(name, rows),))
-            outputs.append(OutputTensor(tensor, dtypes[name]))
+            outputs += _outputs(tensor, dtypes[name], encodings.get(name))
         files.append(OutputFile(f"ep-{rank:05d}-of-{ep_size:05d}.safetensors", outputs))
-    dense = [
-        OutputTensor(DiskTensor(name, shape, (Region(name, range(rows_of(shape))),)), dtypes[name])
-        for name, shape in names.parameters.items()
-        if name not in names.experts
-    ]
+    dense = []
+    for name, shape in names.parameters.items():
+        if name not in names.experts:
+            tensor = DiskTensor(name, shape, (Region(name, range(rows_of(shape))),))
+            dense += _outputs(tensor, dtypes[name], encodings.get(name))
     return files + plan_files(dense, max_shard_size, "dense")
+
+
+def _outputs(tensor: DiskTensor, dtype: str, encoding: Encoding | None) -> list[OutputTensor]:
+    """A tensor's own output; or its codes' and its scales'."""
+    if encoding is None:
+        return [OutputTensor(tensor, dtype)]
+    rows, columns = tensor.shape
+    codes = replace(tensor, shape=(rows, columns // encoding.codes_a_byte))
+    scales = replace(tensor, name=tensor.name + SCALES, shape=encoding.num_scales((rows, columns)))
+    return [
+        OutputTensor(codes, encoding.stored_dtype, encoding, "codes"),
+        OutputTensor(scales, encoding.scale_dtype, encoding, "scales"),
+    ]
 
 
 @dataclass(frozen=True)
@@ -87,6 +108,8 @@ def make_manifest(
     for file in files:
         for output in file.tensors:
             (region,) = output.tensor.regions
+            if output.part == "scales":
+                continue
             width = names.experts.get(region.parameter)
             tensors.append(
                 {
@@ -94,8 +117,9 @@ def make_manifest(
                     "parameter": region.parameter,
                     "rows": [region.rows.start, region.rows.stop],
                     "experts": [region.rows.start // width, region.rows.stop // width] if width else None,
-                    "shape": list(output.tensor.shape),
-                    "dtype": output.dtype,
+                    "shape": list(_wide_shape(output)),
+                    "dtype": output.dtype if output.encoding is None else WIDE,
+                    "encoding": _encoding_entry(output.encoding),
                     "file": file.name,
                     "row_sum": f"{row_sums[output.tensor.name]:016x}",
                 }
@@ -115,6 +139,49 @@ def make_manifest(
             "exported": export_table(exported),
         }
     )
+
+
+def _wide_shape(output: OutputTensor) -> tuple[int, ...]:
+    """Of the numbers that a tensor holds, or stands for."""
+    if output.encoding is None:
+        return output.tensor.shape
+    rows, columns = output.tensor.shape
+    return rows, columns * output.encoding.codes_a_byte
+
+
+def _encoding_entry(encoding: Encoding | None) -> dict[str, Any] | None:
+    if encoding is None:
+        return None
+    return {"codes": encoding.codes, "block": list(encoding.block), "scale_dtype": encoding.scale_dtype}
+
+
+def _encoding_of(entry: dict[str, Any]) -> Encoding | None:
+    """
+    Raises:
+        ValueError, LookupError, TypeError: it is none.
+    """
+    said = entry.get("encoding")
+    if said is None:
+        return None
+    rows, columns = said["block"]
+    if said["codes"] not in get_args(Codes) or said["scale_dtype"] not in SCALE_DTYPES or min(rows, columns) < 1:
+        raise ValueError(f"{entry['name']}: {said} is no encoding")
+    return Encoding(said["codes"], (int(rows), int(columns)), said["scale_dtype"])
+
+
+def listed_tensors(manifest: dict[str, Any], path: Path) -> dict[str, TensorInfo]:
+    """The tensors that a directory's manifest lists, by name.
+
+    Raises:
+        ExpertMeshError: it is not built as this version builds it.
+    """
+    with well_formed(path / MANIFEST):
+        return {
+            entry["name"]: TensorInfo(
+                entry["file"], tuple(entry["shape"]), entry["dtype"], encoding=_encoding_of(entry)
+            )
+            for entry in manifest["tensors"]
+        }
 
 
 _FIELDS = {"family": str, "source": str, "ep_size": int, "tensors": list, "files": dict, "exported": list}
@@ -151,18 +218,34 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
     manifest = read_manifest(source.path)
     tensors, infos, row_sums = [], {}, {}
     headers = _check_files(source.path, manifest["files"])
+    listed = listed_tensors(manifest, source.path)
+    if len(listed) != len(manifest["tensors"]):
+        raise ExpertMeshError(f"{source.path / MANIFEST}: lists a tensor twice")
     with well_formed(source.path / MANIFEST):
         for entry in manifest["tensors"]:
-            name, shape, file = entry["name"], tuple(entry["shape"]), entry["file"]
-            if headers[file].get(name) != TensorInfo(file, shape, entry["dtype"]) or name in infos:
+            name, file = entry["name"], entry["file"]
+            info = _placed(name, listed[name], headers[file])
+            if info is None:
                 raise ExpertMeshError(f"{source.path / file}: tensor {name} is not as {MANIFEST} has it")
-            tensors.append(DiskTensor(name, shape, (Region(entry["parameter"], range(*entry["rows"])),)))
-            infos[name] = headers[file][name]
+            tensors.append(DiskTensor(name, info.shape, (Region(entry["parameter"], range(*entry["rows"])),)))
+            infos[name] = info
             row_sums[name] = int(entry["row_sum"], 16)
         _check_coverage(source, tensors, names)
         exported = exported_from(manifest["exported"], names)
     files = sorted(source.path / file for file in headers)
     return Checkpoint(source, tensors, [], infos, exported, row_sums=row_sums, files=files)
+
+
+def _placed(name: str, info: TensorInfo, header: dict[str, TensorInfo]) -> TensorInfo | None:
+    """A listed tensor with its place in the file; None if the file's head has none like it."""
+    found, scales = header.get(name), header.get(name + SCALES)
+    if info.encoding is None:
+        return found if found == info else None
+    if info.dtype != WIDE or not is_stored(info, found, scales):
+        return None
+    assert found is not None
+    assert scales is not None
+    return replace(info, offset=found.offset, scales=Scales(name + SCALES, scales.file, scales.offset))
 
 
 def _check_files(path: Path, files: dict[str, Any]) -> dict[str, dict[str, TensorInfo]]:
@@ -241,6 +324,6 @@ def exported_from(table: Sequence[dict[str, Any]], names: Names) -> list[OutputT
     matched = names.match(shapes)
     if matched.problems or matched.left_out or len(shapes) != len(table):
         raise ValueError("what it says that an export holds is not this model")
-    if not all(dtype in DTYPE_BYTES for dtype in dtypes.values()):
+    if not all(dtype in DTYPE_NAMES for dtype in dtypes.values()):
         raise ValueError("it has a dtype that no export has")
     return [OutputTensor(tensor, dtypes[tensor.name]) for tensor in matched.tensors + matched.tied_copies]

@@ -75,6 +75,7 @@ class Names:
         experts: rows an expert has, of each parameter that is experts'.
         buffers: which are no parameters, and are never rounded.
         shape: of its MoE layers. num_moe_layers: how many there are.
+        experts_transposed: whether their experts' matrices lie transposed in transformers' tensors.
     """
 
     def __init__(self, model: Any):
@@ -85,6 +86,7 @@ class Names:
         self.buffers = {name for name, part in state.items() if not part.is_parameter}
         self.shape = moe_shape(model)
         self.num_moe_layers = len(moe_layers(model))
+        self.experts_transposed = moe_layers(model)[0].mlp.layout.is_transposed
         self._targets = self._all_targets(state)
         self._aliases = {
             alias: names[0] for names in _shared(model).values() for alias in names[1:] if names[0] in self._targets

@@ -5,8 +5,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 from checkpoints.dtypes import DTYPE_BYTES
+from checkpoints.encodings import Encoding
 from checkpoints.mapping import DiskTensor
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -15,10 +17,16 @@ SINGLE_NAME = "model.safetensors"
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written, and its dtype on disk (see `checkpoints.dtypes`)."""
+    """A tensor to be written, and its dtype on disk (see `checkpoints.dtypes`).
+
+    Attributes:
+        encoding, part: of one that holds the codes of a parameter's rows, or their scales.
+    """
 
     tensor: DiskTensor
     dtype: str
+    encoding: Encoding | None = None
+    part: Literal["codes", "scales"] | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -1,19 +1,27 @@
-"""Reading rows of parameters from safetensors files, wherever the files have them and however oriented."""
+"""Reading rows of parameters from safetensors files, wherever the files have them and however oriented or encoded."""
+
+from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from checkpoints.checksums import to_granule_end
 from checkpoints.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, wider
+from checkpoints.encodings import WIDE, Encoding, TensorInfo, scale_values, strips, unpack, widen
 from checkpoints.mapping import DiskTensor, Region, overlap
 from checkpoints.source import Checkpoint
 from moe import ExpertMeshError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from checkpoints.names import Names
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,27 @@ def gather(reader: ParameterReader, parameter: str, rows: range) -> tuple[Array,
     return (parts[0] if len(parts) == 1 else np.concatenate(parts)), dtype
 
 
+def kept_encodings(checkpoint: Checkpoint, names: Names) -> dict[str, Encoding]:
+    """How each encoded parameter can be stored row by row, its codes and scales as they are: of those of experts, where
+    no block has a part in two of them; of codes and scales that stand by turns with others', where each row has its own
+    scales. What is not here must be widened."""
+    found: dict[str, set[Encoding | None]] = {}
+    for tensor in checkpoint.tensors:
+        for region in tensor.regions:
+            encoding = checkpoint.infos[tensor.name].encoding
+            if encoding is not None and region.transposed != encoding.transposed:
+                encoding = encoding.turned()
+            if encoding is not None:
+                encoding = replace(encoding, transposed=False)
+                starts = (region.first, region.rows.start, names.experts.get(region.parameter, 0))
+                by_turns = region.step > 1 and encoding.block[0] > 1
+                if by_turns or any(start % encoding.block[0] for start in starts):
+                    encoding = None
+            found.setdefault(region.parameter, set()).add(encoding)
+    kept = {name: next(iter(encodings)) for name, encodings in found.items() if len(encodings) == 1}
+    return {name: encoding for name, encoding in kept.items() if encoding is not None}
+
+
 class SafetensorsReader:
     """A `ParameterReader` of a checkpoint in safetensors files. One file is open at a time; not for several threads."""
 
@@ -83,32 +112,122 @@ class SafetensorsReader:
             shared = range(inside.start + first, inside.stop + first)
         if shared:
             info = self.checkpoint.infos[tensor.name]
-            path = self.checkpoint.source.path / info.file
-            self._open(path)
             data = self._read(tensor, region, shared)
+            path = self.checkpoint.source.path / info.file
             yield Piece(shared, data.T if region.transposed else data, info.dtype, tensor, path)
 
+    def codes(self, parameter: str, rows: range) -> tuple[Array, Array]:
+        """(codes one a byte, bytes of their scales) of some rows of a parameter that `kept_encodings` has; a block row
+        of scales for each block of rows, which `rows` are whole ones of."""
+        found = []
+        for region, tensor in self.places[parameter]:
+            if shared := overlap(rows, region.rows):
+                found.append(self._region_codes(tensor, region, shared))
+        codes, scales = zip(*found, strict=True)
+        return np.concatenate(codes), np.concatenate(scales)
+
+    def _region_codes(self, tensor: DiskTensor, region: Region, rows: range) -> tuple[Array, Array]:
+        info = self.checkpoint.infos[tensor.name]
+        encoding, _ = info.encoded
+        height, width = info.code_matrix()
+        place = region.on_disk(rows)
+        run = range(place.start, place.stop)
+        if region.transposed == encoding.transposed:
+            codes = self._codes(info, region.index, run, range(width))[:: region.step]
+            return codes, self._stored_scales(info, region.index, run, range(width))[:: region.step]
+        codes = self._codes(info, region.index, range(height), run)
+        scales = self._stored_scales(info, region.index, range(height), run)
+        item = DTYPE_BYTES[encoding.scale_dtype]
+        turned = scales.reshape(len(scales), -1, item).transpose(1, 0, 2)
+        return codes.T[:: region.step], turned.reshape(len(turned), -1)[:: region.step]
+
     def _read(self, tensor: DiskTensor, region: Region, rows: range) -> Array:
-        """As it lies on disk: columns, if the region is transposed."""
+        """As it lies in the tensor: columns, if the region is transposed."""
         info = self.checkpoint.infos[tensor.name]
         matrix, place = tensor.matrix(region), region.on_disk(rows)
-        row_bytes = prod(matrix[1:]) * DTYPE_BYTES[info.dtype]
+        run = range(place.start, place.stop)
+        if info.encoding is not None:
+            data = self._widened(tensor, region, *((range(matrix[0]), run) if region.transposed else (run, None)))
+            return data[:, :: region.step] if region.transposed else data[:: region.step]
+        item = DTYPE_BYTES[info.dtype]
+        row_bytes = prod(matrix[1:]) * item
         offset = info.offset + sum(region.index) * matrix[0] * row_bytes
-        length = place.stop - place.start
         if not region.transposed:
-            data = np.empty((length, *matrix[1:]), ARRAY_TYPES[info.dtype])
-            self._fill(as_bytes(data), offset + place.start * row_bytes)
-            return data[:: region.step]
-        data = np.empty((matrix[0], length), ARRAY_TYPES[info.dtype])
-        if length == matrix[1]:
+            data = self._box(info.file, offset, row_bytes, run, range(row_bytes))
+            return data.view(ARRAY_TYPES[info.dtype]).reshape(-1, *matrix[1:])[:: region.step]
+        columns = range(run.start * item, run.stop * item)
+        data = self._box(info.file, offset, row_bytes, range(matrix[0]), columns)
+        return data.view(ARRAY_TYPES[info.dtype])[:, :: region.step]
+
+    def _widened(self, tensor: DiskTensor, region: Region, rows: range, columns: range | None) -> Array:
+        """A rectangle of an encoded matrix, in bfloat16's bits; None: all of its columns."""
+        info = self.checkpoint.infos[tensor.name]
+        encoding, _ = info.encoded
+        columns = range(info.shape[-1]) if columns is None else columns
+        if encoding.transposed:
+            rows, columns = columns, rows
+        scales = self._scales(info, region.index, rows, columns)
+        wide = np.empty((len(rows), len(columns)), ARRAY_TYPES[WIDE])
+        block = encoding.block[0]
+        for strip in strips(rows, len(columns)):
+            blocks = slice(
+                strip.start // block - rows.start // block, (strip.stop - 1) // block + 1 - rows.start // block
+            )
+            codes = self._codes(info, region.index, strip, columns)
+            wide[strip.start - rows.start : strip.stop - rows.start] = widen(
+                codes, scales[blocks], encoding, (strip.start, columns.start)
+            )
+        return wide.T if encoding.transposed else wide
+
+    def _codes(self, info: TensorInfo, index: tuple[int, ...], rows: range, columns: range) -> Array:
+        """A rectangle of a matrix of codes, one a byte."""
+        encoding, _ = info.encoded
+        height, width = info.code_matrix()
+        a_byte = encoding.codes_a_byte
+        row_bytes = width // a_byte
+        in_bytes = range(columns.start // a_byte, -(-columns.stop // a_byte))
+        packed = self._box(info.file, info.offset + sum(index) * height * row_bytes, row_bytes, rows, in_bytes)
+        first = columns.start - in_bytes.start * a_byte
+        return unpack(packed, encoding)[:, first : first + len(columns)]
+
+    def _scales(self, info: TensorInfo, index: tuple[int, ...], rows: range, columns: range) -> Tensor:
+        """Those of the blocks that a rectangle of codes has a part in, fp32.
+
+        Raises:
+            ExpertMeshError: one is not finite.
+        """
+        encoding, place = info.encoded
+        scales = scale_values(self._stored_scales(info, index, rows, columns), encoding.scale_dtype)
+        if not scales.isfinite().all():
+            path = self.checkpoint.source.path / place.file
+            raise ExpertMeshError(f"{path}: tensor {place.name} holds scales that are not finite")
+        return scales
+
+    def _stored_scales(self, info: TensorInfo, index: tuple[int, ...], rows: range, columns: range) -> Array:
+        """Their bytes, block row by block row."""
+        encoding, place = info.encoded
+        height, width = encoding.num_scales(info.code_matrix())
+        item = DTYPE_BYTES[encoding.scale_dtype]
+        offset = place.offset + sum(index) * height * width * item
+        down, across = (
+            range(run.start // size, (run.stop - 1) // size + 1)
+            for run, size in zip((rows, columns), encoding.block, strict=True)
+        )
+        return self._box(place.file, offset, width * item, down, range(across.start * item, across.stop * item))
+
+    def _box(self, file: str, offset: int, row_bytes: int, rows: range, columns: range) -> Array:
+        """Bytes of a matrix that begins at `offset` in a file: a rectangle of its rows, in bytes."""
+        self._open(self.checkpoint.source.path / file)
+        data = np.empty((len(rows), len(columns)), np.uint8)
+        offset += rows.start * row_bytes
+        if len(columns) == row_bytes:
             self._fill(as_bytes(data), offset)
-            return data[:, :: region.step]
+            return data
         if hasattr(os, "posix_fadvise"):  # the kernel foresees no strides
-            os.posix_fadvise(self.file, offset, matrix[0] * row_bytes, os.POSIX_FADV_WILLNEED)
-        offset += place.start * DTYPE_BYTES[info.dtype]
-        for row, columns in enumerate(data):
-            self._fill(as_bytes(columns), offset + row * row_bytes)
-        return data[:, :: region.step]
+            os.posix_fadvise(self.file, offset, len(rows) * row_bytes, os.POSIX_FADV_WILLNEED)
+        for row, part in enumerate(data):
+            self._fill(as_bytes(part), offset + row * row_bytes + columns.start)
+        return data
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
         while len(buffer):

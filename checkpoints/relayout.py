@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from math import lcm
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,9 +18,10 @@ from tqdm import tqdm
 
 from checkpoints.checksums import GRANULE, add_sums, row_sum
 from checkpoints.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
+from checkpoints.encodings import Encoding, pack, scale_values, widen
 from checkpoints.mapping import Region
 from checkpoints.output import OutputFile, OutputTensor
-from checkpoints.reader import ParameterReader, gather
+from checkpoints.reader import ParameterReader, SafetensorsReader, gather
 from moe.whole import PARTIAL, whole
 
 DONE = ".done"
@@ -135,7 +137,10 @@ def _write_file(
 
 def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Array, int]]:
     """(content in row order, share of the row sum) of a tensor in disk order. One whose rows are not in the parameter's
-    order has no row sum."""
+    order has no row sum; that of encoded rows is in their codes' share."""
+    if output.encoding is not None:
+        yield from _encoded_blocks(output, output.encoding, reader)
+        return
     for block in output.tensor.blocks():
         if len(block) > 1 or not block[0].is_run:
             yield _put_together(output, block, reader), 0
@@ -146,6 +151,18 @@ def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Arr
             for data in _whole_granules(reader, region.parameter, rows, output.dtype):
                 yield data, row_sum(data, first_row)
                 first_row += len(data)
+
+
+def _encoded_blocks(output: OutputTensor, encoding: Encoding, reader: ParameterReader) -> Iterator[tuple[Array, int]]:
+    assert isinstance(reader, SafetensorsReader), "nothing else has encoded parameters"
+    (region,) = output.tensor.regions
+    for rows in _chunks(region, output, lcm(GRANULE, encoding.block[0])):
+        codes, stored = reader.codes(region.parameter, rows)
+        if output.part == "scales":
+            yield contiguous(stored), 0
+            continue
+        wide = widen(codes, scale_values(stored, encoding.scale_dtype), encoding, (0, 0))
+        yield contiguous(pack(codes, encoding)), row_sum(wide, rows.start - region.rows.start)
 
 
 def _put_together(output: OutputTensor, block: tuple[Region, ...], reader: ParameterReader) -> Array:
@@ -175,9 +192,10 @@ def _whole_granules(reader: ParameterReader, parameter: str, rows: range, dtype:
             waiting = []
 
 
-def _chunks(region: Region, output: OutputTensor) -> Iterator[range]:
+def _chunks(region: Region, output: OutputTensor, whole: int = GRANULE) -> Iterator[range]:
+    """Its rows, in runs of a multiple of `whole`."""
     row_bytes = max(1, output.num_bytes // max(1, sum(len(r.rows) for r in output.tensor.regions)))
     # whole granules, so that their hashes need not be carried from chunk to chunk
-    step = max(1, _CHUNK_BYTES // row_bytes // GRANULE) * GRANULE
+    step = max(1, _CHUNK_BYTES // row_bytes // whole) * whole
     for start in range(region.rows.start, region.rows.stop, step):
         yield range(start, min(start + step, region.rows.stop))

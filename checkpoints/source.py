@@ -6,7 +6,7 @@ Only JSON and safetensors are read; nothing is unpickled, and no path from an in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from checkpoints.dtypes import DTYPE_BYTES, FLOATS
+from checkpoints.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS
+from checkpoints.encodings import TensorInfo, check_quantization, decoded, quantization_of
 from checkpoints.mapping import DiskTensor
 from checkpoints.output import INDEX_NAME, SINGLE_NAME, OutputTensor
 from checkpoints.paths import check_regular, named_file
@@ -32,38 +33,32 @@ _MOST_JSON_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """What a tensor is and where it lies; `offset` is its first byte's in the file, if that is a safetensors file."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True)
 class ModelSource:
     """A model directory whose config.json has been read.
 
     Attributes:
         model_type: what the family calls itself.
+        quantization: what the config says of how its tensors are stored; None if as they are.
     """
 
     path: Path
     model_type: str
+    quantization: Any = None
 
     @cached_property
     def config(self) -> Any:
         """transformers' own config object, read when it is first asked for: transformers takes seconds to import.
 
         Raises:
-            ExpertMeshError: transformers cannot read config.json, or has no causal language model for it.
+            ExpertMeshError: transformers cannot read config.json, or has no causal language model for it; or it says
+                that tensors are stored in a way that cannot be read.
         """
         from transformers import AutoConfig
 
         from moe import model_class
 
         file = self.path / "config.json"
+        check_quantization(self.quantization, file)
         try:
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:
@@ -180,7 +175,8 @@ def open_source(path: Path) -> ModelSource:
         ExpertMeshError: it is missing, no JSON, or has impossible sizes.
     """
     file = path / "config.json"
-    return ModelSource(path, check_config(read_json(file), str(file)))
+    raw = read_json(file)
+    return ModelSource(path, check_config(raw, str(file)), quantization_of(raw))
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -237,35 +233,36 @@ def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoin
         ExpertMeshError: a file is missing, truncated or outside the directory; a tensor is missing, unused,
             mis-shaped or of an unsupported dtype. The message names it.
     """
-    infos = read_headers(source.path)
+    found = decoded(read_headers(source.path), source.quantization, names.experts_transposed)
+    infos = found.infos
     matched = names.match({name: info.shape for name, info in infos.items()})
-    wrong = {
-        name: f"{problem} ({infos[name].file})" if name in infos else problem
-        for name, problem in matched.problems.items()
-    }
+    wrong = dict(found.problems)
+    for name, problem in matched.problems.items():
+        wrong.setdefault(name, f"{problem} ({infos[name].file})" if name in infos else problem)
     for tensor in matched.tensors + matched.tied_copies:
         is_buffer = tensor.regions[0].parameter in names.buffers
-        if not is_buffer and infos[tensor.name].dtype not in FLOATS:
-            wrong[tensor.name] = _unsupported(infos[tensor.name], tensor.name)
+        supported = DTYPE_NAMES if is_buffer else FLOATS
+        if infos[tensor.name].dtype not in supported:
+            wrong[tensor.name] = _unsupported(infos[tensor.name], tensor.name, supported)
     if strict and wrong:
         raise ExpertMeshError(f"{source.path}: {next(iter(wrong.values()))}")
     tensors = [tensor for tensor in matched.tensors if tensor.name not in wrong]
     exported = [OutputTensor(tensor, infos[tensor.name].dtype) for tensor in tensors + matched.tied_copies]
-    files = sorted({source.path / info.file for info in infos.values()})
+    files = sorted({source.path / file for info in infos.values() for file in info.files})
     return Checkpoint(
         source,
         tensors,
         matched.tied_copies,
         infos,
         exported,
-        matched.left_out,
+        matched.left_out + found.left_out,
         files=files,
         problems=list(wrong.values()),
     )
 
 
-def _unsupported(info: TensorInfo, name: str) -> str:
-    return f"tensor {name} in {info.file} has dtype {info.dtype}; it must be one of {', '.join(FLOATS)}"
+def _unsupported(info: TensorInfo, name: str, supported: Iterable[str]) -> str:
+    return f"tensor {name} in {info.file} has dtype {info.dtype}; it must be one of {', '.join(supported)}"
 
 
 def read_headers(path: Path) -> dict[str, TensorInfo]:

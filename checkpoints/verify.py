@@ -22,10 +22,13 @@ class Comparison:
 
 def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
     """Hold every tensor of `a` against the same rows in `b`: dtype and bits; or, with `rtol`, values within
-    rtol · max(|a|, |b|), whatever the dtypes. What one of them lacks, or has too much, is a difference as well."""
+    rtol · max(|a|, |b|), whatever the dtypes. Codes with a scale a block cannot be that near to small values: where one
+    of the two is encoded, the largest value of the row takes the place of the value. What one of them lacks, or has too
+    much, is a difference as well."""
     differences = [f"{problem} ({side.path})" for side in (a, b) for problem in side.checkpoint.problems]
     reader_a, reader_b = a.make_reader(), b.make_reader()
     dtypes_b = _dtypes(b.checkpoint)
+    encoded = _encoded(a.checkpoint) | _encoded(b.checkpoint)
     compared = 0
     for output in a.checkpoint.exported:
         compared += 1
@@ -34,7 +37,10 @@ def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
             if rows_a is None or rows_b is None:
                 continue  # told above, as a tensor that is missing
             dtype_b = dtypes_b.get(output.tensor.name, rows_b[1])
-            problem = _difference(cast(*rows_a, output.dtype), output.dtype, cast(*rows_b, dtype_b), dtype_b, rtol)
+            problem = _difference(
+                *(cast(*rows_a, output.dtype), output.dtype, cast(*rows_b, dtype_b), dtype_b),
+                *(rtol, region.parameter in encoded),
+            )
             if problem is not None:
                 differences.append(f"{_name(output, region)}: {problem}")
     reader_a.close()
@@ -46,6 +52,12 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
     return {output.tensor.name: output.dtype for output in checkpoint.exported}
 
 
+def _encoded(checkpoint: Checkpoint) -> set[str]:
+    """Names of parameters with encoded rows."""
+    tensors = (tensor for tensor in checkpoint.tensors if checkpoint.infos[tensor.name].encoding is not None)
+    return {region.parameter for tensor in tensors for region in tensor.regions}
+
+
 def _name(output: OutputTensor, region: Region) -> str:
     """The tensor; in a fused one also whose rows they are."""
     if not region.index:
@@ -53,7 +65,9 @@ def _name(output: OutputTensor, region: Region) -> str:
     return f"{output.tensor.name} (expert {region.index[0]}, {region.parameter.rpartition('.')[2]})"
 
 
-def _difference(a: Array, dtype_a: str, b: Array, dtype_b: str, rtol: float | None) -> str | None:
+def _difference(
+    a: Array, dtype_a: str, b: Array, dtype_b: str, rtol: float | None, relative_to_row: bool
+) -> str | None:
     if rtol is None and dtype_a != dtype_b:
         return f"{DTYPE_NAMES[dtype_a]} against {DTYPE_NAMES[dtype_b]}"
     if dtype_a == dtype_b and same_bits(a, b, dtype_a):
@@ -62,6 +76,8 @@ def _difference(a: Array, dtype_a: str, b: Array, dtype_b: str, rtol: float | No
     with np.errstate(invalid="ignore"):  # of infinities
         off = np.abs(wide_a - wide_b)
         bound = np.maximum(np.abs(wide_a), np.abs(wide_b)) * (rtol or 0.0)
+        if relative_to_row:
+            bound = np.broadcast_to(bound.max(axis=-1, keepdims=True), bound.shape)
     num_off = int((~(off <= bound)).sum())
     if rtol is not None and num_off == 0:
         return None

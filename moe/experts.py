@@ -56,6 +56,11 @@ class ExpertLayout:
     parameters: tuple[ExpertParameter, ...]
     tensors: dict[str, tuple[int, ...]]
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether transformers' tensors hold (in, out) an expert, where a linear layer has (out, in)."""
+        return self.parameters[0].place.dim == 2
+
 
 def read_layout(experts: Any, top_k: int, where: str) -> ExpertLayout:
     """The layout of an experts module of transformers; it may be on the meta device.

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from checkpoints.encodings import TensorInfo
 from checkpoints.manifest import exported_from
 from checkpoints.mapping import DiskTensor, Region
 from checkpoints.reader import Piece
-from checkpoints.source import Checkpoint, TensorInfo, open_source, well_formed
+from checkpoints.source import Checkpoint, open_source, well_formed
 from checkpoints.state.marker import MARKER, check_file, check_owner, read_marker
 from checkpoints.state.table import StateReader, load_state
 from checkpoints.tensors import DTYPE_CODES, as_array, torch_dtype

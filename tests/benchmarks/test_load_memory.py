@@ -4,18 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.load_memory import make_checkpoint, measure, print_table, restart_peak
 from tests.distributed.pool import RankPool
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a checkpoint in it, as the benchmark makes one."""
-    path = tmp_path_factory.mktemp("load-memory")
-    assert make_checkpoint(path / "model", 1.0, torch.float32) >= 10**9
-    return path
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each with a checkpoint in it, as the benchmark makes one; of a billion bytes in fp32."""
+    paths = {dtype: tmp_path_factory.mktemp(dtype) for dtype in ("float32", "fp8")}
+    assert make_checkpoint(paths["float32"] / "model", 1.0, "float32") >= 10**9
+    assert make_checkpoint(paths["fp8"] / "model", 0.25, "fp8") >= 0.25 * 10**9
+    return paths
 
 
 def measure_and_free(directory: Path, ep_size: int) -> None:
@@ -23,10 +23,11 @@ def measure_and_free(directory: Path, ep_size: int) -> None:
     restart_peak()
 
 
-@pytest.mark.parametrize("ep_size", [4, 2])
+@pytest.mark.parametrize(("dtype", "ep_size"), [("float32", 4), ("float32", 2), ("fp8", 2)])
 def test_no_rank_holds_much_more_than_its_shard(
-    ranks: RankPool, directory: Path, capsys: pytest.CaptureFixture[str], ep_size: int
+    ranks: RankPool, directories: dict[str, Path], capsys: pytest.CaptureFixture[str], dtype: str, ep_size: int
 ) -> None:
+    directory = directories[dtype]
     ranks.run(measure_and_free, 4, directory, ep_size, join_group=False, timeout=570)
     figures = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(4)]
     assert sum(f["shard_mb"] for f in figures) >= 1000

@@ -1,0 +1,367 @@
+"""Checkpoints in FP8 and MXFP4: against transformers' own widening, through all forms and arrangements, and damaged."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from checkpoints.__main__ import main
+from checkpoints.encodings import Encoding, pack, scale_values, unpack, widen
+from checkpoints.opening import open_readable
+from checkpoints.reader import gather
+from checkpoints.tensors import as_tensor
+from moe import ExpertMeshError
+from tests.encoded import BLOCK, change_config, from_fp8, save_fp8, save_mxfp4, to_fp8
+from tests.families.configs import tiny_model
+from tests.hostile.models import loaded
+
+Tensors = dict[str, Tensor]
+FP8 = Encoding("F8_E4M3", BLOCK, "F32")
+MXFP4 = Encoding("E2M1", (1, 32), "U8")
+
+
+def deepseek(path: Path) -> None:
+    save_fp8(tiny_model("deepseek_v3", seed=1), path)
+
+
+def gpt_oss(path: Path) -> None:
+    save_mxfp4(tiny_model("gpt_oss", seed=1, intermediate_size=64), path)
+
+
+def partly_fused(path: Path) -> None:
+    """The experts of one layer in FP8, a tensor an expert; those of the others fused, in bf16."""
+    model = tiny_model("qwen3_5_moe_text", seed=1)
+    save_fp8(model, path, pattern=r"layers\.1\.mlp\.experts\..*proj")
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in [
+        name for name in tensors if re.search(r"layers\.1\.mlp\.experts\.", name) and tensors[name].dim() == 3
+    ]:
+        fused = tensors.pop(name)
+        own = name.rpartition(".")[0]
+        parts = {"gate_proj": fused.chunk(2, dim=1)[0], "up_proj": fused.chunk(2, dim=1)[1]}
+        for part, stack in (parts if "gate_up" in name else {"down_proj": fused}).items():
+            for number, matrix in enumerate(stack):
+                codes, scales = to_fp8(matrix)
+                tensors[f"{own}.{number}.{part}.weight"] = codes
+                tensors[f"{own}.{number}.{part}.weight_scale_inv"] = scales
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"})
+
+
+SOURCES: dict[str, Callable[[Path], None]] = {"fp8": deepseek, "mxfp4": gpt_oss, "partly fused": partly_fused}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {name: tmp_path_factory.mktemp("source") / "model" for name in SOURCES}
+    for name, save in SOURCES.items():
+        save(paths[name])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def load_alone() -> Iterator[Callable[[Path], Any]]:
+    """Loads the model in a directory, on one rank."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield loaded
+    dist.destroy_process_group()
+
+
+def run(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def content(path: Path) -> dict[str, Tensor]:
+    """Every parameter and buffer of a checkpoint of any form, whole."""
+    readable = open_readable(path)
+    reader = readable.make_reader()
+    found = {}
+    for name, shape in readable.names.parameters.items():
+        rows = gather(reader, name, range(shape[0] if shape else 1))
+        assert rows is not None
+        found[name] = as_tensor(np.ascontiguousarray(rows[0]), rows[1]).clone()
+    reader.close()
+    return found
+
+
+def assert_same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert found.keys() == want.keys()
+    different = [name for name, tensor in want.items() if not torch.equal(found[name], tensor)]
+    assert not different
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_export_is_what_transformers_widens(sources: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """Every bit, in bf16, and a config that no longer says that anything is quantised."""
+    assert run("export", sources[name], tmp_path / "hf") == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert "quantization_config" not in config
+    want = AutoModelForCausalLM.from_pretrained(sources[name], dtype=torch.bfloat16).state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).state_dict()
+    assert_same(found, want)
+
+
+@pytest.mark.parametrize("scale_dtype", ["F32", "BF16", "U8", "F8_E8M0"])
+@pytest.mark.parametrize("codes", ["F8_E4M3", "F8_E5M2"])
+def test_any_code_times_any_scale(codes: Any, scale_dtype: str) -> None:
+    """As transformers multiplies them, in fp32, and rounds once."""
+    dtype = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}[codes]
+    stored = torch.arange(256, dtype=torch.uint8).repeat(32, 1)
+    generator = torch.Generator().manual_seed(0)
+    if scale_dtype in ("U8", "F8_E8M0"):
+        scales = torch.randint(60, 190, (4, 32), generator=generator, dtype=torch.uint8)
+        values = (scales.float() - 127).exp2()
+        assert scale_dtype == "U8" or torch.equal(scales.view(torch.float8_e8m0fnu).float(), values)
+    else:
+        scales = torch.rand(4, 32, generator=generator).to(torch.float32 if scale_dtype == "F32" else torch.bfloat16)
+        values = scales.float()
+    raw = scales.view(torch.uint8).reshape(4, -1).numpy()
+    encoding = Encoding(codes, BLOCK, scale_dtype)
+    found = as_tensor(widen(stored.numpy(), scale_values(raw, scale_dtype), encoding, (0, 0)), "BF16")
+    want = from_fp8(stored.view(dtype), values)
+    assert torch.equal(found.view(torch.int16), want.view(torch.int16)), "NaNs too"
+
+
+def test_every_byte_and_exponent_of_mxfp4() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
+    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
+    want = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)[0]
+    codes = unpack(blocks.view(255, 256).numpy(), MXFP4)
+    found = as_tensor(widen(codes, scale_values(scales[0].numpy(), "U8"), MXFP4, (0, 0)), "BF16")
+    assert torch.equal(found.view(torch.int16), want.contiguous().view(torch.int16))
+    assert (pack(codes, MXFP4) == blocks.view(255, 256).numpy()).all()
+
+
+def test_any_rectangle() -> None:
+    """Blocks that are not full, and rectangles that begin and end within blocks."""
+    weight = torch.randn(21, 29, generator=torch.Generator().manual_seed(0))
+    codes, scales = to_fp8(weight)
+    want = from_fp8(codes, scales)
+    for rows in (range(21), range(3, 5), range(7, 17), range(20, 21)):
+        for columns in (range(29), range(1, 3), range(7, 25), range(28, 29)):
+            down, across = (slice(run.start // 8, (run.stop - 1) // 8 + 1) for run in (rows, columns))
+            box = codes.view(torch.uint8)[rows.start : rows.stop, columns.start : columns.stop].numpy()
+            wide = widen(box, scales[down, across], FP8, (rows.start, columns.start))
+            assert torch.equal(as_tensor(wide, "BF16"), want[rows.start : rows.stop, columns.start : columns.stop])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_shards_keep_the_encoding(
+    sources: dict[str, Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At one ep size and from there at another; and all come out with the bits of the source."""
+    want = content(sources[name])
+    assert run("convert", sources[name], tmp_path / "ep2", "--ep-size", 2) == 0
+    assert run("convert", tmp_path / "ep2", tmp_path / "ep4", "--ep-size", 4) == 0
+    assert run("convert", sources[name], tmp_path / "wide", "--ep-size", 2, "--dtype", "bfloat16") == 0
+    assert "widened" not in capsys.readouterr().out
+    stored = {path: sum(file.stat().st_size for file in (tmp_path / path).glob("ep-*")) for path in ("ep2", "wide")}
+    assert stored["ep2"] < {"fp8": 0.7, "mxfp4": 0.5, "partly fused": 0.9}[name] * stored["wide"]
+    for path in ("ep2", "ep4", "wide"):
+        assert_same(content(tmp_path / path), want)
+        assert run("inspect", tmp_path / path, "--check") == 0
+        said = capsys.readouterr().out
+        assert ("encoded" in said) == (path != "wide")
+        assert "quantization_config" not in (tmp_path / path / "config.json").read_text()
+    assert run("export", tmp_path / "ep4", tmp_path / "hf") == 0
+    assert run("verify", sources[name], tmp_path / "hf") == 0
+    assert "the same bits" in capsys.readouterr().out
+
+
+def test_blocks_of_two_experts_are_widened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """12 rows an expert, a scale for 8: row by row they cannot stay as they are."""
+    save_fp8(tiny_model("deepseek_v3", seed=1, moe_intermediate_size=12), tmp_path / "model")
+    assert run("convert", tmp_path / "model", tmp_path / "ep2", "--ep-size", 2) == 0
+    said = capsys.readouterr().out
+    assert "widened to bfloat16" in said
+    assert "mlp.w1" in said
+    assert "self_attn" not in said
+    assert_same(content(tmp_path / "ep2"), content(tmp_path / "model"))
+
+
+def test_a_scale_for_a_whole_matrix(tmp_path: Path) -> None:
+    deepseek(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    want = content(tmp_path)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        weight = name.removesuffix("_scale_inv")
+        rows, columns = tensors[weight].shape
+        codes, scales = to_fp8(from_fp8(tensors[weight], tensors[name]), (rows, columns))
+        tensors[weight], tensors[name] = codes, scales.reshape(())
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = content(tmp_path)
+    errors = [(found[name] - tensor).abs().max() / tensor.abs().max() for name, tensor in want.items()]
+    assert 0 < max(errors) < 0.1
+    assert run("convert", tmp_path, tmp_path / "ep2", "--ep-size", 2) == 0
+    assert_same(content(tmp_path / "ep2"), found)
+
+
+def test_two_floats_of_four_bits_a_byte(tmp_path: Path) -> None:
+    """As DeepSeek-V4 has its experts: E2M1 in I8, with an exponent for 32 values under the name `scale`."""
+    model = tiny_model("deepseek_v3", seed=1, moe_intermediate_size=32)
+    save_fp8(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    want: Tensors = {}
+    for name in [name for name in tensors if ".experts." in name and name.endswith(".weight")]:
+        generator = torch.Generator().manual_seed(len(want))
+        rows, columns = tensors[name].shape
+        blocks = torch.randint(0, 256, (1, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 130, (1, rows, columns // 32), generator=generator, dtype=torch.uint8)
+        want[name] = convert_moe_packed_tensors(blocks, scales)[0].t()
+        tensors[name] = blocks.view(rows, columns // 2).view(torch.int8)
+        del tensors[f"{name}_scale_inv"]
+        tensors[name.removesuffix("weight") + "scale"] = scales[0].view(torch.float8_e8m0fnu)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert run("export", tmp_path, tmp_path / "hf") == 0
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    for name, tensor in want.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_verify_across_encodings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model and what FP8 makes of it: the same to a sixteenth of a row's largest value, and not to less."""
+    model: Any = tiny_model("deepseek_v3", seed=1)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    deepseek(tmp_path / "fp8")
+    assert run("verify", tmp_path / "plain", tmp_path / "fp8", "--rtol", 0.0667) == 0
+    assert run("verify", tmp_path / "plain", tmp_path / "fp8", "--rtol", 0.01) == 1
+    assert run("verify", tmp_path / "plain", tmp_path / "fp8") == 1
+    assert "self_attn" in capsys.readouterr().out
+
+
+def test_inspect_says_how_it_is_stored(sources: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = {}
+    for name in ("fp8", "mxfp4"):
+        assert run("inspect", sources[name], "--check") == 0
+        said = capsys.readouterr().out
+        numbers[name] = said
+        assert "whole       yes" in said
+    assert "float8_e4m3 with scales a block of 8 x 8" in numbers["fp8"]
+    assert "float4_e2m1 with exponents a block of 1 x 32" in numbers["mxfp4"]
+    model = tiny_model("gpt_oss", seed=1, intermediate_size=64)
+    assert f"numbers     {sum(p.numel() for p in model.parameters()):,}" in numbers["mxfp4"]
+
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def nan(tensors: Tensors) -> None:
+    tensors[f"{EXPERT}_scale_inv"][1, 1] = torch.nan
+
+
+def infinite(tensors: Tensors) -> None:
+    tensors[f"{EXPERT}_scale_inv"][0, 0] = torch.inf
+
+
+def without_scales(tensors: Tensors) -> None:
+    del tensors[f"{EXPERT}_scale_inv"]
+
+
+def without_codes(tensors: Tensors) -> None:
+    del tensors[EXPERT]
+
+
+def scales_of_another_shape(tensors: Tensors) -> None:
+    tensors[f"{EXPERT}_scale_inv"] = torch.ones(5, 7)
+
+
+def scales_of_three_dims(tensors: Tensors) -> None:
+    tensors[f"{EXPERT}_scale_inv"] = torch.ones(1, 3, 4)
+
+
+def empty_scales(tensors: Tensors) -> None:
+    tensors[f"{EXPERT}_scale_inv"] = torch.ones(0, 4)
+
+
+def whole_numbers_for_scales(tensors: Tensors) -> None:
+    tensors[f"{EXPERT}_scale_inv"] = tensors[f"{EXPERT}_scale_inv"].long()
+
+
+def scales_beside_plain(tensors: Tensors) -> None:
+    tensors[EXPERT] = tensors[EXPERT].float()
+
+
+def nan_codes(tensors: Tensors) -> None:
+    tensors[EXPERT].view(torch.uint8)[3, 3] = 0x7F
+
+
+def flat_codes(tensors: Tensors) -> None:
+    tensors[EXPERT] = tensors[EXPERT].flatten()
+
+
+DAMAGE: dict[Callable[[Tensors], None], str] = {
+    nan: "_scale_inv holds scales that are not finite",
+    infinite: "_scale_inv holds scales that are not finite",
+    without_scales: "_scale_inv are missing",
+    without_codes: "_scale_inv .* holds scales of a tensor that is missing",
+    scales_of_another_shape: r"_scale_inv .* has shape \[5, 7\]",
+    scales_of_three_dims: r"_scale_inv .* has shape \[1, 3, 4\]",
+    empty_scales: r"_scale_inv .* has shape \[0, 4\]",
+    whole_numbers_for_scales: "_scale_inv .* has dtype I64; scales have one of F32",
+    scales_beside_plain: "_scale_inv .* holds scales of a tensor that is missing, or not encoded",
+    nan_codes: "holds values that are not finite",
+    flat_codes: "no matrix",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damaged_scales_are_named(
+    sources: dict[str, Path], tmp_path: Path, damage: Callable[[Tensors], None], load_alone: Callable[[Path], Any]
+) -> None:
+    shutil.copytree(sources["fp8"], tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ExpertMeshError, match=DAMAGE[damage]) as error:
+        load_alone(tmp_path / "model")
+    assert EXPERT in str(error.value)
+    assert "model.safetensors" in str(error.value)
+
+
+GROUPS = "model.layers.0.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t[f"{GROUPS}_scales"].view(-1)[5:6].fill_(255), "_scales holds scales that are not finite"),
+        (lambda t: t.pop(f"{GROUPS}_scales"), "_scales is missing"),
+        (lambda t: t.pop(f"{GROUPS}_blocks"), "_scales .* holds scales of a tensor that is missing"),
+        (lambda t: t.update({f"{GROUPS}_scales": t[f"{GROUPS}_scales"][:, :-1].contiguous()}), "its blocks ask for"),
+        (lambda t: t.update({f"{GROUPS}_blocks": t[f"{GROUPS}_blocks"][..., :8].contiguous()}), "the last size is 16"),
+        (lambda t: t.update({f"{GROUPS}_scales": t[f"{GROUPS}_scales"].float()}), "has dtype F32; scales have"),
+        (lambda t: t.update({f"{GROUPS}_blocks": t[f"{GROUPS}_blocks"][:-1].contiguous()}), "its blocks ask for"),
+    ],
+)
+def test_damaged_groups_are_named(
+    sources: dict[str, Path], tmp_path: Path, change: Callable[[Tensors], Any], said: str, load_alone: Any
+) -> None:
+    shutil.copytree(sources["mxfp4"], tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ExpertMeshError, match=said) as error:
+        load_alone(tmp_path / "model")
+    assert GROUPS in str(error.value)
+
+
+def test_other_quantisation_is_refused(sources: dict[str, Path], tmp_path: Path, load_alone: Any) -> None:
+    shutil.copytree(sources["fp8"], tmp_path / "model")
+    others: list[Any] = [{"quant_method": "gptq", "bits": 4}, "gptq", {}, []]
+    for said in others:
+        change_config(tmp_path / "model", quantization_config=said)
+        with pytest.raises(ExpertMeshError, match=r"config\.json: quantization_config .* fp8 or mxfp4"):
+            load_alone(tmp_path / "model")
