@@ -71,6 +71,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         source = checkpoints.open_source(checkpoints.resolve_model(config.model))
     with sharding.raise_together():
         model = build(config, source, ranks)
+        frozen = training.freeze(model, config.freeze) if config.freeze else None
     num_experts = moe.moe_shape(model).num_experts
     if config.elastic:
         config, changes = training.fit_to_ranks(config, num_experts, ranks)
@@ -80,7 +81,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     with sharding.raise_together():
         sharding.check_ep_size(config.ep_size, ranks.world_size, num_experts)
         kernel = choose_kernel(config, model, ranks)
-        weights = training.loss_weights(config, model, source)
+        balance = training.choose_balance(config, model, source)
     counts = moe.count_parameters(model)
     topology = sharding.Topology(ranks.world_size, config.ep_size, config.dense_shard)
     if not config.preview:
@@ -92,7 +93,8 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     training.check_schedule(config, training.number_of_steps(config, order), config.evaluates)
     memory = training.forecast(model, source, topology, kernel, config, inputs, ranks)
     if ranks.rank == 0:
-        told = training.first_lines(model, source, counts, topology, kernel, config, inputs, order, memory)
+        how = [balance.line(), *([] if frozen is None else [frozen.line()])]
+        told = training.first_lines(model, source, counts, topology, kernel, config, inputs, order, memory, how)
         print(folded(told), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
     if config.preview:
         if ranks.rank == 0 and inputs.training is not None:
@@ -119,6 +121,8 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         offload=config.offload,
         reshard_after_forward=config.reshard_after_forward,
     )
+    if balance.bias_rate:
+        checkpoint = checkpoint.exporting(training.correction_biases(model), "F32")
     if checkpoint.left_out:
         log.line(training.left_out(checkpoint))
     torch.manual_seed(config.seed + ranks.rank)
@@ -128,7 +132,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         if inputs.training is not None:
             top_k = moe.moe_shape(model).top_k
             run = training.Run(
-                config, model, counts, top_k, inputs, order, prompts, weights, mesh, ranks, log, saver, watchdog
+                config, model, counts, top_k, inputs, order, prompts, balance, mesh, ranks, log, saver, watchdog
             )
             with watchdog.following(model), sharding.debugging(config.debug_ranks, ranks, watchdog, output_dir):
                 finished = training.train(run, resume_from)

@@ -21,9 +21,10 @@ from moe import ExpertMeshError, choose_kernel, kernel_needs, use_kernel
 from moe.matmul import Library, Product, use_libraries
 from sharding import Checkpointing, Ranks, Topology, build_mesh, set_parameter_dtype, settle_malloc
 from training import TrainConfig, attach_loss_head, choose_cross_entropy, compile_layers
+from training.balance import LossWeights
 from training.data import Batch
 from training.optimizer import build_optimizer
-from training.step import LossWeights, train_step
+from training.step import train_step
 
 
 @dataclass(frozen=True)

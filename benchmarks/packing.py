@@ -36,6 +36,7 @@ from moe.whole import whole
 from sharding import Topology, build_mesh, end_process_group, start_process_group
 from training import TrainConfig, attach_loss_head
 from training.attention import PACKED
+from training.balance import LossWeights
 from training.data import (
     IGNORED,
     Batch,
@@ -49,7 +50,7 @@ from training.data import (
     set_chat_template,
 )
 from training.optimizer import build_optimizer
-from training.step import LossWeights, train_step
+from training.step import train_step
 
 ARMS = ("padded to max", "padded", "grouped", "padded, more rows", "packed")
 # tokens of GSM8K's training set with a 4,096-token vocabulary: the logarithm's mean and spread

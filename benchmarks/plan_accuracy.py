@@ -55,9 +55,10 @@ from sharding.planner.setting import Setting
 from sharding.planner.shapes import ModelShape, shape_of_config
 from sharding.planner.traffic import step_traffic
 from training import TrainConfig, attach_loss_head
+from training.balance import LossWeights
 from training.data import Batch, Sample, collate
 from training.optimizer import build_optimizer
-from training.step import LossWeights, train_step
+from training.step import train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
 MIB = 2**20

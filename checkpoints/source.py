@@ -6,9 +6,9 @@ Only JSON and safetensors are read; nothing is unpickled, and no path from an in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -121,6 +121,14 @@ class Checkpoint:
     row_sums: dict[str, int] | None = None
     files: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def exporting(self, parameters: Collection[str], dtype: str) -> Checkpoint:
+        """The same, but that an export has these parameters or buffers in another dtype."""
+        exported = [
+            replace(output, dtype=dtype) if output.tensor.regions[0].parameter in parameters else output
+            for output in self.exported
+        ]
+        return replace(self, exported=exported)
 
     @property
     def some_left_out(self) -> str:

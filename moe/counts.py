@@ -11,7 +11,8 @@ class ParameterCounts:
     """total: every parameter once. experts: those in experts. embedding: the table that input tokens are looked up in.
     head: the matrix that makes logits, which may be the same table. active: those that one token meets. attention: no
     parameters, but how many numbers are multiplied for a pair of tokens that see one another, in all layers: widths of
-    the heads' keys and values.
+    the heads' keys and values. frozen: of `active`, without embedding and head, those that take no gradient.
+    frozen_head: whether the head takes none.
     """
 
     total: int
@@ -20,6 +21,8 @@ class ParameterCounts:
     head: int
     active: int
     attention: int
+    frozen: int = 0
+    frozen_head: bool = False
 
 
 def active_parameters(total: int, experts: int, shape: MoEShape) -> int:
@@ -32,8 +35,8 @@ def training_flops(counts: ParameterCounts, config: Any, tokens: int, targets: i
 
     A multiplication and an addition for each parameter that a token meets, once forward and twice backward (6 N, Kaplan
     et al. 2020): the input embedding is looked up, not multiplied; the head is needed at target tokens only. Attention
-    adds a dot product and a weighted sum over each pair of tokens that see one another. What activation checkpointing
-    computes again is not counted.
+    adds a dot product and a weighted sum over each pair of tokens that see one another. Of frozen parameters one of the
+    two backward products is left out. What activation checkpointing computes again is not counted.
 
     Args:
         config: the model's, for whether its head is its embedding.
@@ -43,4 +46,5 @@ def training_flops(counts: ParameterCounts, config: Any, tokens: int, targets: i
     """
     is_tied = counts.embedding == counts.head and bool(getattr(config, "tie_word_embeddings", False))
     matrices = counts.active - counts.head - (0 if is_tied else counts.embedding)
-    return 6.0 * (tokens * matrices + targets * counts.head) + 3.0 * 2 * counts.attention * pairs
+    frozen = tokens * counts.frozen + targets * (counts.head if counts.frozen_head else 0)
+    return 6.0 * (tokens * matrices + targets * counts.head) - 2.0 * frozen + 3.0 * 2 * counts.attention * pairs

@@ -120,7 +120,9 @@ class ExpertMLP(nn.Module):
 
     def forward(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
         """Run even when R is 0: an expert that sits out would leave the other ranks' collectives waiting."""
-        if self.is_swiglu and self.kernel.fused is not None:
+        # what is fused takes the gradients of all weights, frozen or not
+        is_trained = any(weight.requires_grad for weight in self.parameters()) or self.kernel.product is None
+        if self.is_swiglu and self.kernel.fused is not None and is_trained:
             return self.kernel.fused(rows_RD, counts_e, *(self._local("w1"), self._local("v1"), self._local("w2")))
         gate_RF = self._product("w1", rows_RD, counts_e)
         up_RF = self._product("v1", rows_RD, counts_e) if self.layout.shape.has_gate else None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moe.dispatch import Dispatcher, LocalDispatcher
 from moe.experts import ExpertMLP
 from moe.routing import RouterStats, count_experts, router_stats
+from moe.scores import UNKNOWN
 from moe.shape import MoEShape
 
 
@@ -27,6 +28,8 @@ class DroplessExperts(nn.Module):
         dispatcher: local until `sharding` puts an all-to-all one in its place.
         router: path in the model of the module that chooses from these experts and gives a logit each; None where there
             is no such module, and so neither an auxiliary loss nor an entropy.
+        kind: what that one makes of its logits.
+        correction_bias: path of the buffer that is added to its scores, but for the choice alone; None if it has none.
         is_token_BS: set before each forward where the batch holds padding (see `moe.model`); None means no padding.
         logits_TE: of the router, which a hook on it leaves here before each forward.
         stats: the routing statistics of the latest forward, until `moe.take_stats` takes them.
@@ -39,6 +42,8 @@ class DroplessExperts(nn.Module):
         self.post_expert_norm = post_expert_norm
         self.dispatcher: Dispatcher = LocalDispatcher(self.shape.num_experts)
         self.router: str | None = None
+        self.correction_bias: str | None = None
+        self.kind = UNKNOWN
         self.is_token_BS: Tensor | None = None
         self.logits_TE: Tensor | None = None
         self.stats: RouterStats | None = None
@@ -66,7 +71,7 @@ class DroplessExperts(nn.Module):
             rows_RD = self.post_expert_norm(rows_RD)
         logits_TE, self.logits_TE = self.logits_TE, None
         # also where it is not recorded: what a checkpointed layer computes again must keep as many tensors
-        stats = router_stats(counts_E, logits_TE, is_token_T, rows_RD.shape[0])
+        stats = router_stats(counts_E, logits_TE, is_token_T, rows_RD.shape[0], self.kind.score)
         if self.recording:
             self.stats = stats
         weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))

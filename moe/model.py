@@ -144,9 +144,19 @@ def swap_experts(model: nn.Module, seen: Seen) -> None:
             ours = dropless_experts(experts, called.top_k, f"{type(model).__name__}.{path}")
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, ours)
+        ours.correction_bias = _correction_bias(model, parent, ours.shape.num_experts)
         if called.router is not None and called.num_logits == ours.shape.num_experts:
-            ours.router = called.router
+            ours.router, ours.kind = called.router, called.kind
             take_logits(model.get_submodule(called.router), ours)
+
+
+def _correction_bias(model: nn.Module, block: str, num_experts: int) -> str | None:
+    """Path of the buffer, in the block around a layer's experts, that some families call a correction bias: a number an
+    expert, which checkpoints hold and no gradient reaches."""
+    for name, buffer in model.get_submodule(block).named_buffers(prefix=block):
+        if name.endswith("bias") and buffer.numel() == num_experts and buffer.is_floating_point():
+            return name
+    return None
 
 
 def dropless_experts(experts: Any, top_k: int, where: str) -> DroplessExperts:
@@ -232,9 +242,17 @@ def count_parameters(model: Any) -> ParameterCounts:
     """Counts of a model whose experts were swapped; it may be on the meta device."""
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters())
-    embedding, head = model.get_input_embeddings().weight.numel(), model.get_output_embeddings().weight.numel()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     active = active_parameters(total, experts, moe_shape(model))
-    return ParameterCounts(total, experts, embedding, head, active, _attention_widths(model))
+    frozen_experts = sum(
+        p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters() if not p.requires_grad
+    )
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and p is not embedding and p is not head)
+    return ParameterCounts(
+        *(total, experts, embedding.numel(), head.numel(), active, _attention_widths(model)),
+        frozen=active_parameters(frozen, frozen_experts, moe_shape(model)),
+        frozen_head=not head.requires_grad,
+    )
 
 
 def _attention_widths(model: nn.Module) -> int:

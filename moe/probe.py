@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.errors import ExpertMeshError
 from moe.experts import expert_modules
+from moe.scores import UNKNOWN, RouterKind, try_router
 
 _POSITIONS = 8
 
@@ -23,11 +24,12 @@ _POSITIONS = 8
 @dataclass(frozen=True)
 class SeenExperts:
     """top_k: experts a token. router: path of the module that chose them, None where no module returned the very choice
-    that the experts were given. num_logits: that it gave a token, beside its choice."""
+    that the experts were given. num_logits: that it gave a token, beside its choice. kind: of router."""
 
     top_k: int
     router: str | None
     num_logits: int
+    kind: RouterKind
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,13 @@ def probe(model: Any) -> Seen:
         ExpertMeshError: it does not run, or calls its experts otherwise than as (tokens, choices, weights).
     """
     returned: dict[str, Any] = {}
+    arguments: dict[str, tuple[Any, ...]] = {}
     calls: dict[str, Tensor] = {}
     name = type(model).__name__
     was_training = model.training
     with ExitStack() as stack:
         for path, module in model.named_modules():
-            stack.enter_context(_returns(module, path, returned))
+            stack.enter_context(_returns(module, path, returned, arguments))
         for path, module in expert_modules(model):
             stack.enter_context(_without_computing(module, path, calls, name))
         stack.enter_context(_AnswerHost())
@@ -74,12 +77,24 @@ def probe(model: Any) -> Seen:
         finally:
             model.train(was_training)
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
-    experts = {}
+    experts, kinds = {}, {}
     for path, experts_TK in calls.items():
         router = _router(experts_TK, returned)
-        num_logits = 0 if router is None else returned[router][0].shape[-1]
-        experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits)
+        if router is None:
+            experts[path] = SeenExperts(experts_TK.shape[1], None, 0, UNKNOWN)
+            continue
+        num_logits, module = returned[router][0].shape[-1], model.get_submodule(router)
+        if type(module) not in kinds:
+            kinds[type(module)] = try_router(module, arguments[router], num_logits, _groups(model.config))
+        experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits, kinds[type(module)])
     return Seen(experts, logits is returned.get(head), bool(looked_at_positions))
+
+
+def _groups(config: Any) -> tuple[int, int] | None:
+    """(groups of experts, groups a token is given) that a config speaks of."""
+    text_config = config.get_text_config()
+    groups, a_token = getattr(text_config, "n_group", None), getattr(text_config, "topk_group", None)
+    return (groups, a_token) if isinstance(groups, int) and isinstance(a_token, int) else None
 
 
 def _router(experts_TK: Tensor, returned: dict[str, Any]) -> str | None:
@@ -111,8 +126,13 @@ def _looks_at_positions() -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _returns(module: nn.Module, path: str, returned: dict[str, Any]) -> Iterator[None]:
-    hook = module.register_forward_hook(lambda module, args, output: returned.__setitem__(path, output))
+def _returns(
+    module: nn.Module, path: str, returned: dict[str, Any], arguments: dict[str, tuple[Any, ...]]
+) -> Iterator[None]:
+    def remember(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        returned[path], arguments[path] = output, args
+
+    hook = module.register_forward_hook(remember)
     try:
         yield
     finally:

@@ -31,8 +31,9 @@ def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor
 class _LoopedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
-        ctx.save_for_backward(x_RI, weight_eOI)
-        ctx.counts = counts
+        # a frozen weight has no gradient that the input would be needed for
+        ctx.save_for_backward(x_RI if ctx.needs_input_grad[2] else None, weight_eOI)
+        ctx.counts, ctx.input_shape = counts, x_RI.shape
         dtype = compute_dtype(x_RI)
         out_RO = x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
         for rows, weight_OI in zip(runs(counts), weight_eOI, strict=True):
@@ -45,9 +46,9 @@ class _LoopedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         x_RI, weight_eOI = ctx.saved_tensors
-        dtype = compute_dtype(x_RI)
+        dtype = compute_dtype(grad_RO)
         x_needs, _, weight_needs = ctx.needs_input_grad
-        grad_x_RI = torch.empty_like(x_RI) if x_needs else None
+        grad_x_RI = grad_RO.new_empty(ctx.input_shape) if x_needs else None
         grad_weight_eOI = torch.empty_like(weight_eOI) if weight_needs else None
         for expert, rows in enumerate(runs(ctx.counts)):
             num_rows = rows.stop - rows.start
@@ -78,7 +79,7 @@ def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Ten
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:
-        ctx.save_for_backward(x_RI, weight_eOI)
+        ctx.save_for_backward(x_RI if ctx.needs_input_grad[1] else None, weight_eOI)
         ctx.gmm = gmm
         if weight_eOI.is_contiguous():
             return gmm(x_RI, weight_eOI, trans_b=True)
@@ -115,8 +116,10 @@ class AddBias(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor | None]:
         (counts_e,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[2]:
+            return grad_RO, None, None
         if grad_RO.shape[0] == 0:
             return grad_RO, None, grad_RO.new_zeros((counts_e.numel(), *grad_RO.shape[1:]), dtype=ctx.bias_dtype)
         grad = grad_RO.to(torch.promote_types(grad_RO.dtype, torch.float32))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe.scores import LOG_SCORES
+
 
 @dataclass(frozen=True)
 class RouterStats:
@@ -18,7 +20,9 @@ class RouterStats:
     counts_E: tokens that chose each expert, int64, no gradient.
     prob_sum_E: softmax of the router's logits summed over tokens, fp32, differentiable.
     z_sum: sum over tokens of logsumexp(logits)^2, fp32 scalar, differentiable.
-    entropy_sum: sum over tokens of the entropy of that softmax, in nats, fp32 scalar, no gradient.
+    entropy_sum: sum over tokens of the entropy of the experts' scores, as shares of their sum, in nats, fp32 scalar, no
+        gradient; None too where nothing is known of the scores. They are those of all experts, before groups or a
+        correction bias leave some out.
     rows_computed: rows that this rank's experts have computed, of whichever rank's tokens.
     """
 
@@ -30,22 +34,40 @@ class RouterStats:
 
 
 def router_stats(
-    counts_E: Tensor, logits_TE: Tensor | None, is_token_T: Tensor | None, rows_computed: int
+    counts_E: Tensor, logits_TE: Tensor | None, is_token_T: Tensor | None, rows_computed: int, score: str | None
 ) -> RouterStats:
-    """Of a router's logits as it gave them; `is_token_T` is False for padding, and None when there is none."""
+    """Of a router's logits as it gave them.
+
+    Args:
+        is_token_T: False for padding, and None when there is none.
+        score: what the router makes of its logits (see `moe.scores`).
+    """
     if logits_TE is None:
         return RouterStats(counts_E, None, None, None, rows_computed)
     logits_TE = logits_TE.float()
     probs_TE = logits_TE.softmax(dim=-1)
     lse_T = logits_TE.logsumexp(dim=-1)
     z_T = lse_T.square()
-    # -sum p log p, with log p = logits - lse: no logarithm of a probability that has become 0
-    entropy_T = lse_T.detach() - (probs_TE.detach() * logits_TE.detach()).sum(dim=-1)
+    entropy_T = _entropy(logits_TE, probs_TE, lse_T, score)
     if is_token_T is not None:
         probs_TE = probs_TE.masked_fill(~is_token_T.unsqueeze(-1), 0.0)
         z_T = z_T.masked_fill(~is_token_T, 0.0)
-        entropy_T = entropy_T.masked_fill(~is_token_T, 0.0)
-    return RouterStats(counts_E, probs_TE.sum(dim=0), z_T.sum(), entropy_T.sum(), rows_computed)
+        entropy_T = None if entropy_T is None else entropy_T.masked_fill(~is_token_T, 0.0)
+    entropy_sum = None if entropy_T is None else entropy_T.sum()
+    return RouterStats(counts_E, probs_TE.sum(dim=0), z_T.sum(), entropy_sum, rows_computed)
+
+
+@torch.no_grad()
+def _entropy(logits_TE: Tensor, probs_TE: Tensor, lse_T: Tensor, score: str | None) -> Tensor | None:
+    """-sum p log p over the experts of each token."""
+    if score is None:
+        return None
+    if score == "softmax":
+        # with log p = logits - lse: no logarithm of a probability that has become 0
+        return lse_T - (probs_TE * logits_TE).sum(dim=-1)
+    log_scores_TE = LOG_SCORES[score](logits_TE)
+    log_p_TE = log_scores_TE.log_softmax(dim=-1)
+    return -(log_p_TE.exp() * log_p_TE.clamp(min=torch.finfo(torch.float32).min)).sum(dim=-1)
 
 
 def count_experts(experts_TK: Tensor, num_experts: int) -> Tensor:

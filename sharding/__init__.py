@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         saved_state,
         set_parameter_dtype,
         state_of,
+        trainable_of,
     )
     from sharding.topology import DenseShard, Topology, check_ep_size, rows_of
     from sharding.torchrun import read_environment
@@ -68,5 +69,6 @@ __all__ = [
     "settle_malloc",
     "start_process_group",
     "state_of",
+    "trainable_of",
     "zeros_by_rows",
 ]

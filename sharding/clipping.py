@@ -28,7 +28,8 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     counted = [grad for part, grad in zip(parts, grads, strict=True) if not replicated or part.is_expert]
     # in fp32 whatever the gradients' dtype: a norm in bf16 would have three digits
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in counted]
-    square = torch.stack(norms).double().square().sum()
+    # a rank may have nothing to count: where experts are frozen, the replicas of all else
+    square = torch.stack(norms or [torch.zeros((), device=mesh.grid.device_type)]).double().square().sum()
     dist.all_reduce(square)
     norm = float(square.sqrt())
     if max_norm > 0 and math.isfinite(norm):

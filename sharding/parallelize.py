@@ -63,7 +63,7 @@ def place_experts(model: nn.Module, mesh: Mesh) -> None:
     for layer in moe_layers(model):
         for name, weight in list(layer.mlp.named_parameters()):
             placed = distribute_tensor(weight.detach(), mesh.ep, [Shard(0)])
-            layer.mlp.register_parameter(name, nn.Parameter(placed))
+            layer.mlp.register_parameter(name, nn.Parameter(placed, requires_grad=weight.requires_grad))
         if mesh.topology.ep_size > 1:
             layer.dispatcher = AllToAllDispatcher(layer.shape.num_experts, mesh.ep.get_group())
 

@@ -84,6 +84,11 @@ def parameters_of(model: nn.Module) -> dict[str, StateTensor]:
     return {name: part for name, part in state_of(model).items() if part.is_parameter}
 
 
+def trainable_of(model: nn.Module) -> dict[str, StateTensor]:
+    """Its parameters but for frozen ones."""
+    return {name: part for name, part in parameters_of(model).items() if part.trainable}
+
+
 def set_parameter_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Of parameters alone, in place, before they are sharded: buffers such as a router's correction bias are never
     rounded."""

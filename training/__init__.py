@@ -6,16 +6,18 @@ from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
     from training.attention import check_packing, choose_attention
+    from training.balance import choose_balance, correction_biases
     from training.compiling import compile_layers
     from training.config import TrainConfig, parse_config
     from training.data import print_preview
     from training.determinism import compute_deterministically
     from training.elastic import fit_to_ranks
     from training.facts import first_lines, left_out
+    from training.freezing import freeze
     from training.head import attach_loss_head, choose_cross_entropy
     from training.inputs import Inputs, make_prompts, read_inputs
     from training.log import RunLog
-    from training.loop import Run, data_order, loss_weights, number_of_steps, train
+    from training.loop import Run, data_order, number_of_steps, train
     from training.memory import beside, forecast, measured_peak
     from training.products import choose_products
     from training.schedule import check_schedule
@@ -32,16 +34,18 @@ __all__ = [
     "check_packing",
     "check_schedule",
     "choose_attention",
+    "choose_balance",
     "choose_cross_entropy",
     "choose_products",
     "compile_layers",
     "compute_deterministically",
+    "correction_biases",
     "data_order",
     "first_lines",
     "fit_to_ranks",
     "forecast",
+    "freeze",
     "left_out",
-    "loss_weights",
     "make_prompts",
     "measured_peak",
     "number_of_steps",

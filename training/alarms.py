@@ -6,13 +6,15 @@ Shape suffixes: L MoE layers, E experts.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from training.balance import Balance
 from training.config import TrainConfig
 from training.log import RunLog
-from training.step import LossWeights, StepResult
+from training.step import StepResult
 
 LOSS_WINDOW = 64
 """Finite steps that a loss is compared with; also how many steps pass between two warnings."""
@@ -27,10 +29,10 @@ LAYERS_NAMED = 4
 class Alarms:
     """Everything that is watched in a run."""
 
-    def __init__(self, config: TrainConfig, weights: LossWeights, top_k: int, log: RunLog):
+    def __init__(self, config: TrainConfig, balance: Balance, top_k: int, groups: Sequence[int], log: RunLog):
         self.log = log
         self.loss = LossAlarm(config.learning_rate)
-        self.router = RouterAlarm(config, weights, top_k)
+        self.router = RouterAlarm(config, balance, top_k, groups)
 
     def step(self, step: int, result: StepResult) -> None:
         """To be told every step."""
@@ -74,15 +76,22 @@ class LossAlarm:
 
 
 class RouterAlarm:
-    """Experts without a single token, or with far more than their share, over windows of --router-warn-steps steps.
+    """Experts, and groups of them, without a single token, or experts with far more than their share, over windows of
+    --router-warn-steps steps.
 
     A window ends where an interval is logged, so it may be longer. Each kind is warned of once.
+
+    Args:
+        top_k: experts a token.
+        groups: of experts, in each layer, from which its router chooses some for a token before it chooses experts; 1
+            where it has none.
     """
 
-    def __init__(self, config: TrainConfig, weights: LossWeights, top_k: int):
+    def __init__(self, config: TrainConfig, balance: Balance, top_k: int, groups: Sequence[int]):
         self.config = config
-        self.weights = weights
+        self.balance = balance
         self.top_k = top_k
+        self.groups = groups
         self.steps = 0
         self.tokens_LE: Any = 0
         self.warned: set[str] = set()
@@ -95,25 +104,32 @@ class RouterAlarm:
         self.tokens_LE = self.tokens_LE + tokens_LE
         if self.steps < self.config.router_warn_steps:
             return []
-        found = {"dead": self._dead(), "load": self._overloaded()}
+        found = {"group": self._dead_groups(), "dead": self._dead(), "load": self._overloaded()}
         self.steps, self.tokens_LE = 0, 0
         new = {kind: text for kind, text in found.items() if text is not None and kind not in self.warned}
         self.warned |= new.keys()
         return [f"{text}; {self._remedy()}" for text in new.values()]
 
+    def _dead_groups(self) -> str | None:
+        """Of experts that are chosen by groups, a group that never is: none of its experts can learn."""
+        layers = zip(self.tokens_LE, self.groups, strict=True)
+        tokens = [tokens_E.reshape(n, -1).sum(axis=1) if n > 1 else tokens_E[:0] for tokens_E, n in layers]
+        return self._without_tokens("groups of experts", tokens)
+
     def _dead(self) -> str | None:
-        dead_LE = self.tokens_LE == 0
-        if not dead_LE.any():
+        return self._without_tokens("experts", list(self.tokens_LE))
+
+    def _without_tokens(self, what: str, tokens: Sequence[np.ndarray]) -> str | None:
+        dead = [np.flatnonzero(of_layer == 0) for of_layer in tokens]
+        if not any(map(len, dead)):
             return None
         layers = [
-            f"layer {layer}: {', '.join(map(str, np.flatnonzero(dead_E)))}"
-            for layer, dead_E in enumerate(dead_LE)
-            if dead_E.any()
+            f"layer {layer}: {', '.join(map(str, numbers))}" for layer, numbers in enumerate(dead) if len(numbers)
         ]
         more = f"; and in {len(layers) - LAYERS_NAMED} more layers" if len(layers) > LAYERS_NAMED else ""
         return (
-            f"router collapse: {dead_LE.sum()} of {dead_LE.size} experts got no token in {self.steps} steps "
-            f"({'; '.join(layers[:LAYERS_NAMED])}{more})"
+            f"router collapse: {sum(map(len, dead))} of {sum(map(len, tokens))} {what} got no token in {self.steps} "
+            f"steps ({'; '.join(layers[:LAYERS_NAMED])}{more})"
         )
 
     def _overloaded(self) -> str | None:
@@ -132,13 +148,8 @@ class RouterAlarm:
         return (1 + num_experts / self.top_k) / 2
 
     def _remedy(self) -> str:
-        balance = f"raise --router-aux-loss-coef (now {self.weights.balance:g})"
-        if self.weights.balance == 0:
-            balance = "switch the balancing loss on, by --router-aux-loss-coef 0.02 say"
-        elif not self.weights.balance_per_layer:
-            # however high its coefficient, the pooled loss asks nothing of layers that make up for one another
-            balance = f"balance each layer by itself, by --router-aux-loss-per-layer, {balance}"
+        z = self.balance.weights.z
         return (
-            f"{balance}, or --router-z-loss-coef (now {self.weights.z:g}) where the router is too sure of itself, or "
+            f"{self.balance.remedy()}, or --router-z-loss-coef (now {z:g}) where the router is too sure of itself, or "
             f"lower --learning-rate (now {self.config.learning_rate:g})"
         )

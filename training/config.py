@@ -144,6 +144,15 @@ class TrainConfig:
         "makes up for another's lack.",
     )
     router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss.")
+    router_bias_update_rate: float = _flag(
+        0.0,
+        "Balance without a loss: after each update, move the routers' correction biases by so much towards even load; "
+        "for families that have them.",
+    )
+    freeze: list[str] = _list(
+        "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or regular expressions "
+        "that are found in parameters' names."
+    )
     on_nonfinite: OnNonfinite = _flag(
         "stop", "At a loss or gradient norm that is not finite: stop, or skip the update."
     )
@@ -300,6 +309,7 @@ _AT_LEAST = {
     "max_grad_norm": 0,
     "router_aux_loss_coef": 0,
     "router_z_loss_coef": 0,
+    "router_bias_update_rate": 0,
     "check_replicas": 0,
     "router_warn_steps": 0,
     "router_warn_load": 1,

@@ -1,5 +1,6 @@
 """What is about to run, in a few lines."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from checkpoints import Checkpoint, ModelSource
@@ -23,17 +24,19 @@ def first_lines(
     inputs: Inputs,
     order: DataOrder,
     memory: Forecast | None,
+    how: Sequence[str],
 ) -> str:
-    """Model, mesh, batch, memory, computation and data."""
+    """Model, mesh, batch, memory, computation, `how` it is trained, and data."""
     lines = [
         f"{source.path}: {source.model_type}, {counts.total / 1e6:,.1f} M parameters, "
         f"{counts.active / 1e6:,.1f} M active a token",
         _mesh(moe_shape(model).num_experts, topology, config, order),
-        *(memory.lines() if memory is not None else [f"memory a rank: there is no forecast for {source.model_type}"]),
+        *(memory.lines() if memory is not None else [_no_forecast(config, source)]),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
         f"attention {_attention(model)}, cross-entropy {loss_head(model).kind}"
         + (", compiled attention and norms" if config.compile else "")
         + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing"),
+        *how,
     ]
     if inputs.training is not None:
         lines += _data(inputs, order, config)
@@ -46,6 +49,10 @@ def left_out(checkpoint: Checkpoint) -> str:
         f"left out: {len(checkpoint.left_out)} tensors that no trained layer has, and the export will not have either: "
         f"{checkpoint.some_left_out}"
     )
+
+
+def _no_forecast(config: TrainConfig, source: ModelSource) -> str:
+    return f"memory a rank: there is no forecast {'with --freeze' if config.freeze else f'for {source.model_type}'}"
 
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:

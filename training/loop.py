@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from checkpoints import ModelSource, Progress, Saver, load_best_model, load_training_state
+from checkpoints import Progress, Saver, load_best_model, load_training_state
 from moe import ExpertMeshError, ParameterCounts, moe_layers
 from sharding import Mesh, Ranks, Watchdog, check_replicas
 from training.alarms import Alarms
+from training.balance import Balance, BiasUpdate
 from training.compiling import Compilation, compilation
 from training.config import TrainConfig
 from training.data import Batch, DataOrder, Rows, collate
@@ -26,7 +27,7 @@ from training.nonfinite import NonFiniteGuard
 from training.optimizer import build_optimizer
 from training.preemption import StopRequest
 from training.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
-from training.step import LossWeights, train_step
+from training.step import train_step
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Run:
     inputs: Inputs
     order: DataOrder
     prompts: Prompts | None
-    weights: LossWeights
+    balance: Balance
     mesh: Mesh
     ranks: Ranks
     log: RunLog
@@ -64,26 +65,6 @@ def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataO
 def number_of_steps(config: TrainConfig, order: DataOrder) -> int:
     """--max-steps, or as many as --num-train-epochs takes."""
     return config.max_steps if config.max_steps >= 0 else math.ceil(config.num_train_epochs * order.steps_per_epoch)
-
-
-def loss_weights(config: TrainConfig, model: Any, source: ModelSource) -> LossWeights:
-    """The coefficients asked for, or the model's own where it would add the balancing loss in transformers too.
-
-    Raises:
-        ExpertMeshError: the model's routers give no logits that a loss could be taken of.
-    """
-    balance = config.router_aux_loss_coef
-    if balance is None:
-        own = source.text_config
-        balance = getattr(own, "router_aux_loss_coef", 0.0) if getattr(own, "output_router_logits", False) else 0.0
-    weights = LossWeights(balance, config.router_z_loss_coef, config.router_aux_loss_per_layer)
-    if (weights.balance > 0 or weights.z > 0) and any(layer.router is None for layer in moe_layers(model)):
-        flag = "--router-aux-loss-coef" if weights.balance > 0 else "--router-z-loss-coef"
-        raise ExpertMeshError(
-            f"{flag}: the routers of {source.model_type} give no logit for each expert, so that there is nothing to "
-            f"take the loss of; set it to 0"
-        )
-    return weights
 
 
 def train(run: Run, resume_from: Path | None) -> bool:
@@ -118,15 +99,20 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
     log.keep_until(first_step)
     stopping, enough = False, _had_enough(config, best)
     compiled: Compilation | None = None
-    guard, alarms = NonFiniteGuard(config, run.model, log), Alarms(config, run.weights, run.top_k, log)
+    groups = [layer.kind.num_groups for layer in moe_layers(run.model)]
+    guard, alarms = NonFiniteGuard(config, run.model, log), Alarms(config, run.balance, run.top_k, groups, log)
     meter = Meter(run.counts, run.model.config.get_text_config(), run.top_k, run.ranks.device, config.bf16)
+    bias_update = BiasUpdate(run.model, run.balance.bias_rate) if run.balance.bias_rate else None
     with StopRequest() as stop:
         for step in log.steps(log.num_steps if enough else first_step):
             done = step + 1
             watchdog.at("reading the batch", done)
             learning_rate = scheduler.get_last_lr()[0]
             batches = _batches(run, step)
-            result = train_step(run.model, optimizer, batches, run.mesh, run.weights, config.max_grad_norm, watchdog.at)
+            result = train_step(
+                *(run.model, optimizer, batches, run.mesh, run.balance.weights, config.max_grad_norm, bias_update),
+                at=watchdog.at,
+            )
             tokens += result.tokens
             guard.check(done, result)
             alarms.step(done, result)
@@ -186,7 +172,7 @@ def _resume(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, pat
     run.watchdog.at("reading the checkpoint", limited=False)
     progress = load_training_state(path, run.model, optimizer)
     _check_order(progress, run, path)
-    _check_optimizer(progress, run.config, path)
+    _check_trained(progress, run.config, path)
     resume_scheduler(optimizer, scheduler, run.config, progress)
     best = Best(**progress.best)
     if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
@@ -217,7 +203,7 @@ def _evaluates_at(done: int, run: Run) -> bool:
 
 def _log_step(run: Run, meter: Meter, alarms: Alarms, done: int, learning_rate: Any) -> None:
     epoch = round(done / run.order.steps_per_epoch, 4)
-    metrics = {"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.weights)
+    metrics = {"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.balance.weights)
     run.log.step(metrics)
     alarms.interval(done, metrics)
 
@@ -316,10 +302,16 @@ def _check_order(progress: Progress, run: Run, path: Path) -> None:
             )
 
 
-def _check_optimizer(progress: Progress, config: TrainConfig, path: Path) -> None:
-    """One optimizer's state means nothing to another."""
+def _check_trained(progress: Progress, config: TrainConfig, path: Path) -> None:
+    """One optimizer's state means nothing to another, nor to parameters that were frozen."""
     there = progress.settings.get("optim", "adamw_torch_fused")
     if there != config.optim:
         raise ExpertMeshError(
             f"--resume {path}: that run had --optim {there}, this one has {config.optim}; take the same"
         )
+    frozen = progress.settings.get("freeze", [])
+    if sorted(frozen) != sorted(config.freeze):
+        there, here = (
+            f"--freeze {' '.join(entries)}" if entries else "nothing frozen" for entries in (frozen, config.freeze)
+        )
+        raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")

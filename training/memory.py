@@ -95,12 +95,12 @@ def forecast(
     ranks: Ranks,
 ) -> Forecast | None:
     """Of the rank that holds the most, for rows as long as the longest (of packed ones, --max-seq-length); None for a
-    family that the planner's formulas do not hold for.
+    family, or with frozen parameters, which the planner's formulas do not hold for.
 
     Args:
         model: on the meta device, not sharded yet.
     """
-    if source.model_type not in FORECAST:
+    if source.model_type not in FORECAST or config.freeze:
         return None
     rows = inputs.training
     longest = 1 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from moe import ParameterCounts, training_flops
+from training.balance import LossWeights
 from training.memory import measured_peak
 from training.routing import Routing, over_ranks, routing_metrics
-from training.step import LossWeights, StepResult
+from training.step import StepResult
 
 # dense bf16 rates of NVIDIA's data sheets, in 1e12 floating point operations a second, by words of the device's name
 _PEAK_TFLOPS = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe import decoder_layers, moe_layers
-from sharding import Mesh, parameters_of
+from sharding import Mesh, trainable_of
 from training.config import TrainConfig
 from training.low_bit import AdamW8bit, AdamWBf16
 from training.muon import Muon, dense_matrix, expert_matrices
@@ -19,13 +19,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.
     have no weight decay."""
     if config.optim == "muon":
         return _muon(model, config, mesh)
-    groups = _groups([part.tensor for part in parameters_of(model).values()], config)
+    groups = _groups([part.tensor for part in trainable_of(model).values()], config)
     settings: dict[str, Any] = _adam_settings(config)
     if config.optim == "adamw_torch_8bit":
         return AdamW8bit(groups, **settings)
     if config.optim == "adamw_bf16":
         rows: dict[Tensor, tuple[int, range]] = {}
-        for name, part in parameters_of(model).items():
+        for name, part in trainable_of(model).items():
             # by its name: its number would change with every parameter that comes before it
             rows[part.tensor] = (crc32(name.encode()), mesh.topology.rows(part.num_rows, part.layout, dist.get_rank()))
         return AdamWBf16(groups, **settings, rows=rows, seed=config.seed)
@@ -46,7 +46,7 @@ def _adam_settings(config: TrainConfig) -> dict[str, Any]:
 
 def _muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Muon:
     """Muon for the matrices of the decoder layers, but for the routers, whose rows are experts' scores."""
-    state = parameters_of(model)
+    state = trainable_of(model)
     experts = [part for part in state.values() if part.expert is not None and part.expert.row]
     routers = tuple(f"{layer.router}." for layer in moe_layers(model) if layer.router is not None)
     in_layers = {p for layer in decoder_layers(model) for p in layer.parameters()}

@@ -19,21 +19,10 @@ from torch import Tensor
 from moe import load_balancing_loss, router_z_loss, take_stats
 from sharding import Mesh, clip_grad_norm
 from training.attention import attention_arguments
+from training.balance import BiasUpdate, LossWeights
 from training.data import Batch
 from training.head import loss_head
 from training.routing import Routing, routing_of
-
-
-@dataclass(frozen=True)
-class LossWeights:
-    """Coefficients of the auxiliary losses; 0 leaves one out.
-
-    balance_per_layer: whether each layer is balanced by itself, not all of them pooled.
-    """
-
-    balance: float
-    z: float
-    balance_per_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +109,7 @@ def train_step(
     mesh: Mesh,
     weights: LossWeights,
     max_grad_norm: float,
+    bias_update: BiasUpdate | None = None,
     at: Callable[[str], object] = lambda doing: None,
 ) -> StepResult:
     """Gradients from zero, clipped over all meshes at once, then one update.
@@ -127,6 +117,7 @@ def train_step(
     Without the update, on all ranks alike, where the result is not finite: weights and optimizer state are as before.
 
     Args:
+        bias_update: of the routers, beside the optimizer's.
         at: is told what comes next, beside the layers.
     """
     optimizer.zero_grad()
@@ -137,5 +128,7 @@ def train_step(
     at("the optimizer's update")
     if result.is_finite:
         optimizer.step()
+        if bias_update is not None:
+            bias_update.step(result.routing)
     at("what follows the update")
     return result

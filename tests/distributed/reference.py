@@ -1,5 +1,6 @@
 """The yardstick: a family's own class in one process on the whole batch, and the same figures from our ranks."""
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +17,11 @@ from sharding import Checkpointing, Topology, build_mesh, parameters_of, set_par
 from tests.families.configs import tiny_model
 from tests.tiny import our_rows, tiny_mixtral
 from training import TrainConfig, attach_loss_head, compile_layers
+from training.balance import LossWeights
 from training.data import Batch, DataOrder, Sample, collate
+from training.freezing import freeze
 from training.optimizer import build_optimizer
-from training.step import LossWeights, compute_gradients, train_step
+from training.step import compute_gradients, train_step
 
 STEPS = 3
 MAX_GRAD_NORM = 0.5
@@ -29,6 +32,7 @@ class Case:
     """One comparison. `samples` are spread over ranks as the data order does, in one global batch each step.
 
     `changes` are to the model's config, `settings` to the run's. `family`: of the model, as transformers names it.
+    `frozen`: a pattern of the names that what --freeze names has in transformers' model.
     """
 
     samples: list[Sample]
@@ -43,6 +47,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     family: str = "mixtral"
+    frozen: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ def hf_model(case: Case, **changes: Any) -> Any:
 def reference(case: Case, **changes: Any) -> Figures:
     """HF's model, HF's loss, HF's balancing loss, torch's clipping and AdamW, one process, one batch."""
     model = hf_model(case, **changes)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (case.frozen and re.search(case.frozen, name)))
     model.train()
     config = train_config(**case.settings)
     optimizer: Any = HFMuon(model, config) if config.optim == "muon" else hf_adamw(model, config)
@@ -224,6 +231,8 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
     config = train_config(**case.settings)
     model: Any = source.build("eager" if case.family != "mixtral" else "auto")
     use_kernel(model, KERNELS[case.kernel])
+    if config.freeze:
+        freeze(model, config.freeze)
     if config.compile:
         compile_layers(model)
     attach_loss_head(model, case.cross_entropy)
@@ -262,6 +271,7 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
     final = {n: full(p) for n, p in model.named_parameters()}
     if rank > 0:
         return None
+    assert all(optimizer.state[p] == {} for p in model.parameters() if not p.requires_grad)
     return Figures(losses, first.balance_loss, first.z_loss, grad_norms, grads, final)
 
 

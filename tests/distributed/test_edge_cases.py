@@ -23,9 +23,10 @@ from tests.distributed.reference import (
 )
 from tests.distributed.test_parity import SAMPLES, assert_same
 from tests.tiny import save_model, tiny_mixtral
+from training.balance import LossWeights
 from training.data import collate
 from training.routing import over_ranks
-from training.step import LossWeights, compute_gradients
+from training.step import compute_gradients
 
 TOP_1 = {"num_experts_per_tok": 1}
 

@@ -13,9 +13,10 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import MAX_GRAD_NORM, Case, my_batches, sharded_model, train_config
 from tests.distributed.test_parity import SAMPLES
 from tests.tiny import save_model, tiny_mixtral
+from training.balance import LossWeights
 from training.generate import generate
 from training.optimizer import build_optimizer
-from training.step import LossWeights, train_step
+from training.step import train_step
 
 TOPOLOGIES = [(1, 1), (2, 1), (4, 2), (4, 4)]
 NEW_TOKENS = 12

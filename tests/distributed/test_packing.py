@@ -14,9 +14,10 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, random_samples, sharded_model, train_config
 from tests.tiny import relative_error, save_model, tiny_mixtral
 from training.attention import PACKED, attention_arguments
+from training.balance import LossWeights
 from training.data import IGNORED, Batch, Sample, collate, pack
 from training.optimizer import build_optimizer
-from training.step import LossWeights, train_step
+from training.step import train_step
 
 CAPACITY = 48
 SAMPLES = random_samples([31, 17, 16, 12, 11, 9, 8, 5, 3, 2, 2, 1, 40])

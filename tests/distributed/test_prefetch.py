@@ -16,7 +16,8 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, my_batches, sharded_model
 from tests.distributed.test_parity import SAMPLES
 from tests.tiny import save_model
-from training.step import LossWeights, compute_gradients
+from training.balance import LossWeights
+from training.step import compute_gradients
 
 LAYERS = 4
 LETTERS = {"expertmesh::all_gather": "G", "aten::topk": "R", "expertmesh::reduce_scatter": "S"}

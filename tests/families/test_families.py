@@ -36,8 +36,9 @@ from tests.distributed.reference import (
 )
 from tests.families.configs import UNSHRINKABLE, tiny_model
 from tests.tiny import relative_error
+from training.balance import LossWeights
 from training.data import collate
-from training.step import LossWeights, compute_gradients
+from training.step import compute_gradients
 
 FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE and family not in UNSUPPORTED]
 TOPOLOGIES = [(1, 1), (4, 2), (4, 4)]

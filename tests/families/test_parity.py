@@ -32,8 +32,9 @@ from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights
 from tests.families.configs import TEXT_IDS, tiny_config, tiny_model
 from tests.tiny import relative_error, save_tokenizer
 from training.attention import choose_attention
+from training.balance import LossWeights
 from training.data import Sample, collate, pack
-from training.step import LossWeights, compute_gradients
+from training.step import compute_gradients
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"]
 TOLERANCE = 1e-5

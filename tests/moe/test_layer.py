@@ -19,6 +19,7 @@ from moe import (
 )
 from moe.dispatch import LocalDispatcher, _transpose_blocks
 from moe.routing import count_experts, router_stats
+from moe.scores import LOG_SCORES, RouterKind
 from tests.moe.test_kernels import CPU_KERNELS
 from tests.tiny import loaded, our_block, our_experts, our_rows, relative_error, tiny_block, tiny_config, tiny_mixtral
 
@@ -126,6 +127,7 @@ def test_transposing_blocks() -> None:
 def test_statistics_of_a_router() -> None:
     """By their definitions, from what HF's router returned in the same forward."""
     moe, seen = layer(), []
+    moe.experts.kind = RouterKind("softmax")
     moe.gate.register_forward_hook(lambda router, args, output: seen.append(output))
     moe(torch.randn(1, 11, 16))
     ((logits_TE, _, experts_TK),) = seen
@@ -145,11 +147,36 @@ def test_statistics_of_a_router() -> None:
 def test_statistics_of_sure_routers() -> None:
     """A probability that is 0 in fp32 makes no NaN of the entropy, and bf16 logits are summed up in fp32."""
     logits_TE = torch.tensor([[300.0, 0.0], [0.0, 0.0]], dtype=torch.bfloat16)
-    stats = router_stats(torch.tensor([1, 1]), logits_TE, None, 0)
+    stats = router_stats(torch.tensor([1, 1]), logits_TE, None, 0, "softmax")
     assert stats.entropy_sum is not None
     assert stats.prob_sum_E is not None
     assert float(stats.entropy_sum) == pytest.approx(0.6931472)
     assert stats.prob_sum_E.tolist() == pytest.approx([1.5, 0.5])
+
+
+@pytest.mark.parametrize("score", LOG_SCORES)
+def test_entropy_is_of_the_scores(score: str) -> None:
+    """As shares of their sum, whatever function the router takes; those far below the others count for nothing."""
+    scores: dict[str, Any] = {
+        "softmax": lambda x: x.softmax(dim=-1),
+        "sigmoid": torch.sigmoid,
+        "sqrtsoftplus": lambda x: torch.nn.functional.softplus(x).sqrt(),
+        "given": lambda x: x,
+    }
+    logits_TE = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).abs()
+    logits_TE[0, 0] = 0.0 if score == "given" else -1e4
+    is_token_T = torch.tensor([True, True, True, False, True])
+    stats = router_stats(torch.ones(6), logits_TE, is_token_T, 0, score)
+    shares_TE = scores[score](logits_TE.double()).clamp(min=0)
+    entropy_T = torch.distributions.Categorical(probs=shares_TE / shares_TE.sum(dim=-1, keepdim=True)).entropy()
+    assert stats.entropy_sum is not None
+    assert float(stats.entropy_sum) == pytest.approx(float(entropy_T[is_token_T].sum()), rel=1e-5)
+
+
+def test_entropy_of_unknown_scores_is_not_told() -> None:
+    stats = router_stats(torch.ones(6), torch.randn(5, 6), None, 0, None)
+    assert stats.entropy_sum is None
+    assert stats.z_sum is not None
 
 
 def test_experts_without_a_router_count_alone() -> None:
@@ -177,7 +204,7 @@ def test_auxiliary_losses_add_up_over_ranks() -> None:
     logits: Any = tuple(x_TD @ router_ED.t() for router_ED in routers)
 
     def stats_of(logits_TE: Tensor) -> RouterStats:
-        return router_stats(count_experts(logits_TE.topk(2).indices, 5), logits_TE, None, 0)
+        return router_stats(count_experts(logits_TE.topk(2).indices, 5), logits_TE, None, 0, "softmax")
 
     halves = [[stats_of(layer[half]) for layer in logits] for half in (slice(5), slice(5, 14))]
     counts_LE = torch.stack([sum(stats.counts_E for stats in layer) for layer in zip(*halves, strict=True)])

@@ -14,7 +14,8 @@ from sharding.planner.traffic import (
 from tests.distributed.pool import RankPool
 from tests.sharding.planned import ODD_SIZES, cpu_setting, model_shape
 from tests.tiny import tiny_config
-from training.step import LossWeights, train_step
+from training.balance import LossWeights
+from training.step import train_step
 
 
 def count(setting: Setting, changes: dict[str, Any], balance: float) -> dict[str, float]:

@@ -1,11 +1,13 @@
 """Loss spikes and router collapse: what is warned of, how often, and what is not."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from training import TrainConfig
 from training.alarms import LOSS_NEEDED, LOSS_WINDOW, LossAlarm, RouterAlarm
-from training.step import LossWeights
+from training.balance import Balance, LossWeights
 
 EVEN = np.full((2, 4), 25)
 
@@ -52,13 +54,36 @@ def test_which_losses_are_spikes(losses: list[float], warned: list[int]) -> None
     assert loss_warnings(losses) == warned
 
 
-def router_alarm(top_k: int = 2, balance: float = 0.02, per_layer: bool = False, **settings: object) -> RouterAlarm:
+def router_alarm(
+    top_k: int = 2,
+    balance: float = 0.02,
+    per_layer: bool = False,
+    bias_rate: float | None = None,
+    groups: Sequence[int] = (1,),
+    **settings: object,
+) -> RouterAlarm:
     config = TrainConfig(model="m", dataset=["d"], **{"router_warn_steps": 10, **settings})  # type: ignore[arg-type]
-    return RouterAlarm(config, LossWeights(balance, 0.0, per_layer), top_k)
+    return RouterAlarm(config, Balance(LossWeights(balance, 0.0, per_layer), "", bias_rate), top_k, groups)
+
+
+def test_dead_groups_are_named() -> None:
+    """Of layers whose routers choose groups first; in others, runs of dead experts are no group."""
+    tokens_LE = np.array([[0, 0, 9, 1], [0, 0, 9, 1], [5, 5, 5, 5]])
+    group, experts = router_alarm(groups=(1, 2, 2), router_warn_load=100.0).check(10, tokens_LE)
+    assert "1 of 4 groups of experts got no token in 10 steps (layer 1: 0)" in group
+    assert "4 of 12 experts got no token in 10 steps (layer 0: 0, 1; layer 1: 0, 1)" in experts
+
+
+def test_a_bias_is_to_move_where_there_is_one() -> None:
+    tokens_LE = np.array([[0, 1, 1, 1]])
+    (still,) = router_alarm(balance=0.0, bias_rate=0.0).check(10, tokens_LE)
+    assert "; have the router's bias move, by --router-bias-update-rate 0.001, or" in still
+    (slow,) = router_alarm(balance=0.0, bias_rate=1e-4).check(10, tokens_LE)
+    assert "; raise --router-bias-update-rate (now 0.0001), or" in slow
 
 
 def test_dead_experts_are_named_once() -> None:
-    alarm = router_alarm(top_k=1)
+    alarm = router_alarm(top_k=1, groups=(1, 1))
     tokens_LE = np.array([[10, 0, 10, 20], [10, 10, 20, 0]])
     assert alarm.check(9, tokens_LE) == []
     (warning,) = alarm.check(1, tokens_LE)
@@ -76,7 +101,7 @@ def test_one_token_in_a_window_is_life() -> None:
 
 
 def test_many_dead_layers_are_not_all_named() -> None:
-    (warning,) = router_alarm(top_k=1).check(10, np.tile([0, 10, 10, 10], (6, 1)))
+    (warning,) = router_alarm(top_k=1, groups=(1,) * 6).check(10, np.tile([0, 10, 10, 10], (6, 1)))
     assert "(layer 0: 0; layer 1: 0; layer 2: 0; layer 3: 0; and in 2 more layers)" in warning
 
 
@@ -97,7 +122,7 @@ def test_many_dead_layers_are_not_all_named() -> None:
 def test_load_bound(top_k: int, bound: float | None, load: float, warns: bool) -> None:
     others = (4 - load) / 3
     tokens_LE = np.rint(300 * np.array([[1, 1, 1, 1], [others, others, load, others]])).astype(int)
-    warnings = router_alarm(top_k, router_warn_load=bound).check(10, tokens_LE)
+    warnings = router_alarm(top_k, groups=(1, 1), router_warn_load=bound).check(10, tokens_LE)
     assert len(warnings) == warns
     if warns:
         assert f"expert 2 of layer 1 got {load:.2f} times the mean in 10 steps, above --router-warn-load" in warnings[0]

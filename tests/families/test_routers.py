@@ -1,0 +1,139 @@
+"""What is frozen, and routers whose bias moves: the same on any arrangement of ranks."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
+from tests.distributed.test_checkpoints import read
+from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
+from tests.families.configs import TEXT_IDS, tiny_model
+from tests.tiny import relative_error, save_tokenizer
+
+SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_IDS)
+TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 5e-5
+
+FROZEN: dict[str, tuple[Topology, dict[str, Any]]] = {
+    "experts and norms": (
+        Topology(4, 2),
+        dict(family="deepseek_v3", settings={"freeze": ["experts", "norms"]}, frozen=r"mlp\.experts\.|norm"),
+    ),
+    "experts, with replicas of the rest": (
+        Topology(4, 2, "hybrid"),
+        dict(settings={"freeze": ["experts"]}, frozen=r"experts\.", kernel="torch-grouped"),
+    ),
+    "all but experts": (
+        Topology(4, 4),
+        dict(
+            settings={"freeze": ["attention", "router", "embeddings", "norms", "lm_head"]},
+            frozen=r"self_attn|mlp\.gate\.|embed|norm|lm_head",
+            gradient_checkpointing="full",
+        ),
+    ),
+    "router, shared experts and their gates": (
+        Topology(4, 4),
+        dict(
+            family="qwen2_moe",
+            settings={"freeze": ["router", "shared-experts"]},
+            frozen=r"mlp\.gate\.|shared_expert",
+            gradient_checkpointing="selective",
+            accumulation=2,
+        ),
+    ),
+    "embeddings and the first layer": (
+        Topology(4, 2),
+        dict(
+            family="gpt_oss",
+            settings={"freeze": ["embeddings", r"layers\.0\."]},
+            frozen=r"embed_tokens|layers\.0\.",
+            gradient_checkpointing="full",
+        ),
+    ),
+    "by one of a tied parameter's names": (
+        Topology(4, 2),
+        dict(settings={"freeze": ["lm_head"]}, frozen="embed_tokens", changes={"tie_word_embeddings": True}),
+    ),
+    "for Muon": (
+        Topology(4, 2),
+        dict(settings={"freeze": ["router", r"w2$", "q_proj"], "optim": "muon"}, frozen="never", steps=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in FROZEN if name != "for Muon"])
+def test_frozen_parts_equal_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """Losses, gradient norms and weights; what is frozen has neither gradient nor optimizer state, and stays."""
+    topology, settings = FROZEN[name]
+    case = Case(samples=SAMPLES, **settings)
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    found, want = ranks.run(ours, 4, tmp_path, topology, case)[0], reference(case, seed=1)
+    assert found.losses == pytest.approx(want.losses, rel=TOLERANCE)
+    assert found.losses[0] != found.losses[-1]
+    assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
+    no_gradient = want.weights.keys() - want.grads.keys()
+    assert no_gradient
+    assert not any(found.grads[name].any() for name in found.grads.keys() & no_gradient)
+    errors = {name: relative_error(found.weights[name], weight) for name, weight in want.weights.items()}
+    assert max(errors.values()) <= WEIGHT_TOLERANCE, errors
+    frozen = found.weights.keys() - found.grads.keys()
+    assert frozen
+    assert all(torch.equal(found.weights[name], want.weights[name]) for name in frozen)
+
+
+def test_muon_leaves_frozen_matrices_alone(ranks: RankPool, tmp_path: Path) -> None:
+    topology, settings = FROZEN["for Muon"]
+    case = Case(samples=SAMPLES, **settings)
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    found = ranks.run(ours, 4, tmp_path, topology, case)[0]
+    alone = ranks.run(ours, 1, tmp_path, Topology(1, 1), case)[0]
+    before = ranks.run(ours, 1, tmp_path, Topology(1, 1), Case(samples=SAMPLES, **{**settings, "steps": 0}))[0]
+    frozen = {name for name in before.weights if name.endswith(("w2", "q_proj.weight", "gate.weight"))}
+    assert all(torch.equal(found.weights[name], before.weights[name]) == (name in frozen) for name in before.weights)
+    errors = {name: relative_error(found.weights[name], weight) for name, weight in alone.weights.items()}
+    assert max(errors.values()) <= WEIGHT_TOLERANCE, errors
+
+
+STEPS, RATE = 20, 0.001
+BIAS = "e_score_correction_bias"
+
+
+def test_bias_moves_alike_on_any_ranks(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
+    """After 20 steps every bit is the same: at (1,1), (4,2), (4,4), in one forward a step or several, with layers
+    computed again in backward, and in a run that was resumed. It is exported in fp32 from a model in bf16."""
+    model: Any = tiny_model("deepseek_v3", seed=1)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+
+    def run(world_size: int, ep_size: int, name: str, *more: str) -> dict[str, torch.Tensor]:
+        out = tmp_path / name
+        argv = ["--model", str(tmp_path / "model"), "--dataset", str(tiny_data), "--output-dir", str(out), "--use-cpu"]
+        argv += ["--max-steps", str(STEPS), "--ep-size", str(ep_size), "--learning-rate", "1e-4", "--save-steps", "10"]
+        argv += ["--global-batch-size", "16", "--router-bias-update-rate", str(RATE), *FIXED_PRODUCTS, *more]
+        results = ranks.run(run_main, world_size, argv, join_group=False)
+        assert [code for code, _ in results] == [0] * world_size, results
+        return {name: tensor for name, tensor in read(out / "hf").items() if name.endswith(BIAS)}
+
+    alone = run(1, 1, "alone", "--per-device-train-batch-size", "16")
+    before = {name: tensor for name, tensor in read(tmp_path / "model").items() if name.endswith(BIAS)}
+    for name, bias_E in alone.items():
+        assert bias_E.dtype == torch.float32
+        moved = (bias_E - before[name].float()) / RATE
+        assert moved.abs().max() > 1
+        assert torch.allclose(moved, moved.round(), atol=2e-3), "steps of the rate"
+    some = {
+        "(4, 2)": run(4, 2, "4-2", "--per-device-train-batch-size", "2", "--gradient-checkpointing", "selective"),
+        "(4, 4)": run(4, 4, "4-4", "--per-device-train-batch-size", "4", "--gradient-checkpointing", "full"),
+    }
+    shutil.copytree(
+        tmp_path / "4-4" / "checkpoints" / "step-00000010", tmp_path / "ten" / "checkpoints" / "step-00000010"
+    )
+    some["resumed"] = run(2, 1, "ten", "--per-device-train-batch-size", "8", "--resume", "auto")
+    for how, biases in some.items():
+        assert biases.keys() == alone.keys()
+        assert all(torch.equal(biases[name], bias_E) for name, bias_E in alone.items()), how
