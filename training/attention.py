@@ -29,6 +29,32 @@ _BY_MASK = frozenset(
 )
 """Kinds of layers that a mask keeps within a sample, or that look at each token by itself."""
 
+_STATE = (
+    "carry a state from one token to the next, also from one sample to the next in a packed row, and transformers' "
+    "PyTorch code for them does not begin it anew"
+)
+_BLOCKS = "put a row's tokens together in blocks, whose ends are not the samples'"
+_NOT_APART = {
+    "linear_attention": _STATE,
+    "mamba": _STATE,
+    "conv": _STATE,
+    "hybrid": _STATE,
+    "hybrid_sliding": _STATE,
+    "compressed_sparse_attention": _BLOCKS,
+    "heavily_compressed_attention": _BLOCKS,
+    "minimax_m3_sparse": _BLOCKS,
+    "indexed_attention": "choose the tokens to attend to in the whole row, and choose others if other samples share it",
+}
+"""Why no mask keeps the samples of a packed row apart in these kinds of layers."""
+
+_NOT_FOR_ATTENTION = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
+"""Arguments that models of transformers hand down to all their parts, and that no attention's result depends on."""
+
+_WIDEST_VARLEN = 256
+"""Of the heads that flash attention takes."""
+
 
 def choose_attention(attn_implementation: str, packing: bool, config: Any) -> str:
     """PACKED for packed rows with sdpa, where every token sees its sample's whole past; else what was asked for, which
@@ -37,7 +63,7 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
 
     Raises:
         ExpertMeshError: packed rows with flash attention: it takes no mask, and finds out only of single rows where
-            their samples begin; or in a model with layers that carry a state from one token to the next.
+            their samples begin; or in a model with layers that no mask keeps within a sample.
     """
     if packing and "flash" in attn_implementation:
         raise ExpertMeshError(
@@ -49,13 +75,20 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
         return attn_implementation
     text_config = config.get_text_config()
     kinds = _kinds_of_layers(text_config)
-    if carrying := kinds - _BY_MASK:
+    if kinds - _BY_MASK:
         raise ExpertMeshError(
-            f"--packing: layers of {config.model_type} ({', '.join(sorted(carrying))}) carry a state from one token to "
-            "the next, also from one sample to the next in a packed row; leave it out, --group-by-length saves padding"
+            f"--packing: {_why_not(config.model_type, kinds - _BY_MASK)}; leave it out, --group-by-length saves padding"
         )
     sees_all = kinds == {"full_attention"} if kinds else getattr(text_config, "sliding_window", None) is None
     return PACKED if attn_implementation == "sdpa" and sees_all else attn_implementation
+
+
+def _why_not(model_type: str, kinds: set[str]) -> str:
+    of_reason: dict[str, list[str]] = {}
+    for kind in sorted(kinds):
+        reason = _NOT_APART.get(kind, "are not known to keep the samples of a packed row apart")
+        of_reason.setdefault(reason, []).append(kind)
+    return ", ".join(f"layers of {model_type} ({', '.join(found)}) {reason}" for reason, found in of_reason.items())
 
 
 def _kinds_of_layers(config: Any) -> set[str]:
@@ -122,7 +155,14 @@ def packed_attention(
     segments: tuple[int, ...] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each segment, in the signature of transformers' attention functions; (B, S, H, A) out."""
+    """Causal attention within each segment, in the signature of transformers' attention functions; (B, S, H, A) out,
+    where A is the width of the values.
+
+    Raises:
+        ExpertMeshError: the module asks for more than that (attention sinks, a window, a cap on scores). Also without
+            `segments`, so that the forward in which a model is probed finds it out, before anything is loaded.
+    """
+    _refuse_unknown(module, kwargs)
     if segments is None:
         return sdpa_attention_forward(
             module, query_BHSA, key_BGSA, value_BGSA, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -130,11 +170,21 @@ def packed_attention(
     rows, positions = query_BHSA.shape[0], query_BHSA.shape[2]
     assert sum(segments) == rows * positions, (segments, query_BHSA.shape)
     query_NHA, key_NGA, value_NGA = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHSA, key_BGSA, value_BGSA))
-    if query_BHSA.is_cuda and query_BHSA.dtype in (torch.bfloat16, torch.float16) and dropout == 0:
+    has_kernel = query_BHSA.is_cuda and query_BHSA.dtype in (torch.bfloat16, torch.float16)
+    if has_kernel and dropout == 0 and _varlen_width(query_NHA, value_NGA) <= _WIDEST_VARLEN:
         out_NHA = _by_varlen_kernel(query_NHA, key_NGA, value_NGA, segments, scaling)
     else:
         out_NHA = _one_by_one(query_NHA, key_NGA, value_NGA, segments, scaling, dropout)
     return out_NHA.unflatten(0, (rows, positions)), None
+
+
+def _refuse_unknown(module: Any, arguments: dict[str, Any]) -> None:
+    unknown = [name for name, value in arguments.items() if value is not None and name not in _NOT_FOR_ATTENTION]
+    if unknown:
+        raise ExpertMeshError(
+            f"--packing: {type(module).__name__} gives its attention {', '.join(unknown)}, which attention sample by "
+            "sample would leave out; use --attn-implementation eager"
+        )
 
 
 def _one_by_one(
@@ -160,15 +210,29 @@ def _one_by_one(
 def _by_varlen_kernel(
     query_NHA: Tensor, key_NGA: Tensor, value_NGA: Tensor, segments: tuple[int, ...], scale: float | None
 ) -> Tensor:
-    """One flash-attention kernel for all segments (`torch.nn.attention.varlen`)."""
+    """One flash-attention kernel for all segments (`torch.nn.attention.varlen`), which wants one width of head."""
     from torch.nn.attention.varlen import varlen_attn
 
     ends = torch.tensor([0, *segments]).cumsum(0).int().pin_memory().to(query_NHA.device, non_blocking=True)
     groups = query_NHA.shape[1] // key_NGA.shape[1]
     key_NHA, value_NHA = (x.repeat_interleave(groups, dim=1) for x in (key_NGA, value_NGA))
     longest = max(segments)
+    scale = query_NHA.shape[-1] ** -0.5 if scale is None else scale
+    width, value_width = _varlen_width(query_NHA, value_NHA), value_NHA.shape[-1]
+    # zeros add nothing to a score, and what they give as values is cut off
+    query_NHA, key_NHA, value_NHA = (_widened(x, width) for x in (query_NHA, key_NHA, value_NHA))
     out: Any = varlen_attn(query_NHA, key_NHA, value_NHA, ends, ends, longest, longest, scale=scale, **_causal())
-    return out
+    return out[..., :value_width]
+
+
+def _varlen_width(query_NHA: Tensor, value_NGA: Tensor) -> int:
+    """Of the heads that the kernel is given: the wider of keys' and values', up to a multiple of 8."""
+    return -(-max(query_NHA.shape[-1], value_NGA.shape[-1]) // 8) * 8
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 @cache

@@ -10,10 +10,17 @@ from transformers import GptOssConfig, JambaConfig, Lfm2MoeConfig, Qwen2MoeConfi
 
 from moe import ExpertMeshError
 from tests.tiny import relative_error, tiny_config
+from training import attention
 from training.attention import PACKED, choose_attention, packed_attention
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
 ROWS = ((5, 1, 9, 9), (17, 3, 4))
+
+
+def with_kinds(config: Any, kinds: list[str]) -> Any:
+    """A config with kinds of layers that transformers would not accept of it."""
+    config.layer_types = kinds
+    return config
 
 
 def inputs(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,6 +63,85 @@ def test_same_as_under_a_mask(device: str, dtype: torch.dtype, tolerance: float)
         assert relative_error(found, expected) <= tolerance
 
 
+UNEQUAL = [(24, 16), (16, 24), (20, 20)]
+"""Widths of keys and of values: DeepSeek's multi-head latent attention, the other way round, and no multiple of 8."""
+
+
+def unequal(device: str, dtype: torch.dtype, key_width: int, value_width: int) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (x.detach() for x in inputs(device, dtype))
+    parts = query[..., :key_width], key[..., :key_width], value[..., :value_width]
+    return tuple(part.clone().requires_grad_() for part in parts)  # type: ignore[return-value]
+
+
+def assert_same_as_under_a_mask(device: str, dtype: torch.dtype, widths: tuple[int, int], tolerance: float) -> None:
+    segments = tuple(length for row in ROWS for length in row)
+    found, expected = unequal(device, dtype, *widths), unequal(device, dtype, *widths)
+    out, _ = packed_attention(None, *found, None, segments=segments, scaling=0.2)
+    want = masked(*expected)
+    assert out.shape == want.shape == (2, 24, 8, widths[1])
+    assert relative_error(out.detach().float(), want.detach().float()) <= tolerance
+    out.square().sum().backward()
+    want.square().sum().backward()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert relative_error(ours.grad.float(), theirs.grad.float()) <= tolerance
+
+
+@pytest.mark.parametrize("widths", UNEQUAL)
+def test_unequal_widths(widths: tuple[int, int]) -> None:
+    assert_same_as_under_a_mask("cpu", torch.float32, widths, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", UNEQUAL)
+def test_unequal_widths_in_the_kernel(widths: tuple[int, int]) -> None:
+    assert_same_as_under_a_mask("cuda", torch.bfloat16, widths, 2e-2)
+
+
+@pytest.mark.parametrize("widths", UNEQUAL)
+@pytest.mark.parametrize("scale", [0.2, None])
+def test_the_kernel_is_given_one_width(
+    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int], scale: float | None
+) -> None:
+    """With a stand-in for the kernel that takes what flash attention takes."""
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *ends_and_longest: Any, **settings: Any) -> Tensor:
+        assert query.shape == key.shape == value.shape
+        assert query.shape[-1] % 8 == 0
+        ends, other_ends, longest, other_longest = ends_and_longest
+        assert (longest, other_longest) == (17, 17)
+        assert torch.equal(ends, other_ends)
+        assert settings["window_size"] == (-1, 0)
+        lengths = ends.diff().tolist()
+        outputs = []
+        for q, k, v in zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)), strict=True):
+            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=settings["scale"]))
+        return torch.cat(outputs, dim=1).transpose(0, 1)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr("training.attention._causal", lambda: {"window_size": (-1, 0)})
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    segments = tuple(length for row in ROWS for length in row)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in unequal("cpu", torch.float32, *widths))
+    expected = attention._one_by_one(query, key, value, segments, scale, 0.0)
+    found = attention._by_varlen_kernel(query, key, value, segments, scale)
+    assert found.shape == (48, 8, widths[1])
+    assert relative_error(found.detach(), expected.detach()) <= 1e-6
+
+
+@pytest.mark.parametrize("segments", [(24, 24), None])
+@pytest.mark.parametrize("name", ["s_aux", "sliding_window", "softcap", "position_bias", "what_comes_next"])
+def test_what_it_would_leave_out_is_refused(name: str, segments: tuple[int, ...] | None) -> None:
+    """Whatever a family gives its attention, and this one does not know."""
+    query, key, value = inputs("cpu", torch.float32)
+    module = torch.nn.Linear(1, 1)
+    with pytest.raises(ExpertMeshError, match=f"--packing: Linear gives its attention {name}, which"):
+        packed_attention(module, query, key, value, None, segments=segments, **{name: 8})
+    known: dict[str, Any] = {name: None, "position_ids": torch.arange(24).unsqueeze(0), "use_cache": False}
+    packed_attention(module, query, key[:, :1], value[:, :1], None, segments=(24, 24), **known)
+
+
 def test_when_it_is_chosen() -> None:
     config, windowed = tiny_config(), tiny_config(sliding_window=8)
     assert choose_attention("sdpa", True, config) == PACKED
@@ -74,18 +160,27 @@ def test_the_kinds_of_layers_decide() -> None:
     assert choose_attention("auto", True, GptOssConfig(**LAYERS)) == "eager"
 
 
+CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]
+STRANGE = ["conv", "full_attention", "indexed_attention", "of_next_year"]
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (Qwen3NextConfig(**LAYERS), r"qwen3_next \(linear_attention\)"),
-        (JambaConfig(**LAYERS), r"jamba \(linear_attention, mamba\)"),
-        (Lfm2MoeConfig(**LAYERS, layer_types=["conv", "full_attention", "conv", "conv"]), r"lfm2_moe \(conv\)"),
+        (Qwen3NextConfig(**LAYERS), r"layers of qwen3_next \(linear_attention\) carry a state"),
+        (JambaConfig(**LAYERS), r"layers of jamba \(linear_attention, mamba\) carry a state"),
+        (Lfm2MoeConfig(**LAYERS, layer_types=CONVOLUTIONS), r"layers of lfm2_moe \(conv\) carry a state"),
+        (
+            with_kinds(Lfm2MoeConfig(**LAYERS), STRANGE),
+            r"layers of lfm2_moe \(conv\) carry a state .*, layers of lfm2_moe \(indexed_attention\) choose the tokens "
+            r".*, layers of lfm2_moe \(of_next_year\) are not known to keep the samples of a packed row apart; leave",
+        ),
     ],
 )
-def test_layers_that_carry_a_state_are_not_packed(config: Any, said: str) -> None:
-    for attention in ("auto", "sdpa", "eager"):
-        with pytest.raises(ExpertMeshError, match=f"--packing: layers of {said} carry a state"):
-            choose_attention(attention, True, config)
+def test_layers_that_no_mask_keeps_within_a_sample(config: Any, said: str) -> None:
+    for asked in ("auto", "sdpa", "eager"):
+        with pytest.raises(ExpertMeshError, match=f"--packing: {said}"):
+            choose_attention(asked, True, config)
     assert choose_attention("auto", False, config) == "sdpa"
 
 

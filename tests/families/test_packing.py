@@ -1,0 +1,110 @@
+"""Every causal MoE family with samples that share a row: the loss of each by itself, or an error that says why not.
+
+In one process; test_parity.py holds gradients on several ranks for some of them.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe import ExpertMeshError, build_model
+from tests.distributed.reference import random_samples
+from tests.families.configs import tiny_config, tiny_model
+from tests.families.test_families import FAMILIES
+from tests.tiny import loaded
+from training import attach_loss_head, check_packing, choose_attention
+from training.attention import PACKED
+from training.data import Batch, collate
+from training.step import token_loss_sum
+
+TOLERANCE = 1e-5
+LEAK = 1e-4
+"""What samples that see one another change the loss by, at least: far more than the tolerance."""
+# of one token, and longer than windows (8) and than what DeepSeek-V4 compresses; one row is padded
+A, B, C, D, E, F, G = random_samples([13, 4, 27, 1, 9, 18, 3], vocabulary=290)
+ROWS = [[A, B, C], [D, E, F, G]]
+CARRIES = "carry a state from one token to the next"
+BLOCKS = "put a row's tokens together in blocks"
+REFUSED = {
+    "axk2": "choose the tokens to attend to in the whole row",
+    "bailing_hybrid": CARRIES,
+    "deepseek_v32": "choose the tokens to attend to in the whole row",
+    "deepseek_v4": BLOCKS,
+    "dots3_note": "choose the tokens to attend to in the whole row",
+    "glm_moe_dsa": "choose the tokens to attend to in the whole row",
+    "granitemoehybrid": CARRIES,
+    "hy_v4": "choose the tokens to attend to in the whole row",
+    "inkling_text": CARRIES,
+    "jamba": CARRIES,
+    "kimi_linear": CARRIES,
+    "lfm2_moe": CARRIES,
+    "minimax": CARRIES,
+    "minimax_m3_vl_text": BLOCKS,
+    "nemotron_h": CARRIES,
+    "qwen3_5_moe": CARRIES,
+    "qwen3_next": CARRIES,
+    "qwen4_exp": CARRIES,
+    "zaya": CARRIES,
+}
+"""What the error says. A family that is not here, as one that a new release brings, is packed or refused, and exact."""
+SINKS = ["flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_alone_or_is_refused(family: str) -> None:
+    config = tiny_config(family)
+    refusal = why_refused(config)
+    if refusal is not None:
+        assert refusal.startswith("--packing: ")
+        assert REFUSED.get(family, "") in refusal
+        return
+    assert family not in REFUSED
+    chosen = choose_attention("auto", True, config)
+    theirs = tiny_model(family, seed=1)
+    for attention in dict.fromkeys([chosen, choose_attention("eager", True, config)]):
+        model = loaded(build_model(config, attention), theirs).eval()
+        attach_loss_head(model, "full")
+        alone = sum(loss_of(model, collate([[sample]])) for row in ROWS for sample in row)
+        packed = collate(ROWS)
+        assert loss_of(model, packed) == pytest.approx(alone, rel=TOLERANCE), attention
+        # the same rows as if each were one sample
+        leaking = loss_of(model, replace(packed, positions_BS=None, segments=None))
+        assert abs(leaking - alone) > LEAK * alone, attention
+
+
+def why_refused(config: Any) -> str | None:
+    """By what train_ep.py asks before it loads a model."""
+    try:
+        check_packing(build_model(config, choose_attention("auto", True, config)))
+    except ExpertMeshError as error:
+        return str(error)
+    return None
+
+
+@torch.no_grad()
+def loss_of(model: Any, batch: Batch) -> float:
+    return float(token_loss_sum(model, batch))
+
+
+@pytest.mark.parametrize("family", SINKS)
+def test_no_sdpa_where_it_would_leave_out_sinks(family: str) -> None:
+    """auto is eager there; asking for sdpa is an error, packed or not, as is our own attention."""
+    config = tiny_config(family)
+    assert choose_attention("auto", True, config) == "eager"
+    with pytest.raises(ExpertMeshError, match="with --attn-implementation sdpa"):
+        build_model(config, "sdpa")
+    with pytest.raises(ExpertMeshError, match=r"--packing: \w+Attention gives its attention .*s_aux"):
+        build_model(config, PACKED)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mellum", "laguna"])
+def test_a_window_that_no_layer_has(family: str) -> None:
+    """sliding_window stands in the config, and every layer is one of full attention: sample by sample."""
+    config = tiny_config(family)
+    text = config.get_text_config()
+    text.layer_types = ["full_attention"] * text.num_hidden_layers
+    text.sliding_window = 8
+    assert choose_attention("auto", True, config) == PACKED
+    build_model(config, PACKED)
