@@ -2,49 +2,142 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MixtralConfig
+from transformers import CONFIG_MAPPING
 
-from moe import build_model, count_parameters
-from sharding.planner.setting import OPTIMIZERS
-from training import parse_config
+from moe import build_model, count_parameters, moe_layers, moe_shape
+from sharding import check_ep_size
+from sharding.planner.setting import BLOCK, OPTIMIZERS
+from training import TrainConfig, check_packing, choose_attention, parse_config
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-SIZES: dict[str, dict[str, Any]] = {
-    "mixtral_8x7b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000},
-    "mixtral_8x22b": {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "vocab_size": 32768},
-}
-HEADS = {"mixtral_8x7b": 32, "mixtral_8x22b": 48}
+RECIPES = [file.stem for file in CONFIGS if file.stem != "tiny"]
+QWEN3: dict[str, Any] = dict(hidden_size=2048, num_hidden_layers=48, vocab_size=151936)
+GPT_OSS: dict[str, Any] = dict(
+    hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64,
+    num_experts_per_tok=4, vocab_size=201088,
+)  # fmt: skip
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral_8x7b": ("mixtral", dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        num_local_experts=8, vocab_size=32000,
+    )),
+    "mixtral_8x22b": ("mixtral", dict(
+        hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48, num_key_value_heads=8,
+        num_local_experts=8, vocab_size=32768,
+    )),
+    "olmoe_7b": ("olmoe", dict(
+        hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,
+        num_experts=64, num_experts_per_tok=8, vocab_size=50304,
+    )),
+    "qwen3_30b_a3b": ("qwen3_moe", QWEN3 | dict(
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8,
+    )),
+    "qwen3_next_80b_a3b": ("qwen3_next", QWEN3 | dict(
+        num_attention_heads=16, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16,
+        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512, num_experts=512, num_experts_per_tok=10,
+    )),
+    "gpt_oss_20b": ("gpt_oss", GPT_OSS | dict(num_hidden_layers=24, num_local_experts=32)),
+    "gpt_oss_120b": ("gpt_oss", GPT_OSS | dict(num_hidden_layers=36, num_local_experts=128)),
+    "glm_4_5_air": ("glm4_moe", dict(
+        hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=46,
+        num_attention_heads=96, num_key_value_heads=8, head_dim=128, attention_bias=True, use_qk_norm=False,
+        n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1, vocab_size=151552,
+    )),
+    "deepseek_v3": ("deepseek_v3", dict(
+        hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=61,
+        num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
+        n_group=8, topk_group=4, first_k_dense_replace=3, vocab_size=129280,
+    )),
+}  # fmt: skip
+"""Model type and sizes, as each model's published config.json has them."""
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_every_key_is_known(file: Path) -> None:
-    config = parse_config(["--config", str(file), "--dataset", "d", "--model", "m"])
-    assert config.ep_size in (4, 8)
+def text_of(name: str) -> str:
+    return (ROOT / "configs" / f"{name}.yaml").read_text()
+
+
+def config_of(name: str) -> TrainConfig:
+    return parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--dataset", "d", "--model", "m"])
+
+
+@cache
+def model_of(name: str) -> Any:
+    """On the meta device, built as train_ep.py builds it; once for all tests of a recipe."""
+    model_type, sizes = PUBLISHED[name]
+    hf, config = CONFIG_MAPPING[model_type](**sizes), config_of(name)
+    return build_model(hf, choose_attention(config.attn_implementation, config.packing, hf))
+
+
+@pytest.mark.parametrize("name", [file.stem for file in CONFIGS])
+def test_every_key_is_known(name: str) -> None:
+    assert config_of(name).ep_size in (4, 8)
 
 
 @pytest.mark.parametrize(
     ("name", "gpus", "said"),
     [
-        ("mixtral_8x7b", 8, "58.6 GB"),
+        ("mixtral_8x7b", 8, "of 8: 58.6 GB"),
         ("mixtral_8x22b", 32, "35.2 GB of 32 GPUs"),
         ("mixtral_8x22b", 8, "140.6 GB of 8"),
+        ("olmoe_7b", 8, "of 8: 13.8 GB"),
+        ("qwen3_30b_a3b", 8, "of 8: 38.3 GB"),
+        ("qwen3_next_80b_a3b", 16, "50.0 GB of 16 GPUs"),
+        ("qwen3_next_80b_a3b", 8, "99.9 GB of 8"),
+        ("gpt_oss_20b", 8, "of 8: 41.8 GB"),
+        ("gpt_oss_120b", 16, "58.4 GB of 16 GPUs"),
+        ("gpt_oss_120b", 8, "116.8 GB of 8"),
+        ("glm_4_5_air", 16, "53.4 GB of 16 GPUs"),
+        ("glm_4_5_air", 8, "106.9 GB of 8"),
+        ("deepseek_v3", 128, "41.9 GB of 128 GPUs"),
+        ("deepseek_v3", 64, "83.9 GB of 64"),
     ],
 )
-def test_memory_that_the_comments_state(name: str, gpus: int, said: str) -> None:
-    hf = MixtralConfig(**SIZES[name], num_attention_heads=HEADS[name], num_key_value_heads=8, num_local_experts=8)
-    counts = count_parameters(build_model(hf))
-    text = (ROOT / "configs" / f"{name}.yaml").read_text()
-    assert f"({counts.total / 1e9:.1f} B parameters)" in text
-    config = parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--dataset", "d"])
+def test_memory_and_arrangements_that_the_comments_state(name: str, gpus: int, said: str) -> None:
+    config, model = config_of(name), model_of(name)
+    counts = count_parameters(model)
+    assert f"({counts.total / 1e9:.1f} B parameters" in text_of(name)
     assert f"{counts.total / gpus * OPTIMIZERS[config.optim].total / 1e9:.1f} GB" in said
-    assert said in text
+    assert said in text_of(name)
+    if "would take" in text_of(name):
+        fp32 = counts.total / gpus * OPTIMIZERS["adamw_torch_fused"].total / 1e9
+        assert f"fp32 state would take {fp32:.1f} GB." in text_of(name)
+    check_ep_size(config.ep_size, gpus, moe_shape(model).num_experts)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_its_model(name: str) -> None:
+    """What train_ep.py would refuse is not asked for, and what is asked for has an effect."""
+    config, model = config_of(name), model_of(name)
+    if config.packing:
+        check_packing(model)
+    if config.router_aux_loss_coef or config.router_z_loss_coef:
+        assert hasattr(model.config, "router_aux_loss_coef")
+        assert all(layer.router is not None for layer in moe_layers(model))
+    # rows that are no multiple of a block have whole moments
+    whole = sum(p.numel() for p in model.parameters() if p.shape[-1] % BLOCK) / count_parameters(model).total
+    assert whole < 0.02 or config.optim != "adamw_torch_8bit"
+    if "next to nothing" in text_of(name):
+        assert whole > 0.98
+    positions, gpus = re.findall(r"([\d,]+) positions a step on (\d+) GPUs", text_of(name))[0]
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * int(gpus)
+    assert f"{rows * config.max_seq_length:,}" == positions
+
+
+def test_the_recipes_are_those_of_the_table() -> None:
+    assert sorted(PUBLISHED) == RECIPES
+    assert all(f"| `{file.name}` |" in (ROOT / "configs" / "README.md").read_text() for file in CONFIGS)
 
 
 @pytest.fixture
