@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe import decoder_layers, moe_layers
-from sharding import Mesh, trainable_of
+from sharding import Mesh, StateTensor, trainable_of
 from training.config import TrainConfig
 from training.low_bit import AdamW8bit, AdamWBf16
 from training.muon import Muon, dense_matrix, expert_matrices
@@ -44,22 +44,31 @@ def _adam_settings(config: TrainConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
 
 
-def _muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Muon:
-    """Muon for the matrices of the decoder layers, but for the routers, whose rows are experts' scores."""
+def muon_parts(model: nn.Module) -> tuple[list[StateTensor], list[StateTensor]]:
+    """(dense, experts): what Muon takes, the rest being AdamW's. The experts' matrices, and the weights of the decoder
+    layers' linear modules: no biases, convolutions, tables or decays, whatever their shape; nor the routers, whose rows
+    are experts' scores, and gates of a single row, which are vectors.
+
+    A projection that a family has fused of several (queries with their gate, keys with values) is one matrix here, as
+    nothing in its module says where one ends.
+    """
     state = trainable_of(model)
     experts = [part for part in state.values() if part.expert is not None and part.expert.row]
     routers = tuple(f"{layer.router}." for layer in moe_layers(model) if layer.router is not None)
-    in_layers = {p for layer in decoder_layers(model) for p in layer.parameters()}
-    dense = [
-        part
-        for part in state.values()
-        if part.tensor in in_layers
-        and not part.is_expert
-        and len(part.shape) == 2
-        and not part.name.startswith(routers)
-    ]
+    linear = {
+        module.weight
+        for layer in decoder_layers(model)
+        for module in layer.modules()
+        if isinstance(module, nn.Linear) and min(module.weight.shape) > 1
+    }
+    dense = [part for name, part in state.items() if part.tensor in linear and not name.startswith(routers)]
+    return dense, experts
+
+
+def _muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Muon:
+    dense, experts = muon_parts(model)
     orthogonalized = {part.tensor for part in (*dense, *experts)}
-    others = [part.tensor for part in state.values() if part.tensor not in orthogonalized]
+    others = [part.tensor for part in trainable_of(model).values() if part.tensor not in orthogonalized]
     return Muon(
         [dense_matrix(part, mesh) for part in dense],
         [matrix for part in experts for matrix in expert_matrices(part, mesh)],

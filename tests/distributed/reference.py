@@ -149,21 +149,16 @@ def hf_adamw(model: Any, config: TrainConfig, but: Collection[Tensor] = ()) -> t
 
 
 class HFMuon:
-    """torch's Muon for attention's projections and for every expert's gate, up and down; torch's AdamW for the rest."""
+    """torch's Muon for every projection and for every expert's gate, up and down; torch's AdamW for the rest."""
 
     def __init__(self, model: Any, config: TrainConfig):
         # (a matrix, sharing memory with the parameter that holds it; that parameter; where in it)
         self.matrices: list[tuple[nn.Parameter, nn.Parameter, Any]] = []
+        for module in model.modules():
+            if hasattr(module, "is_concatenated"):
+                self._add_experts(module)
         for name, p in model.named_parameters():
-            if name.endswith("gate_up_proj"):
-                width = p.shape[1] // 2
-                for expert in range(p.shape[0]):
-                    self._add(p, (expert, slice(0, width)))
-                    self._add(p, (expert, slice(width, None)))
-            elif name.endswith("down_proj"):
-                for expert in range(p.shape[0]):
-                    self._add(p, expert)
-            elif "self_attn" in name:
+            if re.search(r"\.layers\..*_proj\w*\.weight$", name):
                 self._add(p, ...)
         self.owners = {owner for _, owner, _ in self.matrices}
         self.adamw = hf_adamw(model, config, but=self.owners)
@@ -173,6 +168,17 @@ class HFMuon:
             weight_decay=config.weight_decay,
             adjust_lr_fn="match_rms_adamw",
         )
+
+    def _add_experts(self, experts: Any) -> None:
+        fused, down = experts.gate_up_proj, experts.down_proj
+        # which dim of an expert's part has gate and up: of transposed ones, the last
+        dim, width = (1 if experts.is_transposed else 0), fused.shape[2 if experts.is_transposed else 1]
+        halves = (slice(0, width // 2), slice(width // 2, None))
+        for half in halves if experts.is_concatenated else (slice(0, None, 2), slice(1, None, 2)):
+            for expert in range(len(fused)):
+                self._add(fused, (expert, half) if dim == 0 else (expert, slice(None), half))
+        for expert in range(len(down)):
+            self._add(down, expert)
 
     def _add(self, parameter: nn.Parameter, index: Any) -> None:
         self.matrices.append((nn.Parameter(parameter.detach()[index]), parameter, index))

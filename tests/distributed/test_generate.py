@@ -50,9 +50,11 @@ def hf_continuations(prompts: list[list[int]], eos: list[int] | int) -> list[lis
     return continued
 
 
-def ours(path: Path, topology: Topology, prompts: list[list[int]], eos: list[int], case: Case) -> list[list[int]]:
+def ours(
+    path: Path, topology: Topology, prompts: list[list[int]], eos: list[int], case: Case, new_tokens: int = NEW_TOKENS
+) -> list[list[int]]:
     model, _, _ = sharded_model(path, topology, case)
-    return generate(model.train(), prompts, NEW_TOKENS, eos, this_rank())
+    return generate(model.train(), prompts, new_tokens, eos, this_rank())
 
 
 def this_rank() -> Ranks:

@@ -1,0 +1,259 @@
+"""The table of features and families: what a run may be asked for, with each family that between them have all kinds
+of layers. `pytest -v tests/families/test_features.py` prints it, a line a cell.
+
+A column is a function of FEATURES: it runs the feature on two ranks, ep 2, and compares with what should come out.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moe import build_model, moe_layers
+from sharding import Topology, parameters_of
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
+from tests.distributed.test_generate import ours as answers_of_ours
+from tests.distributed.test_replicas import find
+from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
+from tests.families.configs import TEXT_IDS
+from tests.families.test_packing import REFUSED
+from tests.families.test_parity import FAMILIES as OTHERS
+from tests.tiny import relative_error, save_tokenizer
+from training.optimizer import muon_parts
+
+FAMILIES = ["mixtral", *OTHERS]
+PAIR = Topology(2, 2)
+SAMPLES = random_samples([5 + (5 * i) % 9 for i in range(8)], vocabulary=TEXT_IDS)
+TOLERANCE = 1e-5
+WEIGHT_TOLERANCES = {"adamw_torch_8bit": 5e-5, "adamw_bf16": 5e-4, "muon": 5e-5}
+"""After two steps, as in tests/distributed/test_optimizers.py: low-bit state is rounded to another value here and
+there, and AdamW's first steps follow the signs of gradients."""
+NEW_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One family's part of a feature's test: its saved model, data, a directory of its own, and the ranks."""
+
+    family: str
+    model: Path
+    data: Path
+    out: Path
+    ranks: RankPool
+
+    def train(self, world_size: int, out: Path, *flags: object) -> list[dict[str, Any]]:
+        """Run train_ep.py; the lines of its metrics."""
+        argv = ["--model", self.model, "--dataset", self.data, "--output-dir", out, "--use-cpu", "--no-export"]
+        argv += ["--per-device-train-batch-size", 8 // world_size, "--learning-rate", "1e-3", "--logging-steps", 1]
+        argv += ["--ep-size", 2, *FIXED_PRODUCTS, *flags]
+        results = self.ranks.run(run_main, world_size, [str(flag) for flag in argv], join_group=False)
+        assert [code for code, _ in results] == [0] * world_size, results
+        return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+    def pair(self, case: Case) -> Any:
+        """Figures of two ranks that share out the experts."""
+        return self.ranks.run(ours, 2, self.model, PAIR, case)[0]
+
+
+def on_meta(family: str) -> Any:
+    """Our model of the family's tiny config, on the meta device."""
+    return build_model(hf_model(Case([], family=family), seed=1).config, "eager")
+
+
+def generation(cell: Cell) -> None:
+    """The tokens that transformers' own generate gives, prompt by prompt, without padding and without a cache."""
+    prompts = [sample.tokens for sample in SAMPLES[:3]]
+    case = Case([], family=cell.family)
+    found = cell.ranks.run(answers_of_ours, 2, cell.model, PAIR, prompts, [], case, NEW_TOKENS)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(cell.model, dtype=torch.float32, attn_implementation="eager")
+    expected = []
+    for prompt in prompts:
+        settings: dict[str, Any] = dict(do_sample=False, use_cache=False, eos_token_id=-1, pad_token_id=0)
+        out = theirs.eval().generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, **settings)
+        expected.append(out[0, len(prompt) :].tolist())
+    assert found == [expected] * 2
+
+
+def evaluation(cell: Cell) -> None:
+    """Of all rows before anything was learned, and of the same rows in training: one loss."""
+    run = cell.train(
+        2, cell.out, "--eval-dataset", cell.data, "--max-steps", 1, "--save-steps", 0, "--learning-rate", 0,
+        "--per-device-train-batch-size", 25, "--per-device-eval-batch-size", 7,
+    )  # fmt: skip
+    (trained,) = (line["loss"] for line in run if "loss" in line)
+    (evaluated,) = (line["eval_loss"] for line in run if "eval_loss" in line)
+    assert evaluated == pytest.approx(trained, rel=TOLERANCE)
+
+
+def report(cell: Cell) -> None:
+    """The page holds every step, the answers, and the load of each layer's experts, which adds up."""
+    run = cell.train(
+        2, cell.out, "--max-steps", 2, "--save-steps", 0, "--generate-steps", 2, "--eval-ratio", 0.1,
+        "--generate-max-new-tokens", NEW_TOKENS,
+    )  # fmt: skip
+    page = (cell.out / "report.html").read_text(encoding="utf-8")
+    data = re.search(r'<script type="application/json" id="run">(.*?)</script', page, re.DOTALL)
+    assert data is not None
+    content = json.loads(data[1])
+    assert (content["step"], content["num_steps"]) == (2, 2)
+    layers = moe_layers(on_meta(cell.family))
+    top_k = layers[0].shape.top_k
+    steps = [line for line in run if "loss" in line]
+    assert [len(step["expert_tokens"]) for step in steps] == [len(layers)] * 2
+    assert all(sum(layer) == top_k * step["tokens"] for step in steps for layer in step["expert_tokens"])
+    assert [len(line["generations"]) > 0 for line in run if "generations" in line] == [True]
+    assert content["summary"]["tokens"] == sum(step["tokens"] for step in steps)
+
+
+def packing(cell: Cell) -> None:
+    """Evaluation and answers are those of samples with a row each; or the run is refused, before anything is loaded."""
+    common = ("--eval-dataset", cell.data, "--max-steps", 1, "--save-steps", 0, "--learning-rate", 0)
+    answering = ("--generate-steps", 1, "--generate-max-new-tokens", NEW_TOKENS)
+    if cell.family in REFUSED:
+        argv = ["--model", cell.model, "--dataset", cell.data, "--output-dir", cell.out, "--use-cpu", "--packing"]
+        ((code, told),) = cell.ranks.run(run_main, 1, [*map(str, argv)], join_group=False)
+        assert code == 2
+        assert REFUSED[cell.family] in told
+        return
+    alone = cell.train(2, cell.out / "alone", *common, *answering)
+    packed = cell.train(2, cell.out / "packed", *common, *answering, "--packing", "--max-seq-length", 64)
+    (found,), (expected,) = ([line["eval_loss"] for line in run if "eval_loss" in line] for run in (packed, alone))
+    assert found == pytest.approx(expected, rel=TOLERANCE)
+    (found,), (expected,) = ([line["generations"] for line in run if "generations" in line] for run in (packed, alone))
+    assert found == expected
+
+
+def check_replicas(cell: Cell) -> None:
+    """Copies that agree pass, in a run too; one that does not is named: a correction bias, where there is one."""
+    cell.train(2, cell.out, "--max-steps", 1, "--save-steps", 0, "--check-replicas", 1)
+    names, _ = cell.ranks.run(find, 2, cell.model, PAIR, {}, [1.0, 1.0])[0]
+    name = next((name for name in names if name.endswith("e_score_correction_bias")), names[0])
+    _, told = cell.ranks.run(find, 2, cell.model, PAIR, {name: [1]}, [1.0, 1.0])[0]
+    assert f"1 of {len(names) + 1} tensors are not the same" in told
+    assert f"{name} (rank" in told
+
+
+def low_bit(optim: str, cell: Cell) -> None:
+    """Two steps on two ranks as on one. Rows of 256 values, as 8-bit moments want them."""
+    case = Case(SAMPLES, family=cell.family, changes={"hidden_size": 256}, settings={"optim": optim}, steps=2)
+    hf_model(case, seed=1).save_pretrained(cell.out)
+    (alone,) = cell.ranks.run(ours, 1, cell.out, Topology(1, 1), case)
+    found = cell.ranks.run(ours, 2, cell.out, PAIR, case)[0]
+    _assert_near(found, alone, WEIGHT_TOLERANCES[optim])
+
+
+def muon(cell: Cell) -> None:
+    """As torch's own, of every projection and each expert's matrices."""
+    case = Case(SAMPLES, family=cell.family, settings={"optim": "muon"}, steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        # torch.optim.Muon goes to bf16 by itself
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+        expected = reference(case, seed=1)
+    _assert_near(cell.pair(case), expected, WEIGHT_TOLERANCES["muon"])
+
+
+def offload(cell: Cell) -> None:
+    """Not a bit differs. On a CPU FSDP takes the same path through its offload policy; only the copies go nowhere."""
+    plain, offloaded = (
+        cell.pair(Case(SAMPLES, family=cell.family, settings={"offload": on}, steps=2)) for on in (False, True)
+    )
+    assert plain.grad_norms == offloaded.grad_norms
+    assert all(torch.equal(offloaded.weights[name], weight) for name, weight in plain.weights.items())
+
+
+def elastic(cell: Cell) -> None:
+    """Begun on two ranks and gone on with on one, as a run that nothing stopped."""
+    common = ("--max-steps", 2, "--lr-scheduler-type", "constant")
+    whole = cell.train(2, cell.out / "whole", *common, "--save-steps", 0)
+    part = (*common, "--save-steps", 1, "--resume", "auto", "--elastic")
+    cell.train(2, cell.out / "part", *part, "--max-steps", 1)
+    parts = cell.train(1, cell.out / "part", *part)
+    for name in ("loss", "grad_norm", "tokens"):
+        found, expected = ([line[name] for line in run if "loss" in line] for run in (parts, whole))
+        assert len(found) == 2
+        assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+FEATURES: dict[str, Callable[[Cell], None]] = {
+    "generation": generation,
+    "evaluation": evaluation,
+    "report": report,
+    "packing": packing,
+    "check-replicas": check_replicas,
+    "adamw_torch_8bit": functools.partial(low_bit, "adamw_torch_8bit"),
+    "adamw_bf16": functools.partial(low_bit, "adamw_bf16"),
+    "muon": muon,
+    "offload": offload,
+    "elastic": elastic,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A saved model of a family, with a tokenizer."""
+
+    @functools.cache
+    def saved(family: str) -> Path:
+        path = tmp_path_factory.mktemp(family)
+        hf_model(Case([], family=family), seed=1).save_pretrained(path)
+        save_tokenizer(path)
+        return path
+
+    return saved
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(
+    ranks: RankPool, models: Callable[[str], Path], tiny_data: Path, tmp_path: Path, feature: str, family: str
+) -> None:
+    FEATURES[feature](Cell(family, models(family), tiny_data, tmp_path, ranks))
+
+
+def _assert_near(found: Any, expected: Any, tolerance: float) -> None:
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=TOLERANCE)
+    assert found.losses[1] == pytest.approx(expected.losses[1], rel=max(TOLERANCE, tolerance))
+    assert found.losses[1] != found.losses[0]
+    errors = {name: relative_error(found.weights[name], weight) for name, weight in expected.weights.items()}
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, wrong
+
+
+ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
+LATENT = {f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
+DELTA = {f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj")}
+DENSE = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+SHARED = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+SHARED_OF_ALL = {name.replace("expert", "experts") for name in SHARED}
+MATRICES = {
+    "mixtral": ATTENTION,
+    "qwen3_moe": ATTENTION | DENSE,
+    "qwen2_moe": ATTENTION | DENSE | SHARED,
+    "olmoe": ATTENTION,
+    "deepseek_v3": LATENT | DENSE | SHARED_OF_ALL,
+    "glm4_moe": ATTENTION | DENSE | SHARED_OF_ALL,
+    "gpt_oss": ATTENTION,
+    "qwen3_next": ATTENTION | DELTA | DENSE | SHARED,
+}
+"""Of each family, what Muon takes beside the experts: no router, gate of a single row, convolution, sink or bias."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_matrices_are_muons(family: str) -> None:
+    model = on_meta(family)
+    dense, experts = muon_parts(model)
+    names = {re.sub(r".*?\.layers\.\d+\.", "", part.name) for part in dense}
+    assert names == {f"{name}.weight" for name in MATRICES[family]}
+    assert {part.name.rpartition(".")[2] for part in experts} == {"w1", "v1", "w2"}
+    taken = {id(part.tensor) for part in (*dense, *experts)}
+    assert all(part.tensor.dim() == 2 for part in (*dense, *experts))
+    rest = [part.name for part in parameters_of(model).values() if id(part.tensor) not in taken]
+    assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= set(rest)
