@@ -114,21 +114,25 @@ def report(cell: Cell) -> None:
 
 
 def packing(cell: Cell) -> None:
-    """Evaluation and answers are those of samples with a row each; or the run is refused, before anything is loaded."""
-    common = ("--eval-dataset", cell.data, "--max-steps", 1, "--save-steps", 0, "--learning-rate", 0)
-    answering = ("--generate-steps", 1, "--generate-max-new-tokens", NEW_TOKENS)
+    """The loss and gradients of all rows are those of samples with a row each, and so are answers after the update; or
+    the run is refused, before anything is loaded."""
     if cell.family in REFUSED:
         argv = ["--model", cell.model, "--dataset", cell.data, "--output-dir", cell.out, "--use-cpu", "--packing"]
         ((code, told),) = cell.ranks.run(run_main, 1, [*map(str, argv)], join_group=False)
         assert code == 2
         assert REFUSED[cell.family] in told
         return
+    common = ("--max-steps", 1, "--save-steps", 0, "--per-device-train-batch-size", 25, "--router-aux-loss-coef", 0)
+    answering = ("--generate-steps", 1, "--generate-max-new-tokens", NEW_TOKENS, "--generate-prompts", "say 3")
     alone = cell.train(2, cell.out / "alone", *common, *answering)
     packed = cell.train(2, cell.out / "packed", *common, *answering, "--packing", "--max-seq-length", 64)
-    (found,), (expected,) = ([line["eval_loss"] for line in run if "eval_loss" in line] for run in (packed, alone))
-    assert found == pytest.approx(expected, rel=TOLERANCE)
-    (found,), (expected,) = ([line["generations"] for line in run if "generations" in line] for run in (packed, alone))
-    assert found == expected
+    steps, answers = (
+        [next(line for line in run if key in line) for run in (packed, alone)] for key in ("loss", "generations")
+    )
+    assert steps[0]["tokens"] == steps[1]["tokens"]
+    for name in ("loss", "grad_norm"):
+        assert steps[0][name] == pytest.approx(steps[1][name], rel=TOLERANCE)
+    assert answers[0]["generations"] == answers[1]["generations"]
 
 
 def check_replicas(cell: Cell) -> None:
