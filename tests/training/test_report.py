@@ -153,6 +153,13 @@ def test_cut_off_last_line_is_skipped(tmp_path: Path) -> None:
     assert content["unreadable_lines"] == 1
 
 
+def test_a_layer_without_scores_is_left_out_of_the_entropy(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1, router_entropy=[None, 1.0]), training(2, router_entropy=[None, 2.0])])
+    _, content = report(tmp_path)
+    assert content["curves"]["router_entropy"]["mean"] == [1.0, 2.0]
+    assert all(layers[0] is None for layers in content["load"]["entropy"])
+
+
 def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     make_run(tmp_path, [training(1), training(2, loss=math.nan, router_entropy=[math.inf, 1.0]), training(3)])
     content = report(tmp_path)[1]

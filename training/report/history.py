@@ -161,8 +161,10 @@ class History:
             if (value := _number(record.get(name))) is not None:
                 self._add_point(name, step, value, value, value)
         entropy_L = np.array(record["router_entropy"], float) if record.get("router_entropy") else None
-        if entropy_L is not None and np.isfinite(entropy_L).all():
-            self._add_point("router_entropy", step, entropy_L.mean(), entropy_L.min(), entropy_L.max())
+        # null is that of a layer whose router gives no scores
+        known = entropy_L[~np.isnan(entropy_L)] if entropy_L is not None else np.empty(0)
+        if len(known) and np.isfinite(known).all():
+            self._add_point("router_entropy", step, known.mean(), known.min(), known.max())
         if record.get("expert_tokens"):
             self._add_load(step, np.array(record["expert_tokens"], np.int64), entropy_L)
         if "generations" in record:

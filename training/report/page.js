@@ -184,7 +184,7 @@ const CHARTS = [
   },
   {
     title: "Router entropy",
-    note: "nats a token, mean of the layers; band: lowest to highest layer",
+    note: "of the scores, nats a token, mean of the layers; band: lowest to highest layer",
     series: { router_entropy: "" },
     include: evenEntropy,
     references: evenEntropy.map((value) => [value, "even, ln E"]),
@@ -407,7 +407,7 @@ function drawGrid(pen, colours, cells_LE, entropy_L, row, cell) {
   }
   pen.textAlign = "right";
   for (const [name, edge] of Object.entries(COLUMNS)) {
-    if (name !== "entropy" || entropy_L[0] !== null) pen.fillText(name, right + edge, HEAD / 2);
+    if (name !== "entropy" || entropy_L.some((value) => value !== null)) pen.fillText(name, right + edge, HEAD / 2);
   }
   cells_LE.forEach((cells_E, layer) => {
     const top = HEAD + layer * row;
