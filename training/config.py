@@ -61,7 +61,9 @@ class TrainConfig:
     preview: bool = _flag(False, "Print the first rows as the model sees them and what the data hold, and exit.")
     chat_template: str = _flag("", f"Chat template: {', '.join(TEMPLATES)}, or a Jinja file. Default: the tokenizer's.")
     prompt_template: str = _flag("", "Instead of a chat template: the text before the response, with {prompt} in it.")
-    train_on: TrainOn = _flag("assistant", "What has a loss: all, every assistant turn, or the last one.")
+    train_on: TrainOn = _flag(
+        "assistant", "What has a loss: all, every assistant turn, the last one, or final: every one without reasoning."
+    )
     dataset_config: str = _flag("", "Configuration of a hub data set.", aliases=["--dataset-config-name"])
     dataset_split: str = _flag("train", "Split of a hub data set.")
     messages_column: str = _flag("", "Column with the conversation, where it is not found by itself.")

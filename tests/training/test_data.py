@@ -478,7 +478,10 @@ def test_which_template(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     assert set_chat_template(tokenizer, "") == "built-in chatml (the tokenizer has none)"
     assert set_chat_template(tokenizer, "") == "the tokenizer's own"
-    with pytest.raises(ExpertMeshError, match=r"neither a built-in one \(mistral, chatml\) nor a readable file"):
+    with pytest.raises(
+        ExpertMeshError,
+        match=r"neither a built-in one \(mistral, chatml, harmony, deepseek, glm, olmoe\) nor a readable file",
+    ):
         set_chat_template(tokenizer, "mistrall")
     (tmp_path / "bad.jinja").write_text("{% for")
     with pytest.raises(ExpertMeshError, match=r"bad\.jinja: cannot be used"):

@@ -6,13 +6,14 @@ from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
     from training.data.batch import IGNORED, Batch, collate
-    from training.data.chat import TEMPLATES, TrainOn, set_chat_template
+    from training.data.chat import TrainOn, set_chat_template
     from training.data.files import SampleBy, parse_datasets
     from training.data.formats import Columns
     from training.data.order import DataOrder, share_out
     from training.data.packing import Rows, make_rows, pack
     from training.data.preview import describe, print_preview
     from training.data.samples import DataOptions, Sample, Samples, hold_out, load_samples, prompt_tokens
+    from training.data.templates import TEMPLATES
 else:
     __getattr__ = import_on_demand(__name__)
 

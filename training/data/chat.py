@@ -9,75 +9,12 @@ from typing import Any, Literal
 from moe import ExpertMeshError
 from training.data.formats import Conversation
 from training.data.limits import bounded, check_template
+from training.data.templates import TEMPLATES, template_for
+from training.data.turns import Written
 
-TrainOn = Literal["all", "assistant", "last"]
+TrainOn = Literal["all", "assistant", "last", "final"]
 
-# As Mixtral-8x7B-Instruct-v0.1 has it; a system prompt stands at the head of the first question.
-_MISTRAL = """\
-{{- bos_token }}
-{%- set ns = namespace(system='') %}
-{%- for message in messages %}
-    {%- if message['role'] == 'system' %}
-        {%- set ns.system = ns.system + message['content'] + '\n\n' %}
-    {%- elif message['role'] == 'assistant' %}
-        {%- if ns.system %}
-            {{- ' [INST] ' + ns.system.strip() + ' [/INST]' }}
-            {%- set ns.system = '' %}
-        {%- endif %}
-        {%- if message['tool_calls'] %}
-            {{- ' [TOOL_CALLS] ' + (message['tool_calls'] | tojson) }}
-        {%- endif %}
-        {%- if message['content'] %}
-            {{- ' ' + message['content'] }}
-        {%- endif %}
-        {{- eos_token }}
-    {%- elif message['role'] == 'tool' %}
-        {{- ' [TOOL_RESULTS] ' + message['content'] + ' [/TOOL_RESULTS]' }}
-    {%- elif message['role'] == 'user' %}
-        {%- if tools and loop.index0 <= 1 %}
-            {{- ' [AVAILABLE_TOOLS] ' + (tools | tojson) + ' [/AVAILABLE_TOOLS]' }}
-        {%- endif %}
-        {{- ' [INST] ' + ns.system + message['content'] + ' [/INST]' }}
-        {%- set ns.system = '' %}
-    {%- else %}
-        {{- raise_exception('the template knows the roles system, user, assistant and tool, not ' + message['role']) }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt and ns.system %}
-    {{- ' [INST] ' + ns.system.strip() + ' [/INST]' }}
-{%- endif %}
-"""
-
-# Where <|im_end|> is not the token that ends generation, that one follows it.
-_CHATML = """\
-{{- bos_token if bos_token and bos_token != '<|im_start|>' and bos_token != eos_token else '' }}
-{%- if tools %}
-    {{- '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\n' }}
-    {%- if message['reasoning_content'] %}
-        {{- '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}
-    {%- endif %}
-    {{- message['content'] }}
-    {%- if message['tool_calls'] %}
-        {{- '<tool_call>' + (message['tool_calls'] | tojson) + '</tool_call>' }}
-    {%- endif %}
-    {{- '<|im_end|>' }}
-    {%- if message['role'] == 'assistant' and eos_token and eos_token != '<|im_end|>' %}
-        {{- eos_token }}
-    {%- endif %}
-    {{- '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""
-
-# begins and ends with a character for private use, so that it shares neither end with what it stands for
-_OTHER_WORDS = "\ue000other words\ue000"
-
-TEMPLATES = {"mistral": _MISTRAL, "chatml": _CHATML}
+_SMALL_TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def set_chat_template(tokenizer: Any, wanted: str) -> str:
@@ -102,7 +39,7 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
             ) from error
         return "the tokenizer's own"
     if not wanted:
-        name = "chatml" if "<|im_start|>" in tokenizer.get_vocab() else "mistral"
+        name = template_for(tokenizer.get_vocab())
         tokenizer.chat_template = TEMPLATES[name]
         return f"built-in {name} (the tokenizer has none)"
     if wanted in TEMPLATES:
@@ -119,7 +56,7 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
     try:
         check_template(tokenizer.chat_template)
         with bounded():
-            _render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None, False)
+            tokenizer.apply_chat_template(_SMALL_TALK, tokenize=False)
     except Exception as error:
         raise ExpertMeshError(f"--chat-template {wanted}: cannot be used: {error}") from error
     return wanted
@@ -151,30 +88,33 @@ def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Ren
 
 
 def _rendered(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Rendered:
-    try:
-        text = _render(tokenizer, conversation.messages, conversation.tools, False)
-    except Exception as error:
-        raise ValueError(f"the chat template refuses this conversation: {error}") from error
+    written = Written(tokenizer, conversation)
     wanted = trained_messages(conversation, train_on)
-    _check_reasoning(conversation, text, wanted)
+    _check_reasoning(written, wanted)
     if train_on == "all":
-        left_out = [i for i, is_trained in enumerate(wanted) if not is_trained]
-        return Rendered(text, _complement(_spans(tokenizer, conversation, text, left_out), len(text)))
-    return Rendered(
-        text, _spans(tokenizer, conversation, text, [i for i, is_trained in enumerate(wanted) if is_trained])
-    )
+        left_out = _merged([written.span(i) for i, is_trained in enumerate(wanted) if not is_trained])
+        return Rendered(written.text, _complement(left_out, len(written.text)))
+    spans = [
+        written.final_span(i)
+        if train_on == "final" and conversation.messages[i]["role"] == "assistant"
+        else written.span(i)
+        for i, is_trained in enumerate(wanted)
+        if is_trained
+    ]
+    return Rendered(written.text, _merged(spans))
 
 
-def _check_reasoning(conversation: Conversation, text: str, wanted: list[bool]) -> None:
+def _check_reasoning(written: Written, wanted: list[bool]) -> None:
     """Templates rightly drop the thoughts of earlier turns. One that drops those of the last answer as well, if that is
     trained on, would have the model answer without them."""
-    answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    if answers and wanted[answers[-1]]:
-        reasoning = conversation.messages[answers[-1]].get("reasoning_content")
-        if isinstance(reasoning, str) and reasoning.strip() not in text:
-            raise ValueError(
-                f"the chat template leaves out the reasoning of message {answers[-1] + 1}; use another --chat-template"
-            )
+    roles = [message["role"] for message in written.messages]
+    last = max((i for i, role in enumerate(roles) if role == "assistant"), default=None)
+    if last is None or not wanted[last] or "user" in roles[last:]:
+        return
+    if written.leaves_out_reasoning(last):
+        raise ValueError(
+            f"the chat template leaves out the reasoning of message {last + 1}; use another --chat-template"
+        )
 
 
 def trained_messages(conversation: Conversation, train_on: TrainOn) -> list[bool]:
@@ -183,7 +123,7 @@ def trained_messages(conversation: Conversation, train_on: TrainOn) -> list[bool
     if train_on == "all":
         default = set(range(len(conversation.messages)))
     else:
-        default = set(assistants if train_on == "assistant" else assistants[-1:])
+        default = set(assistants[-1:] if train_on == "last" else assistants)
     return [i in default if said is None else said for i, said in enumerate(conversation.is_trained)]
 
 
@@ -223,73 +163,15 @@ def _inside(offsets: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]]
     return inside
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool) -> str:
-    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
-
-
-def _spans(tokenizer: Any, conversation: Conversation, text: str, wanted: list[int]) -> list[tuple[int, int]]:
-    """Where in `text` the wanted messages stand; of an assistant's, only what the model itself is to write."""
-    spans: list[tuple[int, int]] = []
-    for begin, end in sorted(_span(tokenizer, conversation, text, index) for index in wanted):
-        if spans and begin < spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order, those that overlap as one."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if merged and begin < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            spans.append((begin, end))
-    return spans
-
-
-def _span(tokenizer: Any, conversation: Conversation, text: str, index: int) -> tuple[int, int]:
-    """What the message adds to the text of those before it, if its own words are in there; templates that do not write
-    left to right (a system prompt goes into the last question, thoughts of earlier turns are dropped) leave its words
-    and the special token that ends them."""
-    begin, end = _own_words(tokenizer, conversation, text, index)
-    added = _added(tokenizer, conversation, text, index)
-    if added is not None and added[0] <= begin and end <= added[1]:
-        return added
-    if begin == end:
-        raise ValueError(
-            f"it cannot be told which tokens of the chat template's text are those of message {index + 1}, which has "
-            "no words of its own; use another --chat-template"
-        )
-    ends = [len(token) for token in tokenizer.all_special_tokens if text.startswith(token, end)]
-    return begin, end + max(ends, default=0)
-
-
-def _added(tokenizer: Any, conversation: Conversation, text: str, index: int) -> tuple[int, int] | None:
-    """What the message adds to the text of those before it; None where the template does not write left to right."""
-    messages, tools = conversation.messages, conversation.tools
-    answers = messages[index]["role"] == "assistant"
-    try:
-        before = _render(tokenizer, messages[:index], tools, answers) if index > 0 else ""
-        through = _render(tokenizer, messages[: index + 1], tools, False)
-    except Exception:
-        return None
-    if not (text.startswith(through) and through.startswith(before)):
-        return None
-    # a line break after the end of a turn is the template's, not the model's
-    return len(before), len(before) + len(through[len(before) :].rstrip())
-
-
-def _own_words(tokenizer: Any, conversation: Conversation, text: str, index: int) -> tuple[int, int]:
-    """Where the text changes when the message says something else: its content, or its tool calls."""
-    messages = list(conversation.messages)
-    kept = {key: value for key, value in messages[index].items() if key != "tool_calls"}
-    messages[index] = {**kept, "content": _OTHER_WORDS}
-    try:
-        other = _render(tokenizer, messages, conversation.tools, False)
-    except Exception as error:
-        raise ValueError(f"the chat template refuses this conversation without its tool call: {error}") from error
-    begin = _common_length(text, other)
-    most = min(len(text), len(other)) - begin
-    end = len(text) - min(_common_length(text[::-1], other[::-1]), most)
-    if _OTHER_WORDS not in other:
-        raise ValueError(f"the chat template leaves out message {index + 1}; use another --chat-template")
-    return begin, end
-
-
-def _common_length(a: str, b: str) -> int:
-    """Length of the longest beginning that both have."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            merged.append((begin, end))
+    return merged
 
 
 def _complement(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

@@ -34,6 +34,8 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+# keys of a message that hold what it thinks before it speaks: DeepSeek's and Qwen's, GPT-OSS', OpenRouter's
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 # keys of a message that say whether it is trained on: ours, axolotl's, OpenAI's, LLaMA-Factory's
 _OVERRIDES = ("train", "training", "weight", "loss_weight")
 
@@ -250,23 +252,59 @@ def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
     content = turn.get("content", turn.get("value"))
     calls = turn.get("tool_calls")
     if not calls and turn.get("function_call"):  # OpenAI's older form of a single call
-        calls = [{"type": "function", "function": turn["function_call"]}]
+        calls = [turn["function_call"]]
     said = _read_content(content, place)
     if said.calls and calls:
         raise RowError(f"{place} has tool calls among the parts of its content and beside it; leave one of them out")
-    if said.reasoning and turn.get("reasoning_content"):
+    reasoning = _reasoning(turn, place)
+    if said.reasoning and reasoning:
         raise RowError(f"{place} has reasoning among the parts of its content and beside it; leave one of them out")
     if content is None and not calls:
         raise RowError(f"{place} has no content (or value); found: {', '.join(map(str, turn))}")
-    taken = ("role", "from", "content", "value", "tool_calls", "function_call", *_OVERRIDES)
+    taken = ("role", "from", "content", "value", "tool_calls", "function_call", *_REASONING, *_OVERRIDES)
     # a column of a Parquet file holds None in every message that lacks the key
     others = {key: value for key, value in turn.items() if key not in taken and value is not None}
     return {
         **_message(_ROLES.get(role, role), said.text),
         **others,
-        **({"reasoning_content": said.reasoning} if said.reasoning else {}),
-        **({"tool_calls": calls or said.calls} if calls or said.calls else {}),
+        **({"reasoning_content": said.reasoning or reasoning} if said.reasoning or reasoning else {}),
+        **({"tool_calls": _read_calls(calls or said.calls, place)} if calls or said.calls else {}),
     }
+
+
+def _reasoning(turn: Mapping[str, Any], place: str) -> str:
+    """What the message has beside its content, under one of the names in use."""
+    found = {key: turn[key] for key in _REASONING if turn.get(key)}
+    for key, reasoning in found.items():
+        if not isinstance(reasoning, str):
+            raise RowError(f"{place}: {key} is {reasoning!r:.80}, not text")
+    if len(set(found.values())) > 1:
+        raise RowError(f"{place} has reasoning under {' and '.join(found)}, not the same; leave one of them out")
+    return next(iter(found.values()), "")
+
+
+def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Tool calls as templates take them: a function's name and its arguments, an object even where the data have its
+    JSON."""
+    if not isinstance(calls, list | tuple):
+        raise RowError(f"{place}: tool_calls is {calls!r:.80}, not a list of them")
+    read = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            raise RowError(f"{place}: has the tool call {call!r:.80}; an object with name and arguments would do")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                parsed = json.loads(arguments)
+            except ValueError:
+                parsed = None  # it is the template's to take it or not
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        function = {**function, "arguments": {} if arguments is None else arguments}
+        read.append(
+            {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+        )
+    return read
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from training.data.files import DatasetSpec, RowSource, SampleBy, open_rows, par
 from training.data.formats import Columns, Conversation, Format, RowError, find_format, read_row
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 2
+_VERSION = 3
 # one process tokenises this many rows in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")

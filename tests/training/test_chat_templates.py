@@ -1,0 +1,685 @@
+"""Chat templates, built-in and shaped like published ones: the text, and exactly what of it is trained on."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from moe import ExpertMeshError
+from tests.tiny import save_tokenizer
+from training.data import TEMPLATES, Columns, DataOptions, load_samples, set_chat_template
+from training.data.chat import render
+from training.data.formats import find_format, read_row
+
+# special tokens of the published tokenizers; those that are left out (<think>, <tool_call>) are none there either
+SPECIAL = {
+    "chatml": ["<|im_end|>", "<|im_start|>"],
+    "harmony": ["<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>"],
+    "deepseek": ["<｜end▁of▁sentence｜>"],
+    "glm": ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+    "mistral": ["</s>"],
+    "olmoe": ["<|endoftext|>"],
+}
+# not special, but in the vocabulary
+ADDED = {"deepseek": ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]}
+
+
+def tokenizer_like(directory: Path, family: str, template: str = "") -> Any:
+    """With a family's special tokens, of which the first ends generation, and a template of its own if one is given."""
+    save_tokenizer(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in SPECIAL[family]])
+    tokenizer.add_tokens(ADDED.get(family, []))
+    tokenizer.eos_token = SPECIAL[family][0]
+    if family in ("chatml", "harmony", "glm"):
+        tokenizer.bos_token = None
+    tokenizer.chat_template = template or None
+    return tokenizer
+
+
+# Shaped like templates that published tokenizers bring, written anew, with what makes them awkward.
+
+# Qwen3: thoughts of earlier turns dropped, an empty one written where the last answer has none, thoughts also taken out
+# of the content, results of tools merged into one turn of the user's.
+QWEN = """\
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- if tools %}
+    {{- '<|im_start|>system\n' + (messages[0].content + '\n\n' if messages[0].role == 'system' else '') }}
+    {{- tools | tojson }}{{- '<|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {{- '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- set content, thought = m.content, m.reasoning_content or '' %}
+        {%- if not thought and '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last and (loop.last or thought) %}
+            {{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\n' if content or not loop.first }}
+            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.previtem.role != 'tool' }}
+        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+        {{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
+"""
+# Qwen3-Thinking: the words that ask for an answer open its thought.
+QWEN_THINKING = QWEN.replace(
+    "'<|im_start|>assistant\n' }}{% endif %}", "'<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+# With markers around what the assistant says, from which transformers makes masks.
+GENERATION = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+            {{- ('<think>\n' + m.reasoning_content + '\n</think>\n\n') if m.reasoning_content else '' }}
+            {{- m.content }}
+            {%- for call in m.tool_calls or [] %}
+                {{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+            {%- endfor %}
+            {{- '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- m.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
+"""
+# DeepSeek-R1: all thoughts dropped from content, those beside it unknown, one opened by the words that ask for an
+# answer; arguments put between other text, which takes strings alone; what opens results depends on the call before.
+DEEPSEEK_R1 = """\
+{%- set ns = namespace(tool=false, first_output=true, system='') %}
+{%- for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}{% endif %}{% endfor %}
+{{- bos_token + ns.system }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- set ns.tool = false %}
+        {{- '<｜User｜>' + m.content }}
+    {%- elif m.role == 'assistant' and m.tool_calls %}
+        {{- '<｜tool▁outputs▁end｜>' if ns.tool else '<｜Assistant｜>' }}
+        {%- set ns.tool, ns.first_output = false, true %}
+        {{- (m.content or '') + '<｜tool▁calls▁begin｜>' }}
+        {%- for call in m.tool_calls %}
+            {{- ('' if loop.first else '\n') + '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' }}
+            {{- call.function.name + '\n```json\n' + call.function.arguments + '\n```<｜tool▁call▁end｜>' }}
+        {%- endfor %}
+        {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+    {%- elif m.role == 'assistant' %}
+        {{- ('<｜tool▁outputs▁end｜>' if ns.tool else '<｜Assistant｜>') + m.content.split('</think>')[-1] }}
+        {{- '<｜end▁of▁sentence｜>' }}
+        {%- set ns.tool = false %}
+    {%- elif m.role == 'tool' %}
+        {%- set ns.tool = true %}
+        {{- '<｜tool▁outputs▁begin｜>' if ns.first_output else '\n' }}
+        {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+        {%- set ns.first_output = false %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.tool %}{{- '<｜tool▁outputs▁end｜>' }}
+{%- elif add_generation_prompt %}{{- '<｜Assistant｜><think>\n' }}{% endif %}
+"""
+# GLM-4.5: nothing closes a turn, and an empty thought stands where there is none; contents are stripped.
+GLM = """\
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{{- '[gMASK]<sop>' }}
+{%- if tools %}{{- '<|system|>\n' + (tools | tojson) }}{% endif %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|assistant|>' }}
+        {%- if loop.index0 > ns.last and m.reasoning_content %}
+            {{- '\n<think>' + m.reasoning_content.strip() + '</think>' }}
+        {%- else %}
+            {{- '\n<think></think>' }}
+        {%- endif %}
+        {{- '\n' + m.content.strip() if m.content.strip() }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\n<tool_call>' + call.function.name + '\n' }}
+            {%- for k, v in call.function.arguments.items() %}
+                {{- '<arg_key>' + k + '</arg_key>\n<arg_value>' }}{{- v | tojson }}{{- '</arg_value>\n' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}
+    {%- elif m.role == 'tool' %}
+        {{- '<|observation|>' if loop.previtem.role != 'tool' }}
+        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+    {%- else %}
+        {{- '<|' + m.role + '|>\n' + m.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}
+"""
+# GPT-OSS: thoughts under a name of their own, dropped wherever an answer follows; one call a message, and results that
+# are refused without one; the end of the last answer is not that of others.
+GPT_OSS = """\
+{{- '<|start|>system<|message|>date<|end|>' }}
+{%- if messages[0].role == 'system' %}
+    {{- '<|start|>developer<|message|># Instructions\n\n' + messages[0].content + '<|end|>' }}
+{%- endif %}
+{%- set ns = namespace(call=none) %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.tool_calls %}
+        {%- set later = namespace(answer=false) %}
+        {%- for other in messages[loop.index:] %}
+            {%- if other.role == 'assistant' and not other.tool_calls %}{% set later.answer = true %}{% endif %}
+        {%- endfor %}
+        {%- if m.content and m.thinking %}{{- raise_exception('content and thinking beside a call') }}{% endif %}
+        {%- if m.content %}
+            {{- '<|start|>assistant<|channel|>commentary<|message|>' + m.content + '<|end|>' }}
+        {%- elif m.thinking and not later.answer %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
+        {%- set ns.call = m.tool_calls[0].function.name %}
+        {{- '<|start|>assistant to=functions.' + ns.call + '<|channel|>commentary json<|message|>' }}
+        {{- m.tool_calls[0].function.arguments | tojson }}{{- '<|call|>' }}
+    {%- elif m.role == 'assistant' %}
+        {%- if loop.last and m.thinking and not add_generation_prompt %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+        {%- set ns.call = none %}
+    {%- elif m.role == 'tool' %}
+        {%- if ns.call is none %}{{- raise_exception('a result without a call') }}{% endif %}
+        {{- '<|start|>functions.' + ns.call + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- m.content | tojson }}{{- '<|end|>' }}
+    {%- elif m.role == 'user' %}
+        {{- '<|start|>user<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
+"""
+# Mistral: the system prompt and the tools stand at the last question; without a call two answers in a row are refused.
+MISTRAL = """\
+{%- set ns = namespace(questions=true, last=-1, system='') %}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}{% endif %}
+    {%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+    {%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+        {%- if (m.role == 'user') != ns.questions %}{{- raise_exception('roles must alternate') }}{% endif %}
+        {%- set ns.questions = not ns.questions %}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- if loop.index0 == ns.last %}
+            {%- if tools %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
+            {{- '[INST] ' + ns.system + m.content + '[/INST]' }}
+        {%- else %}
+            {{- '[INST] ' + m.content + '[/INST]' }}
+        {%- endif %}
+    {%- elif m.role == 'assistant' and m.tool_calls %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in m.tool_calls %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (', ' if not loop.last else ']') }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif m.role == 'assistant' %}
+        {{- ' ' + m.content.strip() + eos_token }}
+    {%- elif m.role == 'tool' %}
+        {{- '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+OWN = {
+    "Qwen3": ("chatml", QWEN),
+    "Qwen3-Thinking": ("chatml", QWEN_THINKING),
+    "generation markers": ("chatml", GENERATION),
+    "DeepSeek-R1": ("deepseek", DEEPSEEK_R1),
+    "GLM-4.5": ("glm", GLM),
+    "GPT-OSS": ("harmony", GPT_OSS),
+    "Mixtral-8x22B": ("mistral", MISTRAL),
+}
+
+
+def call(**arguments: Any) -> dict[str, Any]:
+    return {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str | None, thought: str | None = None, *calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "reasoning_content": thought, "tool_calls": list(calls) or None}
+
+
+def result(content: str) -> dict[str, Any]:
+    return {"role": "tool", "content": content}
+
+
+# Words repeat from message to message, so that none is found by its words.
+CONVERSATIONS = {
+    "turns": [user("yo"), assistant("yo"), user("yo"), assistant("yo")],
+    "thoughts": [
+        {"role": "system", "content": "yo"},
+        user("yo"),
+        assistant("yo", "yo?"),
+        user("yo"),
+        assistant("yo", "yo?"),
+    ],
+    "an empty answer": [user("yo"), assistant("", "hm")],
+    "calls in an earlier turn": [
+        user("1?"),
+        assistant(None, None, call(a=1)),
+        result("1"),
+        assistant(None, None, call()),
+        result("1"),
+        assistant("1"),
+        user("1?"),
+        assistant("1"),
+    ],
+    "calls with thoughts": [
+        user("1?"),
+        assistant("so", "hm", call(a=1), call(a=2)),
+        result("1"),
+        result("2"),
+        assistant("", "hm", call(a=3)),
+        result("3"),
+        assistant("3", "hm"),
+    ],
+    "calls last": [user("1?"), assistant("", "hm", call(a=1))],
+}
+
+
+def rendered(tokenizer: Any, row: dict[str, Any], train_on: Any) -> tuple[str, list[bool]]:
+    """The text, and for each of its characters whether it is trained on."""
+    conversation = read_row(row, find_format(row, Columns()), Columns())
+    assert not isinstance(conversation, str)
+    found = render(tokenizer, conversation, train_on)
+    return found.text, [any(begin <= at < end for begin, end in found.trained) for at in range(len(found.text))]
+
+
+def shown(text: str, is_trained: list[bool]) -> str:
+    """The text with « and » around what is trained on."""
+    marked = "".join(
+        ("«" if now and not before else "»" if before and not now else "") + character
+        for character, now, before in zip(text, is_trained, [False, *is_trained], strict=False)
+    )
+    return marked + ("»" if is_trained and is_trained[-1] else "")
+
+
+def sections() -> dict[tuple[str, str], str]:
+    """What chat_templates.txt has for a template and a conversation.
+
+    « and » stand around what --train-on assistant trains on, ‹ and › around what --train-on final does; @TOOL@ is TOOL.
+    """
+    content = Path(__file__).with_name("chat_templates.txt").read_text(encoding="utf-8")
+    found = {}
+    for section in content.split("==== ")[1:]:
+        heading, _, text = section.partition("\n")
+        template, _, conversation = heading.partition(" / ")
+        found[template, conversation] = text.removesuffix("\n").replace("@TOOL@", json.dumps(TOOL))
+    return found
+
+
+EXPECTED = sections()
+
+
+def with_template(directory: Path, name: str) -> Any:
+    """A tokenizer with a template of its own, or with a built-in one."""
+    if name in OWN:
+        return tokenizer_like(directory, *OWN[name])
+    tokenizer = tokenizer_like(directory, name)
+    set_chat_template(tokenizer, name)
+    return tokenizer
+
+
+def row_of(conversation: str) -> dict[str, Any]:
+    tools = {"tools": [TOOL]} if "call" in conversation else {}
+    return {"messages": CONVERSATIONS[conversation], **tools}
+
+
+def test_all_are_expected() -> None:
+    assert set(EXPECTED) == {(name, conversation) for name in (*TEMPLATES, *OWN) for conversation in CONVERSATIONS}
+
+
+@pytest.mark.parametrize("train_on", ["all", "assistant", "last", "final"])
+@pytest.mark.parametrize(("name", "conversation"), EXPECTED)
+def test_what_is_trained_on(tmp_path: Path, name: str, conversation: str, train_on: str) -> None:
+    tokenizer, row, expected = with_template(tmp_path, name), row_of(conversation), EXPECTED[name, conversation]
+    if expected.startswith("refused: "):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole message is compared
+            rendered(tokenizer, row, train_on)
+        assert str(raised.value) == expected.removeprefix("refused: ")
+        return
+    for mark in "«»" if train_on == "final" else "‹›":
+        expected = expected.replace(mark, "")
+    expected = expected.replace("‹", "«").replace("›", "»").replace("«»", "")
+    if train_on == "last":
+        before, _, last = expected.rpartition("«")
+        expected = before.replace("«", "").replace("»", "") + "«" + last
+    if train_on == "all":
+        expected = "«" + expected.replace("«", "").replace("»", "") + "»"
+    assert shown(*rendered(tokenizer, row, train_on)) == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_asks_for_an_answer_comes_before_it(tmp_path: Path, name: str) -> None:
+    """As the built-in templates write it when text is generated, and when the answer is there already."""
+    tokenizer = with_template(tmp_path, name)
+    for conversation in CONVERSATIONS:
+        expected = EXPECTED[name, conversation]
+        if not expected.startswith("refused"):
+            messages, tools = CONVERSATIONS[conversation][:-1], row_of(conversation).get("tools")
+            asking = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+            assert asking == "".join(c for c in expected.rpartition("«")[0] if c not in "«»‹›")
+
+
+@pytest.mark.parametrize("name", ["harmony", "chatml", "Qwen3-Thinking", "GLM-4.5"])
+def test_tokens(tmp_path: Path, name: str) -> None:
+    """The tokens that are trained on are those of the characters that are."""
+    tokenizer, conversation = with_template(tmp_path, name), "calls in an earlier turn"
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps(row_of(conversation)))
+    for train_on in ("assistant", "final"):
+        options = DataOptions(max_seq_length=4096, train_on=train_on, num_workers=1)
+        (sample,) = load_samples("--dataset", [str(file)], tokenizer, options, 0)
+        text, is_trained = rendered(tokenizer, row_of(conversation), train_on)
+        trained = [token for token, inside in zip(sample.tokens, sample.is_trained, strict=True) if inside]
+        assert tokenizer.decode(sample.tokens) == text
+        assert tokenizer.decode(trained) == "".join(c for c, inside in zip(text, is_trained, strict=True) if inside)
+
+
+def test_markers_and_transformers_own_mask(tmp_path: Path) -> None:
+    """Where a template marks what the assistant says, we find the same without the markers."""
+    tokenizer, row = with_template(tmp_path, "generation markers"), row_of("calls with thoughts")
+    theirs = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    options = DataOptions(max_seq_length=4096, num_workers=1)
+    (sample,) = load_samples("--dataset", [str(tmp_path / "data.jsonl")], tokenizer, options, 0)
+    assert sample.tokens == theirs["input_ids"]
+    assert sample.is_trained == [bool(inside) for inside in theirs["assistant_masks"]]
+
+
+INLINE = assistant("<think>\nhm\n</think>\n\nyo")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "expected"),
+    [
+        ("Qwen3", INLINE, "<|im_start|>assistant\n<think>\nhm\n</think>\n\n«yo<|im_end|>»\n"),
+        ("chatml", INLINE, "<|im_start|>assistant\n<think>\nhm\n</think>\n\n«yo<|im_end|>»\n"),
+        ("glm", INLINE, "<|assistant|>\n<think></think>\n<think>\nhm\n</think>\n\n«yo<|user|>»"),
+        ("DeepSeek-R1", INLINE, "<｜Assistant｜>«\n\nyo<｜end▁of▁sentence｜>»"),
+        ("chatml", assistant("a </think>", "b </think> c"), "</think> c\n</think>\n\n«a </think><|im_end|>»\n"),
+    ],
+)
+def test_reasoning_within_the_content(tmp_path: Path, name: str, answer: dict[str, Any], expected: str) -> None:
+    text = shown(*rendered(with_template(tmp_path, name), {"messages": [user("yo"), answer]}, "final"))
+    assert text.endswith(expected)
+
+
+def random_conversation(seed: int, word: str, has_reasoning: bool, has_tools: bool) -> list[dict[str, Any]]:
+    """Turns with tools and reasoning; each word is as long as `word`, and another one if that is empty."""
+    chance, number = random.Random(seed), itertools.count()
+
+    def says() -> str:
+        return word or f"word{next(number):05d}"
+
+    def thinks() -> str | None:
+        return says() if has_reasoning and chance.random() < 0.5 else None
+
+    turns = [{"role": "system", "content": says()}] if chance.random() < 0.5 else []
+    for _ in range(chance.randint(1, 3)):
+        turns.append(user(says()))
+        for _ in range(chance.choice([0, 0, 1, 2]) if has_tools else 0):
+            thought = thinks()
+            content = says() if chance.random() < 0.5 and not thought else ""
+            arguments = {says(): says()} if chance.random() < 0.8 else {}
+            turns += [assistant(content, thought, call(**arguments)), result(says())]
+        turns.append(assistant(says() if chance.random() < 0.9 else "", thinks()))
+    return turns
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
+@pytest.mark.parametrize("word", ["assistant", "<|im_end|"])
+def test_found_by_their_place_and_not_by_their_words(tmp_path: Path, name: str, word: str) -> None:
+    """What is trained on stays the same when every message says the same, be that a word of the template's."""
+    tokenizer = with_template(tmp_path, name)
+    has_reasoning, has_tools = (
+        not EXPECTED[name, conversation].startswith("refused")
+        for conversation in ("thoughts", "calls in an earlier turn")
+    )
+    for seed in range(8):
+        rows = [{"messages": random_conversation(seed, w, has_reasoning, has_tools)} for w in ("", word)]
+        for train_on in ("assistant", "final"):
+            apart, alike = (rendered(tokenizer, row, train_on) for row in rows)
+            assert apart[1] == alike[1], shown(*apart) + shown(*alike)
+            said = {w for turn in rows[0]["messages"] if turn["role"] != "assistant" for w in [turn["content"]]}
+            assert not any(w in "".join(c for c, t in zip(*apart, strict=True) if t) for w in said)
+
+
+def test_an_empty_answer_that_the_template_leaves_out(tmp_path: Path) -> None:
+    turn = "{% if m.content %}{{ m.role + ': ' + m.content + eos_token }}{% endif %}"
+    template = "{% for m in messages %}" + turn + "{% endfor %}"
+    row = {"messages": [user("a"), assistant(""), user("b"), assistant("c")]}
+    with pytest.raises(ValueError, match=r"it cannot be told which tokens .* of message 2, which has no words"):
+        rendered(tokenizer_like(tmp_path, "mistral", template), row, "assistant")
+
+
+def test_reasoning_that_comes_last(tmp_path: Path) -> None:
+    """What follows it can then not be the answer."""
+    template = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content or '' }}{{ eos_token }}{% endfor %}"
+    tokenizer, row = tokenizer_like(tmp_path, "mistral", template), {"messages": [user("a"), assistant("b", "hm")]}
+    assert shown(*rendered(tokenizer, row, "assistant")) == "a</s>«bhm</s>»"
+    with pytest.raises(ValueError, match="cannot be told where the reasoning of message 2 ends"):
+        rendered(tokenizer, row, "final")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_names_of_reasoning(tmp_path: Path, name: str) -> None:
+    """Data and templates have several; any goes with any."""
+    answer = {"role": "assistant", "content": "yo", name: "yo?"}
+    row = {"messages": [*CONVERSATIONS["thoughts"][:-1], answer]}
+    for template in ("chatml", "GPT-OSS", "GLM-4.5"):
+        text = shown(*rendered(with_template(tmp_path, template), row, "assistant"))
+        assert text == EXPECTED[template, "thoughts"].replace("‹", "").replace("›", "")
+
+
+def test_reasoning_under_two_names(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "chatml")
+    twice = {"role": "assistant", "content": "yo", "reasoning": "hm", "thinking": "hm"}
+    assert "<think>\nhm\n" in rendered(tokenizer, {"messages": [user("yo"), twice]}, "last")[0]
+    with pytest.raises(ValueError, match="message 2 has reasoning under thinking and reasoning, not the same"):
+        rendered(tokenizer, {"messages": [user("yo"), {**twice, "reasoning": "so"}]}, "last")
+    with pytest.raises(ValueError, match="message 2: thinking is 3, not text"):
+        rendered(tokenizer, {"messages": [user("yo"), {**twice, "thinking": 3}]}, "last")
+
+
+def test_reasoning_before_a_last_question(tmp_path: Path) -> None:
+    """It is that of an earlier turn, and rightly left out."""
+    row = {"messages": [user("yo"), assistant("yo", "hm"), user("so")]}
+    text = shown(*rendered(with_template(tmp_path, "chatml"), row, "last"))
+    assert text == (
+        "<|im_start|>user\nyo<|im_end|>\n<|im_start|>assistant\n«yo<|im_end|>»\n<|im_start|>user\nso<|im_end|>\n"
+    )
+
+
+FUNCTION = {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize("name", ["chatml", "harmony", "deepseek", "glm", "Qwen3", "DeepSeek-R1", "GLM-4.5"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"tool_calls": [FUNCTION]},
+        {"function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"content": [{"type": "tool_call", "value": json.dumps(FUNCTION)}]},
+    ],
+)
+def test_forms_of_tool_calls(tmp_path: Path, name: str, said: dict[str, Any]) -> None:
+    """Arguments are an object or its JSON, calls within `function` or not: every template gets what it takes."""
+    tokenizer = with_template(tmp_path, name)
+    texts = [
+        shown(*rendered(tokenizer, {"messages": [user("1?"), answer, result("1"), assistant("1")]}, "final"))
+        for answer in (assistant("", None, call(a=1)), {"role": "assistant", **said})
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].count("«") == 2
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ("add", "tool_calls is 'add', not a list of them"),
+        (["add"], "has the tool call 'add'; an object with name and arguments would do"),
+        ([{"function": {"arguments": {}}}], "an object with name and arguments would do"),
+    ],
+)
+def test_tool_calls_that_cannot_be_read(calls: Any, said: str) -> None:
+    row = {"messages": [user("1?"), {"role": "assistant", "tool_calls": calls}]}
+    with pytest.raises(ValueError, match=said):
+        read_row(row, find_format(row, Columns()), Columns())
+
+
+def test_tool_calls_that_the_template_leaves_out(tmp_path: Path) -> None:
+    """Else an empty answer would be trained on."""
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    with pytest.raises(ValueError, match="leaves out the tool calls of message 2"):
+        rendered(
+            tokenizer_like(tmp_path, "mistral", template),
+            {"messages": [user("1?"), assistant("", None, call(a=1))]},
+            "assistant",
+        )
+
+
+def test_tool_calls_without_an_end(tmp_path: Path) -> None:
+    """A template that refuses results without a call, and writes no special token behind it."""
+    template = GPT_OSS.replace("<|", "[").replace("|>", "]")
+    row = {"messages": [user("1?"), assistant("", None, call(a=1)), result("1"), assistant("1"), user("1")]}
+    with pytest.raises(ValueError, match="cannot be told where the tool calls of message 2 end"):
+        rendered(tokenizer_like(tmp_path, "mistral", template), row, "assistant")
+
+
+@pytest.mark.parametrize(
+    ("changes", "train_on", "expected"),
+    [
+        ({1: {"train": False}}, "final", "[INST] a [/INST] b</s> [INST] c [/INST] «d</s>»"),
+        ({2: {"train": True}}, "final", "[INST] a [/INST] «b</s> [INST] c [/INST]» «d</s>»"),
+        ({3: {"train": False}}, "final", "[INST] a [/INST] «b</s>» [INST] c [/INST] d</s>"),
+    ],
+)
+def test_messages_that_say_it_themselves(tmp_path: Path, changes: dict[int, Any], train_on: str, expected: str) -> None:
+    turns = [user("a"), assistant("b"), user("c"), assistant("d")]
+    row = {"messages": [{**turn, **changes.get(i, {})} for i, turn in enumerate(turns)]}
+    assert shown(*rendered(with_template(tmp_path, "mistral"), row, train_on)) == "<s> " + expected
+
+
+def test_an_answer_at_the_beginning_and_one_after_another(tmp_path: Path) -> None:
+    row = {"messages": [assistant("yo"), assistant("yo"), user("so"), assistant("yo")]}
+    assert shown(*rendered(with_template(tmp_path, "GLM-4.5"), row, "assistant")) == (
+        "[gMASK]<sop><|assistant|>\n<think></think>\n«yo<|assistant|>\n<think></think>\nyo<|user|>»\nso"
+        "<|assistant|>«\n<think></think>\nyo»"
+    )
+
+
+SCHEMA = {
+    "type": "object",
+    "required": ["which"],
+    "properties": {
+        "which": {"type": "string", "enum": ["x", "y"], "default": "x", "description": "Which one."},
+        "count": {"type": ["integer", "null"]},
+        "parts": {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "number"}]}},
+        "more": {"type": "object", "properties": {"is_so": {"type": "boolean"}}, "required": ["is_so"]},
+        "any": {},
+    },
+}
+DECLARED = """\
+namespace functions {
+
+// Finds.
+type find = (_: {
+// Which one.
+which: "x" | "y", // default: "x"
+count?: number | null,
+parts?: (string | number)[],
+more?: {
+is_so: boolean,
+},
+any?: any,
+}) => any;
+
+type stop = () => any;
+
+} // namespace functions<|end|>"""
+
+
+def test_harmony_declares_tools(tmp_path: Path) -> None:
+    tools = [
+        {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    row = {"messages": [{"role": "system", "content": "be brief"}, user("yo"), assistant("yo")], "tools": tools}
+    text, _ = rendered(with_template(tmp_path, "harmony"), row, "last")
+    instructions = "<|end|><|start|>developer<|message|># Instructions\n\nbe brief\n\n# Tools\n\n## functions\n\n"
+    assert instructions + DECLARED + "<|start|>user<|message|>yo<|end|>" in text
+
+
+def test_harmony_names_the_tool_of_each_result(tmp_path: Path) -> None:
+    named = {"role": "tool", "name": "sub", "content": "0"}
+    row = {"messages": [user("1?"), assistant("", None, call(a=1)), result("1"), named, assistant("so")]}
+    text, _ = rendered(with_template(tmp_path, "harmony"), row, "last")
+    assert "<|start|>functions.add to=assistant<|channel|>commentary<|message|>1<|end|>" in text
+    assert "<|start|>functions.sub to=assistant<|channel|>commentary<|message|>0<|end|>" in text
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("chatml", "chatml"),
+        ("harmony", "harmony"),
+        ("deepseek", "deepseek"),
+        ("glm", "glm"),
+        ("mistral", "mistral"),
+        ("olmoe", "mistral"),
+    ],
+)
+def test_which_is_taken_by_the_vocabulary(tmp_path: Path, family: str, name: str) -> None:
+    """OLMoE's roles are plain text, which shows in no vocabulary."""
+    tokenizer = tokenizer_like(tmp_path, family)
+    assert set_chat_template(tokenizer, "") == f"built-in {name} (the tokenizer has none)"
+    assert tokenizer.chat_template == TEMPLATES[name]
+
+
+def test_a_format_without_tools_refuses_them(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps(row_of("calls in an earlier turn")))
+    with pytest.raises(ExpertMeshError, match=r"data.jsonl: line 1: the chat template refuses .* has no tools"):
+        load_samples("--dataset", [str(tmp_path / "data.jsonl")], with_template(tmp_path, "olmoe"), DataOptions(512), 0)
