@@ -14,7 +14,8 @@ from moe import ExpertMeshError
 from tests.tiny import save_tokenizer
 from training.data import TEMPLATES, Columns, DataOptions, load_samples, set_chat_template
 from training.data.chat import render
-from training.data.formats import find_format, read_row
+from training.data.formats import Conversation, find_format, read_row
+from training.data.turns import Written
 
 # special tokens of the published tokenizers; those that are left out (<think>, <tool_call>) are none there either
 SPECIAL = {
@@ -492,6 +493,46 @@ def test_an_empty_answer_that_the_template_leaves_out(tmp_path: Path) -> None:
     row = {"messages": [user("a"), assistant(""), user("b"), assistant("c")]}
     with pytest.raises(ValueError, match=r"it cannot be told which tokens .* of message 2, which has no words"):
         rendered(tokenizer_like(tmp_path, "mistral", template), row, "assistant")
+
+
+# The system prompt stands in the last question, so that no earlier text begins a later one.
+MOVED = """\
+{%- set system = messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | join %}
+{%- set last = messages | selectattr('role', 'equalto', 'user') | list | last %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '[user]' + (system if m == last else '') + m.content + eos_token }}
+    {%- elif m.role == 'assistant' %}
+        {{- '[assistant](says)' + ('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '') }}
+        {{- m.content + eos_token }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '[assistant]ASKED' }}{% endif %}
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "first", "second"),
+    [
+        ("", "[assistant]«(says)<think>r</think>a</s>»", "[assistant]«(says)b</s>»"),
+        ("(says)<think>", "[assistant](says)<think>«r</think>a</s>»", "[assistant](says)«b</s>»"),
+    ],
+)
+def test_a_system_prompt_that_is_moved_behind_the_answer(tmp_path: Path, asked: str, first: str, second: str) -> None:
+    """What asks for an answer is then looked for in the text: a header, or the beginning of a thought."""
+    tokenizer = tokenizer_like(tmp_path, "mistral", MOVED.replace("ASKED", asked))
+    system = {"role": "system", "content": "s"}
+    turns = [user("o"), system, assistant("a", "r"), user("u"), assistant("b"), user("c")]
+    text = shown(*rendered(tokenizer, {"messages": turns}, "assistant"))
+    assert text == f"[user]o</s>{first}[user]u</s>{second}[user]sc</s>"
+
+
+def test_reasoning_has_all_its_names(tmp_path: Path) -> None:
+    """Of the releases of transformers that we take, only later ones give it to templates under all of them."""
+    conversation = Conversation(
+        [user("a"), {"role": "assistant", "content": "b", "reasoning_content": "r"}], [None] * 2
+    )
+    answer = Written(with_template(tmp_path, "chatml"), conversation).messages[1]
+    assert answer["thinking"] == answer["reasoning_content"] == "r"
 
 
 def test_reasoning_that_comes_last(tmp_path: Path) -> None:
