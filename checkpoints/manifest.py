@@ -175,13 +175,15 @@ def listed_tensors(manifest: dict[str, Any], path: Path) -> dict[str, TensorInfo
     Raises:
         ExpertMeshError: it is not built as this version builds it.
     """
+    listed = {}
     with well_formed(path / MANIFEST):
-        return {
-            entry["name"]: TensorInfo(
-                entry["file"], tuple(entry["shape"]), entry["dtype"], encoding=_encoding_of(entry)
-            )
-            for entry in manifest["tensors"]
-        }
+        for entry in manifest["tensors"]:
+            shape = tuple(entry["shape"])
+            if not all(type(size) is int and size >= 0 for size in shape) or entry["dtype"] not in DTYPE_NAMES:
+                raise ValueError(f"{entry['name']} has shape {shape} and dtype {entry['dtype']}")
+            info = TensorInfo(str(entry["file"]), shape, entry["dtype"], encoding=_encoding_of(entry))
+            listed[str(entry["name"])] = info
+    return listed
 
 
 _FIELDS = {"family": str, "source": str, "ep_size": int, "tensors": list, "files": dict, "exported": list}

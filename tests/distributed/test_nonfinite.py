@@ -46,13 +46,13 @@ def poisoned(poison: Poison | None, first_step: int) -> Iterator[None]:
     """Training from `first_step` on, with poison."""
     train_step, step = training.loop.train_step, first_step
 
-    def poisoned_train_step(model: Any, *args: Any) -> Any:
+    def poisoned_train_step(model: Any, *args: Any, **more: Any) -> Any:
         nonlocal step
         step += 1
         if poison is None or dist.get_rank() != poison.rank or step - 1 not in poison.steps:
-            return train_step(model, *args)
+            return train_step(model, *args, **more)
         with _applied(poison, model):
-            return train_step(model, *args)
+            return train_step(model, *args, **more)
 
     with patch.object(training.loop, "train_step", poisoned_train_step):
         yield

@@ -119,9 +119,9 @@ def run_flipped(argv: list[str], step: int) -> tuple[int, str]:
     """train_ep.py on this rank; after a step, from 1 on, rank 2 has a bit of an attention weight changed."""
     train_step, done = training.loop.train_step, 0
 
-    def flipping_train_step(model: Any, *args: Any) -> Any:
+    def flipping_train_step(model: Any, *args: Any, **more: Any) -> Any:
         nonlocal done
-        result = train_step(model, *args)
+        result = train_step(model, *args, **more)
         done += 1
         if done == step:
             flip(model.get_parameter(Q_PROJ), [2])
