@@ -454,6 +454,14 @@ def test_targets_take_in_nothing_else(tmp_path: Path) -> None:
     assert sorted(found.targeted_parameter_names) == sorted(tensors)
 
 
+def test_a_weights_target_says_whose() -> None:
+    """`weight` alone would be every module's."""
+    config = adapter_config(
+        base_model=None, rank=RANK, alpha=ALPHA, modules=["model.layers.1.mlp.shared_experts.up_proj"]
+    )
+    assert (config["target_modules"], config["target_parameters"]) == ([], ["up_proj.weight"])
+
+
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_rank_and_scaling_as_in_peft(use_rslora: bool, tmp_path: Path) -> None:
     model = base_of("qwen3_moe")
