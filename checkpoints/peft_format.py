@@ -243,9 +243,10 @@ def _unpack(
     expected = (num_experts * rank, columns), (rows, rank * num_experts)
     found = tuple(packed.a.shape), tuple(packed.b.shape)
     if found != expected or odd or not rank:
+        version = peft_version or "before 0.18"
         raise ValueError(
             f"the adapter's lora_A and lora_B of {tensor} have shapes {list(found[0])} and {list(found[1])}; for "
-            f"{num_experts} experts, PEFT {peft_version or 'before 0.18'} writes [{num_experts} x rank, {columns}] and "
+            f"{num_experts} experts, PEFT {version} with transformers 5 writes [{num_experts} x rank, {columns}] and "
             f"[{rows}, rank x {num_experts}]"
         )
     over_columns_ErI = packed.a.unflatten(0, (num_experts, rank))
@@ -280,7 +281,8 @@ def _has_roles_swapped(peft_version: str | None, is_transposed: bool) -> bool:
     """Whether A is over what the experts give out, and B over what they take in.
 
     PEFT up to 0.18 takes a tensor for (E, in, out) whatever its flag says, 0.19.0 reads the flag the wrong way round,
-    and from 0.19.1 on A is over what they take in.
+    and from 0.19.1 on A is over what they take in. That is with transformers 5; those before set no flag, and what was
+    made there the other way round is refused for its shape.
     """
     try:
         version = Version((peft_version or "0.17.0").partition("@")[0])
