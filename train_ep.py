@@ -70,8 +70,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     with sharding.raise_together():
         source = checkpoints.open_source(checkpoints.resolve_model(config.model))
     with sharding.raise_together():
-        model = build(config, source, ranks)
-        frozen = training.freeze(model, config.freeze) if config.freeze else None
+        model, trained = build(config, source, ranks)
     num_experts = moe.moe_shape(model).num_experts
     if config.elastic:
         config, changes = training.fit_to_ranks(config, num_experts, ranks)
@@ -93,7 +92,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     training.check_schedule(config, training.number_of_steps(config, order), config.evaluates)
     memory = training.forecast(model, source, topology, kernel, config, inputs, ranks)
     if ranks.rank == 0:
-        how = [balance.line(), *([] if frozen is None else [frozen.line()])]
+        how = [balance.line(), *trained]
         told = training.first_lines(model, source, counts, topology, kernel, config, inputs, order, memory, how)
         print(folded(told), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
     if config.preview:
@@ -117,7 +116,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         ranks.device,
         torch.bfloat16 if config.bf16 else torch.float32,
         config.gradient_checkpointing,
-        read_weights=resume_from is None,
+        read_weights=resume_from is None or config.adapter != "none",
         offload=config.offload,
         reshard_after_forward=config.reshard_after_forward,
     )
@@ -125,8 +124,9 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         checkpoint = checkpoint.exporting(training.correction_biases(model), "F32")
     if checkpoint.left_out:
         log.line(training.left_out(checkpoint))
+    base = prepare_adapters(config, model, checkpoint, topology, resume_from)
     torch.manual_seed(config.seed + ranks.rank)
-    saver = make_saver(config, output_dir, checkpoint, inputs, ranks)
+    saver = make_saver(config, output_dir, checkpoint, base, inputs, ranks)
     # an error is told before the log is closed, which may wait for a tracker
     with log, watchdog.ending_clearly():
         if inputs.training is not None:
@@ -145,19 +145,24 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
             watchdog.at("the export", limited=False)
             with sharding.raise_together():
                 log.check_directory()
-            checkpoints.export_model(
-                model, checkpoint, topology, output_dir / "hf", config.shard_bytes, inputs.saved_tokenizer
-            )
-            log.line(f"exported to {output_dir / 'hf'}")
+            for directory in export(config, model, checkpoint, topology, output_dir, inputs, ranks):
+                log.line(f"exported to {directory}")
         log.state = "finished"
     return True
 
 
-def build(config: training.TrainConfig, source: checkpoints.ModelSource, ranks: sharding.Ranks) -> Any:
-    """The model on the meta device, with our experts and head."""
+def build(
+    config: training.TrainConfig, source: checkpoints.ModelSource, ranks: sharding.Ranks
+) -> tuple[Any, list[str]]:
+    """The model on the meta device, with our experts and head; and, where not all of it is trained, what is."""
     import torch
 
     model = source.build(training.choose_attention(config.attn_implementation, config.packing, source.config))
+    trained = []
+    if config.adapter != "none":
+        trained.append(training.adapt(model, config).line())
+    elif config.freeze:
+        trained.append(training.freeze(model, config.freeze).line())
     if config.packing:
         training.check_packing(model)
     if config.compile:
@@ -165,7 +170,59 @@ def build(config: training.TrainConfig, source: checkpoints.ModelSource, ranks: 
     training.attach_loss_head(model, training.choose_cross_entropy(config.cross_entropy, ranks.device.type))
     if config.optim == "adamw_bf16":
         sharding.set_parameter_dtype(model, torch.bfloat16)
-    return model
+    elif config.adapter != "none" and config.bf16:
+        # what is not trained is computed with in bf16 and needs no more digits
+        sharding.set_parameter_dtype(model, torch.bfloat16, frozen_alone=True)
+    return model, trained
+
+
+def prepare_adapters(
+    config: training.TrainConfig,
+    model: Any,
+    checkpoint: checkpoints.Checkpoint,
+    topology: sharding.Topology,
+    resume_from: Path | None,
+) -> dict[str, str] | None:
+    """Give adapters, if there are any, their first values. What training checkpoints say of the model beside them."""
+    if config.adapter == "none":
+        return None
+    with sharding.raise_together():
+        base = checkpoints.base_of(checkpoint)
+        if resume_from is not None:
+            checkpoints.check_base(resume_from, base)
+    sharding.fill_adapters(model, topology, config.seed)
+    if config.init_adapter and resume_from is None:
+        names, lora = checkpoints.Names(model), training.lora_of(config)
+        checkpoints.load_adapter(model, Path(config.init_adapter), names, topology, lora)
+    return base
+
+
+def export(
+    config: training.TrainConfig,
+    model: Any,
+    checkpoint: checkpoints.Checkpoint,
+    topology: sharding.Topology,
+    output_dir: Path,
+    inputs: training.Inputs,
+    ranks: sharding.Ranks,
+) -> list[Path]:
+    """Write the model, or its adapters and, if asked for, the model that they make; where to."""
+    hf, tokenizer = output_dir / "hf", inputs.saved_tokenizer
+    if config.adapter == "none":
+        checkpoints.export_model(model, checkpoint, topology, hf, config.shard_bytes, tokenizer)
+        return [hf]
+    adapter, lora = output_dir / "adapter", training.lora_of(config)
+    form = config.adapter_format
+    checkpoints.export_adapter(model, checkpoint, topology, adapter, lora, config.model, form, tokenizer)
+    if not config.merge:
+        return [adapter]
+    with sharding.raise_together():
+        if ranks.rank == 0:
+            how = checkpoints.HowToWrite(config.shard_bytes, workers=1, overwrite=True)
+            checkpoints.merge_adapter(checkpoint.source.path, adapter, hf, how)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(hf)
+    return [adapter, hf]
 
 
 def choose_kernel(config: training.TrainConfig, model: Any, ranks: sharding.Ranks) -> moe.KernelChoice:
@@ -182,6 +239,7 @@ def make_saver(
     config: training.TrainConfig,
     output_dir: Path,
     checkpoint: checkpoints.Checkpoint,
+    base: dict[str, str] | None,
     inputs: training.Inputs,
     ranks: sharding.Ranks,
 ) -> checkpoints.Saver | None:
@@ -191,7 +249,7 @@ def make_saver(
     directory = output_dir / "checkpoints"
     if ranks.rank == 0 and not config.resume:
         shutil.rmtree(directory, ignore_errors=True)
-    return checkpoints.Saver(directory, checkpoint, inputs.saved_tokenizer, config.save_total_limit)
+    return checkpoints.Saver(directory, checkpoint, inputs.saved_tokenizer, config.save_total_limit, base)
 
 
 def find_resume(config: training.TrainConfig, output_dir: Path, ranks: sharding.Ranks) -> Path | None:
@@ -212,7 +270,7 @@ def _goes_on(config: training.TrainConfig, output_dir: Path) -> bool:
     first checkpoint, it has exported nothing."""
     directory = output_dir / "checkpoints"
     if config.resume == "auto":
-        return any(directory.glob("step-*")) or not (output_dir / "hf").exists()
+        return any(directory.glob("step-*")) or not any((output_dir / name).exists() for name in ("hf", "adapter"))
     # one that is not there is told where it is looked for
     path = Path(config.resume or directory)
     return bool(config.resume) and (path.resolve().is_relative_to(directory.resolve()) or not path.exists())
@@ -223,7 +281,7 @@ def prepare_output(config: training.TrainConfig, ranks: sharding.Ranks) -> Path:
     output_dir = Path(config.output_dir)
     with sharding.raise_together(), checkpoints.write_errors(output_dir):
         if ranks.rank == 0:
-            taken = [name for name in ("hf", "metrics.jsonl", "config.yaml") if (output_dir / name).exists()]
+            taken = [name for name in ("hf", "adapter", "metrics.jsonl", "config.yaml") if (output_dir / name).exists()]
             # a new run clears away all of checkpoints/, be it an earlier run's or something else
             taken += sorted(path.name for path in (output_dir / "checkpoints").glob("*"))
             if taken and not config.overwrite_output_dir and not _goes_on(config, output_dir):

@@ -5,13 +5,17 @@ from typing import TYPE_CHECKING
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
+    from checkpoints.adapter import export_adapter, load_adapter
+    from checkpoints.convert import HowToWrite
     from checkpoints.export import export_model
     from checkpoints.files import write_errors
+    from checkpoints.fingerprint import base_of, check_base
     from checkpoints.load import load_model, shard_and_load
+    from checkpoints.merge import merge_adapter
     from checkpoints.names import Names
     from checkpoints.opening import open_checkpoint
     from checkpoints.source import Checkpoint, ModelSource, check_model, open_source, resolve_model
-    from checkpoints.state.marker import recorded_order, whole_checkpoints
+    from checkpoints.state.marker import recorded_order, recorded_settings, whole_checkpoints
     from checkpoints.state.resuming import find_checkpoint, load_best_model, load_training_state
     from checkpoints.state.saving import Progress, Saver
 else:
@@ -19,19 +23,26 @@ else:
 
 __all__ = [
     "Checkpoint",
+    "HowToWrite",
     "ModelSource",
     "Names",
     "Progress",
     "Saver",
+    "base_of",
+    "check_base",
     "check_model",
+    "export_adapter",
     "export_model",
     "find_checkpoint",
+    "load_adapter",
     "load_best_model",
     "load_model",
     "load_training_state",
+    "merge_adapter",
     "open_checkpoint",
     "open_source",
     "recorded_order",
+    "recorded_settings",
     "resolve_model",
     "shard_and_load",
     "whole_checkpoints",

@@ -23,6 +23,9 @@ from moe.terminal import ends_with_reader, folded
 READ_AHEAD = 4 * 10**9
 """Bytes that are read before they are asked for, while what is to become of them is found out."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""What tells the directory of an adapter."""
+
 DTYPES = {name: code for code, name in FLOATS.items()}
 
 
@@ -58,6 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_argument("source", type=Path)
     to_hf.add_argument("out", type=Path)
 
+    merged = commands.add_parser("merge", parents=[how], help="a model with an adapter's updates, in Hugging Face form")
+    merged.add_argument("base", help="directory of any form, or hub id")
+    merged.add_argument("adapter", type=Path, help="PEFT's directory")
+    merged.add_argument("out", type=Path)
+
     verify = commands.add_parser(
         "verify", parents=[trust], help="whether two checkpoints of any form hold the same model"
     )
@@ -85,9 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 where `verify` finds a difference or `inspect` a fault; 2 after a mistake in the input."""
     try:
         arguments = build_parser().parse_args(argv)
-        return {"convert": _convert, "export": _export, "verify": _verify, "inspect": _inspect}[arguments.command](
-            arguments
-        )
+        commands = {"convert": _convert, "export": _export, "merge": _merge, "verify": _verify, "inspect": _inspect}
+        return commands[arguments.command](arguments)
     except ExpertMeshError as error:
         print(f"checkpoints: error: {error}", file=sys.stderr)
         return 2
@@ -122,6 +129,16 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _merge(arguments: argparse.Namespace) -> int:
+    from checkpoints.merge import merge_adapter  # needs torch, which flags do without
+
+    base, adapter, how = resolve_model(arguments.base, "merge"), _directory(arguments.adapter), _how(arguments)
+    read_ahead(base, READ_AHEAD)
+    changed = merge_adapter(base, adapter, arguments.out, how)
+    print(f"{changed} parameters changed")
+    return 0
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     a, b = (
         open_readable(_directory(path), strict=False, any_owner=arguments.trust_checkpoint_owner)
@@ -140,6 +157,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     path = _directory(arguments.path)
+    if (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists():
+        from checkpoints.adapter import describe_adapter
+
+        for line in describe_adapter(path, arguments.tensors):
+            print(folded(line))
+        return 0
     if (path / MARKER).exists():
         check_owner(path, arguments.trust_checkpoint_owner)
     for line in describe(path, read_heads(path), arguments.tensors):

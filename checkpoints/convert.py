@@ -89,6 +89,15 @@ def export_offline(source_path: Path, out: Path, how: HowToWrite, any_owner: boo
     """
     source = open_readable(source_path, any_owner=any_owner)
     check_all_bytes(source_path)
+    write_hf(source_path, source, out, how)
+
+
+def write_hf(source_path: Path, source: Readable, out: Path, how: HowToWrite) -> None:
+    """Write what a source reads as, in Hugging Face form.
+
+    Raises:
+        ExpertMeshError: `out` is not to be had.
+    """
     files = plan_hf_files(source.checkpoint.exported, how.max_shard_size)
     last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
     _prepare(source_path, out, last, how.overwrite)

@@ -7,6 +7,7 @@ copied from it. The directory appears under its own name only when it is whole.
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,15 +51,29 @@ def export_model(
     Raises:
         ExpertMeshError: on all ranks, when rank 0 cannot write. `out` is then as it was.
     """
+    with replacing(out) as partial:
+        with raise_together(), write_errors(out):
+            if partial is not None:
+                copy_side_files(checkpoint.source.path, partial, tokenizer)
+        with raise_together(), write_errors(out):
+            _write_weights(model, checkpoint, topology, partial, max_shard_size)
+
+
+@contextmanager
+def replacing(out: Path) -> Iterator[Path | None]:
+    """A directory on rank 0, None on the others, that takes the place of `out` once it is whole. All ranks call it
+    together, and leave it together.
+
+    Raises:
+        ExpertMeshError: on all ranks, when rank 0 cannot write. `out` is then as it was.
+    """
     partial: Path | None = None
     try:
         with raise_together(), write_errors(out):
             if dist.get_rank() == WRITER:
                 sweep_beside(out)
                 partial = temporary_beside(out)
-                copy_side_files(checkpoint.source.path, partial, tokenizer)
-        with raise_together(), write_errors(out):
-            _write_weights(model, checkpoint, topology, partial, max_shard_size)
+        yield partial
         with raise_together(), write_errors(out):
             if partial is not None:
                 replace_directory(partial, out)
@@ -76,7 +91,7 @@ def _write_weights(
     # a write that fails must not leave the senders waiting: go on receiving, and say so at the end
     failure: OSError | None = None
     for file in files:
-        with _Output(file, directory) as output:
+        with Output(file, directory) as output:
             for tensor in file.tensors:
                 for piece in _pieces(tensor, shards):
                     output.write(piece)
@@ -87,7 +102,7 @@ def _write_weights(
         (directory / INDEX_NAME).write_text(hf_index(files))
 
 
-class _Output:
+class Output:
     """A file on rank 0, nothing on the others. Keeps the first failure and swallows what comes after it."""
 
     def __init__(self, plan: OutputFile, directory: Path | None):
@@ -96,7 +111,7 @@ class _Output:
         self.file: BinaryIO | None = None
         self.failure: OSError | None = None
 
-    def __enter__(self) -> "_Output":
+    def __enter__(self) -> "Output":
         if self.directory is not None:
             try:
                 self.file = open(self.directory / self.plan.name, "wb")
@@ -127,19 +142,19 @@ def _pieces(output: OutputTensor, shards: dict[str, ShardedParameter]) -> Iterat
     dtype = torch_dtype(output.dtype)
     for block in output.tensor.blocks():
         if len(block) == 1 and block[0].is_run:
-            yield from _brought(shards[block[0].parameter], block[0], dtype)
+            yield from brought(shards[block[0].parameter], block[0], dtype)
             continue
         matrix = output.tensor.matrix(block[0]) if dist.get_rank() == WRITER else (0,)
         whole = torch.empty(matrix, dtype=dtype)
         for region in block:
-            rows = torch.cat(list(_brought(shards[region.parameter], region, dtype)))
+            rows = torch.cat(list(brought(shards[region.parameter], region, dtype)))
             if dist.get_rank() == WRITER:
                 place = region.on_disk(region.rows)
                 (whole.t() if region.transposed else whole)[place] = rows
         yield whole
 
 
-def _brought(shard: ShardedParameter, region: Region, dtype: torch.dtype) -> Iterator[Tensor]:
+def brought(shard: ShardedParameter, region: Region, dtype: torch.dtype) -> Iterator[Tensor]:
     for owner, rows in _runs(shard, region, dtype):
         yield _bring(shard, owner, rows, dtype)
 

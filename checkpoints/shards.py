@@ -1,5 +1,7 @@
 """A sharded model as the checkpoint code sees it: which rows of each parameter are here, and who holds the others."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,6 +34,9 @@ class ShardedParameter:
         return self.local[start : start + len(rows)]
 
 
-def sharded_parameters(model: nn.Module, topology: Topology) -> dict[str, ShardedParameter]:
-    """All that checkpoints hold, by name; what is tied appears once."""
-    return {name: ShardedParameter(part, topology) for name, part in saved_state(model).items()}
+def sharded_parameters(
+    model: nn.Module, topology: Topology, parts: Mapping[str, StateTensor] | None = None
+) -> dict[str, ShardedParameter]:
+    """All that checkpoints of the model hold, or `parts` of it, by name; what is tied appears once."""
+    parts = saved_state(model) if parts is None else parts
+    return {name: ShardedParameter(part, topology) for name, part in parts.items()}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
+    from moe.adapters import Lora, add_adapters, is_adapter
     from moe.config import check_config
     from moe.counts import ParameterCounts, active_parameters, training_flops
     from moe.errors import ExpertMeshError
@@ -44,11 +45,13 @@ __all__ = [
     "ExpertMeshError",
     "ExpertParameter",
     "KernelChoice",
+    "Lora",
     "MoEShape",
     "Needs",
     "ParameterCounts",
     "RouterStats",
     "active_parameters",
+    "add_adapters",
     "build_model",
     "check_config",
     "check_kernel",
@@ -57,6 +60,7 @@ __all__ = [
     "count_parameters",
     "decoder_layers",
     "dropless_experts",
+    "is_adapter",
     "kernel_needs",
     "load_balancing_loss",
     "model_class",

@@ -3,7 +3,7 @@
 Which matrix is gate, up or down, which lies transposed, which rows are interleaved and whether there are biases is read
 from the module that transformers marks with `use_experts_implementation`: never from a shape, nor from a family's name.
 
-Shape suffixes: E experts, e experts on this rank, R rows, D model width, F expert width.
+Shape suffixes: E experts, e experts on this rank, R rows, D model width, F expert width, r an adapter's rank.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +37,10 @@ class Place:
 
 @dataclass(frozen=True)
 class ExpertParameter:
-    """One of a layer's expert weights, (E · rows_an_expert, *row): row f of expert n is row n · rows_an_expert + f."""
+    """One of a layer's expert weights, (E · rows_an_expert, *row): row f of expert n is row n · rows_an_expert + f.
+
+    place: of an adapter's, that of the weight beside which it is.
+    """
 
     name: str
     rows_an_expert: int
@@ -50,11 +54,13 @@ class ExpertLayout:
 
     parameters: w1 (gate), v1 (up) and w2 (down, transposed), each (E·F, D): MegaBlocks' layout. Without a gate w1 is
         up, and there is no v1. Biases: w1_bias, v1_bias (E·F,) and w2_bias (E·D,).
+    adapters: of LoRA beside these (see `moe.adapters`); none as a rule.
     """
 
     shape: MoEShape
     parameters: tuple[ExpertParameter, ...]
     tensors: dict[str, tuple[int, ...]]
+    adapters: tuple[ExpertParameter, ...] = ()
 
     @property
     def is_transposed(self) -> bool:
@@ -96,12 +102,22 @@ def read_layout(experts: Any, top_k: int, where: str) -> ExpertLayout:
     return ExpertLayout(shape, tuple(parameters), tensors)
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """Of an adapter (see `moe.adapters`): its rank, what its update is multiplied by, and its dropout."""
+
+    rank: int
+    scale: float
+    dropout: float
+
+
 class ExpertMLP(nn.Module):
     """All experts of a layer, or those of this rank once their weights are distributed.
 
     Attributes:
         layout: its parameters; each is an attribute of that name.
         kernel: how it computes.
+        low_rank: of its adapters, beside each matrix; None without any.
     """
 
     def __init__(self, layout: ExpertLayout, activation: Activation, kernel: ExpertKernel = LOOP):
@@ -109,6 +125,7 @@ class ExpertMLP(nn.Module):
         self.layout = layout
         self.activation = activation
         self.kernel = kernel
+        self.low_rank: LowRank | None = None
         for parameter in layout.parameters:
             size = (layout.shape.num_experts * parameter.rows_an_expert, *parameter.row)
             self.register_parameter(parameter.name, nn.Parameter(torch.empty(size)))
@@ -122,7 +139,7 @@ class ExpertMLP(nn.Module):
         """Run even when R is 0: an expert that sits out would leave the other ranks' collectives waiting."""
         # what is fused takes the gradients of all weights, frozen or not
         is_trained = any(weight.requires_grad for weight in self.parameters()) or self.kernel.product is None
-        if self.is_swiglu and self.kernel.fused is not None and is_trained:
+        if self.is_swiglu and self.kernel.fused is not None and is_trained and self.low_rank is None:
             return self.kernel.fused(rows_RD, counts_e, *(self._local("w1"), self._local("v1"), self._local("w2")))
         gate_RF = self._product("w1", rows_RD, counts_e)
         up_RF = self._product("v1", rows_RD, counts_e) if self.layout.shape.has_gate else None
@@ -130,13 +147,20 @@ class ExpertMLP(nn.Module):
 
     def _product(self, name: str, x_RI: Tensor, counts_e: Tensor, is_transposed: bool = False) -> Tensor:
         assert self.kernel.product is not None, self.kernel.name
-        weight = self._local(name)
-        weight_eOI = weight.view(counts_e.numel(), -1, weight.shape[1])
+        weight_eOI = self._by_expert(name, counts_e)
         out_RO = self.kernel.product(x_RI, counts_e, weight_eOI.transpose(1, 2) if is_transposed else weight_eOI)
+        if self.low_rank is not None:
+            a_erI, b_eOr = (self._by_expert(f"{name}_lora_{matrix}", counts_e).to(x_RI.dtype) for matrix in "AB")
+            low_Rr = self.kernel.product(F.dropout(x_RI, self.low_rank.dropout, self.training), counts_e, a_erI)
+            out_RO = torch.add(out_RO, self.kernel.product(low_Rr, counts_e, b_eOr), alpha=self.low_rank.scale)
         if self.layout.shape.has_bias:
             bias_eO = self._local(f"{name}_bias").view(counts_e.numel(), -1)
             out_RO = AddBias.apply(out_RO, counts_e, bias_eO)
         return out_RO
+
+    def _by_expert(self, name: str, counts_e: Tensor) -> Tensor:
+        weight = self._local(name)
+        return weight.view(counts_e.numel(), -1, weight.shape[1])
 
     def _local(self, name: str) -> Tensor:
         """Experts that have been distributed are DTensors; a kernel computes on this rank's part."""

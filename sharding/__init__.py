@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sharding.debugger import debugging
     from sharding.ending import end_at_once
     from sharding.mesh import Mesh, build_mesh
-    from sharding.parallelize import fsdp_units, materialize, zeros_by_rows
+    from sharding.parallelize import fill_adapters, fsdp_units, materialize, zeros_by_rows
     from sharding.process import (
         Ranks,
         device_type,
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from sharding.replicas import check_replicas
     from sharding.state import (
         StateTensor,
+        adapters_of,
+        changing_state,
         local_tensor,
         parameters_of,
         saved_state,
@@ -47,7 +49,9 @@ __all__ = [
     "StateTensor",
     "Topology",
     "Watchdog",
+    "adapters_of",
     "build_mesh",
+    "changing_state",
     "check_ep_size",
     "check_replicas",
     "checkpoint_layers",
@@ -57,6 +61,7 @@ __all__ = [
     "device_type",
     "end_at_once",
     "end_process_group",
+    "fill_adapters",
     "fsdp_units",
     "local_tensor",
     "materialize",

@@ -9,17 +9,20 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from moe import decoder_layers, moe_layers
+from moe import decoder_layers, is_adapter, moe_layers
+from moe.adapters import first_values
 from moe.dispatch import AllToAllDispatcher
 from sharding.checkpointing import checkpoint_layers
 from sharding.choices import Checkpointing
 from sharding.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
 from sharding.mesh import Mesh
-from sharding.state import local_tensor
+from sharding.state import adapters_of, local_tensor
+from sharding.topology import Topology
 
 
 def parallelize(
@@ -77,7 +80,8 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
     """
     experts = [layer.mlp for layer in moe_layers(model)]
     expert_parameters = {p for mlp in experts for p in mlp.parameters()}
-    expert_dtypes = {p.dtype for p in expert_parameters}
+    # an adapter brings its numbers to the dtype of what it is added to by itself
+    expert_dtypes = {p.dtype for mlp in experts for name, p in mlp.named_parameters() if not is_adapter(name)}
     if mesh.dp.size() > 1 or expert_dtypes != {precision.param_dtype} or isinstance(placement, CPUOffloadPolicy):
         for mlp in experts:
             fully_shard(mlp, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
@@ -133,6 +137,15 @@ def materialize(model: Any, device: torch.device, offload: bool = False) -> None
         model.get_submodule(owner)._buffers[own_name] = buffer
     # to_empty unties shared parameters
     model.tie_weights()
+
+
+@torch.no_grad()
+def fill_adapters(model: nn.Module, topology: Topology, seed: int) -> None:
+    """Give adapters the values that they start from, which depend on the seed and their names alone."""
+    for name, part in adapters_of(model).items():
+        rows = topology.rows(part.num_rows, part.layout, dist.get_rank())
+        rows_a_matrix = part.num_rows if part.expert is None else part.expert.rows_an_expert
+        part.local.copy_(first_values(name, rows, part.shape[1], rows_a_matrix, seed))
 
 
 def zeros_by_rows(parameter: Tensor, row_shape: Sequence[int], dtype: torch.dtype) -> Tensor:

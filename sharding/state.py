@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe.adapters import is_adapter
 from moe.experts import ExpertMLP, ExpertParameter
 from sharding.topology import DENSE, EXPERT, REPLICATED, Layout, rows_of
 
@@ -25,6 +26,7 @@ class StateTensor:
         expert: what it is to the experts whose weight it is; None for what is no expert's.
         is_parameter: False for a buffer.
         persistent: whether checkpoints hold it. A buffer that is not is computed from the config.
+        is_adapter: whether it belongs to an adapter, and not to the model that a checkpoint of it holds.
     """
 
     name: str
@@ -33,6 +35,7 @@ class StateTensor:
     expert: ExpertParameter | None
     is_parameter: bool
     persistent: bool
+    is_adapter: bool = False
 
     @property
     def trainable(self) -> bool:
@@ -66,8 +69,10 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
         owner, _, own_name = name.rpartition(".")
         expert = None
         if isinstance(module := owners[owner], ExpertMLP):
-            expert = next(part for part in module.layout.parameters if part.name == own_name)
-        state[name] = StateTensor(name, parameter, DENSE if expert is None else EXPERT, expert, True, True)
+            parts = (*module.layout.parameters, *module.layout.adapters)
+            expert = next(part for part in parts if part.name == own_name)
+        layout = DENSE if expert is None else EXPERT
+        state[name] = StateTensor(name, parameter, layout, expert, True, True, is_adapter(own_name))
     for name, buffer in model.named_buffers():
         owner, _, own_name = name.rpartition(".")
         persistent = own_name not in owners[owner]._non_persistent_buffers_set
@@ -76,8 +81,20 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
 
 
 def saved_state(model: nn.Module) -> dict[str, StateTensor]:
-    """What checkpoints hold of it."""
-    return {name: part for name, part in state_of(model).items() if part.persistent}
+    """What checkpoints of the model itself hold of it."""
+    return {name: part for name, part in state_of(model).items() if part.persistent and not part.is_adapter}
+
+
+def adapters_of(model: nn.Module) -> dict[str, StateTensor]:
+    return {name: part for name, part in state_of(model).items() if part.is_adapter}
+
+
+def changing_state(model: nn.Module) -> dict[str, StateTensor]:
+    """What a run changes of it and so must keep: beside adapters the rest of the parameters is as it was loaded."""
+    state = {name: part for name, part in state_of(model).items() if part.persistent}
+    if not adapters_of(model):
+        return state
+    return {name: part for name, part in state.items() if part.is_adapter or not part.is_parameter}
 
 
 def parameters_of(model: nn.Module) -> dict[str, StateTensor]:
@@ -89,13 +106,15 @@ def trainable_of(model: nn.Module) -> dict[str, StateTensor]:
     return {name: part for name, part in parameters_of(model).items() if part.trainable}
 
 
-def set_parameter_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+def set_parameter_dtype(model: nn.Module, dtype: torch.dtype, frozen_alone: bool = False) -> None:
     """Of parameters alone, in place, before they are sharded: buffers such as a router's correction bias are never
-    rounded."""
+    rounded. `frozen_alone`: not of those that are trained."""
     converted: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
+            if parameter is None or (frozen_alone and parameter.requires_grad):
+                continue
+            if parameter.is_floating_point():
                 if parameter not in converted:
                     converted[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 module._parameters[name] = converted[parameter]

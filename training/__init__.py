@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
+    from training.adapters import adapt, lora_of
     from training.attention import check_packing, choose_attention
     from training.balance import choose_balance, correction_biases
     from training.compiling import compile_layers
@@ -29,6 +30,7 @@ __all__ = [
     "Run",
     "RunLog",
     "TrainConfig",
+    "adapt",
     "attach_loss_head",
     "beside",
     "check_packing",
@@ -46,6 +48,7 @@ __all__ = [
     "forecast",
     "freeze",
     "left_out",
+    "lora_of",
     "make_prompts",
     "measured_peak",
     "number_of_steps",

@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -22,6 +23,8 @@ from training.flags import FlagParser
 Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
+Adapter = Literal["none", "lora"]
+AdapterFormat = Literal["auto", "per-expert", "packed"]
 SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
     "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
@@ -151,6 +154,25 @@ class TrainConfig:
         "Balance without a loss: after each update, move the routers' correction biases by so much towards even load; "
         "for families that have them.",
     )
+    adapter: Adapter = _flag("none", "Train low-rank updates beside frozen weights (LoRA) in place of the weights.")
+    lora_rank: int = _flag(16, "Rank of the updates.", aliases=["--lora-r"])
+    lora_alpha: float = _flag(32.0, "Updates are multiplied by alpha / rank.")
+    lora_dropout: float = _flag(0.0, "Chance that a number of the input is left out of an update.")
+    lora_targets: list[str] = field(
+        default_factory=lambda: ["attention", "experts"],
+        metadata={
+            "help": "What has adapters: attention, experts, router, shared-experts, dense-mlp, or regular expressions "
+            "that are found in names of linear layers."
+        },
+    )
+    use_rslora: bool = _flag(False, "Multiply updates by alpha / sqrt(rank).")
+    init_adapter: str = _flag("", "Begin with the adapter in a directory, which PEFT or an earlier run wrote.")
+    adapter_format: AdapterFormat = _flag(
+        "auto",
+        "How experts' adapters are exported: a pair of tensors an expert, or PEFT's packed form. auto: as the model's "
+        "own checkpoint has its experts.",
+    )
+    merge: bool = _flag(False, "At the end, also export the model with the adapter's updates added to its weights.")
     freeze: list[str] = _list(
         "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or regular expressions "
         "that are found in parameters' names."
@@ -206,6 +228,9 @@ class TrainConfig:
     max_shard_size: str = _flag("5GB", "Size of an exported safetensors file.")
 
     def __post_init__(self) -> None:
+        # as PEFT's users write them: attention,experts; a comma within braces is a pattern's own
+        parts = [part for entry in self.lora_targets for part in re.split(r",(?![^{]*\})", entry)]
+        self.lora_targets = [part for part in parts if part]
         for name, low in _AT_LEAST.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:  # not true of NaN
@@ -262,6 +287,20 @@ class TrainConfig:
             raise ExpertMeshError("--early-stopping-threshold: nothing stops early without --early-stopping-patience")
         if self.global_batch_size is not None and self.gradient_accumulation_steps > 1:
             raise ExpertMeshError("--global-batch-size and --gradient-accumulation-steps: give one of them")
+        if self.adapter != "none" and self.freeze:
+            raise ExpertMeshError("--adapter lora freezes everything but the adapters; leave out --freeze")
+        if self.adapter != "none" and self.optim == "muon":
+            raise ExpertMeshError(
+                "--optim muon: orthogonalises weights, and a low-rank update is no weight; with --adapter lora take "
+                "another"
+            )
+        if self.adapter != "none" and not self.lora_targets:
+            raise ExpertMeshError("--lora-targets: what is to have adapters?")
+        for name in ("init_adapter", "merge"):
+            if getattr(self, name) and self.adapter == "none":
+                raise ExpertMeshError(f"{_as_flag(name)}: there is no adapter; give --adapter lora")
+        if not 0 <= self.lora_dropout < 1:
+            raise ExpertMeshError(f"--lora-dropout {self.lora_dropout}: must be in [0, 1)")
         if self.elastic and not self.resume:
             raise ExpertMeshError("--elastic: what is it to go on from? Give --resume auto")
         if self.detect_anomaly and self.compile:
@@ -312,6 +351,8 @@ _AT_LEAST = {
     "router_aux_loss_coef": 0,
     "router_z_loss_coef": 0,
     "router_bias_update_rate": 0,
+    "lora_rank": 1,
+    "lora_alpha": 0,
     "check_replicas": 0,
     "router_warn_steps": 0,
     "router_warn_load": 1,

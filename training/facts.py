@@ -52,7 +52,13 @@ def left_out(checkpoint: Checkpoint) -> str:
 
 
 def _no_forecast(config: TrainConfig, source: ModelSource) -> str:
-    return f"memory a rank: there is no forecast {'with --freeze' if config.freeze else f'for {source.model_type}'}"
+    return f"memory a rank: there is no forecast {_why_none(config, source)}"
+
+
+def _why_none(config: TrainConfig, source: ModelSource) -> str:
+    if config.adapter != "none":
+        return "with --adapter"
+    return "with --freeze" if config.freeze else f"for {source.model_type}"
 
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from checkpoints import Progress, Saver, load_best_model, load_training_state
+from checkpoints import Progress, Saver, load_best_model, load_training_state, recorded_settings
 from moe import ExpertMeshError, ParameterCounts, moe_layers
 from sharding import Mesh, Ranks, Watchdog, check_replicas
 from training.alarms import Alarms
@@ -170,9 +170,9 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
 def _resume(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, path: Path) -> tuple[int, int, Best]:
     """Put model, optimizer and schedule where a checkpoint has them: steps and tokens so far, the best evaluation."""
     run.watchdog.at("reading the checkpoint", limited=False)
+    _check_trained(recorded_settings(path), run.config, path)
     progress = load_training_state(path, run.model, optimizer)
     _check_order(progress, run, path)
-    _check_trained(progress, run.config, path)
     resume_scheduler(optimizer, scheduler, run.config, progress)
     best = Best(**progress.best)
     if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
@@ -302,14 +302,25 @@ def _check_order(progress: Progress, run: Run, path: Path) -> None:
             )
 
 
-def _check_trained(progress: Progress, config: TrainConfig, path: Path) -> None:
-    """One optimizer's state means nothing to another, nor to parameters that were frozen."""
-    there = progress.settings.get("optim", "adamw_torch_fused")
+_ADAPTER_SETTINGS = ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_targets")
+
+
+def _check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> None:
+    """One optimizer's state means nothing to another, to another adapter, or to what was frozen."""
+    if settings.get("adapter", "none") != "none" or config.adapter != "none":
+        for name in _ADAPTER_SETTINGS:
+            if settings.get(name, "none") != getattr(config, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ExpertMeshError(
+                    f"--resume {path}: that run had {flag} {settings.get(name, 'none')}, this one has "
+                    f"{getattr(config, name)}; take the same"
+                )
+    there = settings.get("optim", "adamw_torch_fused")
     if there != config.optim:
         raise ExpertMeshError(
             f"--resume {path}: that run had --optim {there}, this one has {config.optim}; take the same"
         )
-    frozen = progress.settings.get("freeze", [])
+    frozen = settings.get("freeze", [])
     if sorted(frozen) != sorted(config.freeze):
         there, here = (
             f"--freeze {' '.join(entries)}" if entries else "nothing frozen" for entries in (frozen, config.freeze)

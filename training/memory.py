@@ -100,7 +100,7 @@ def forecast(
     Args:
         model: on the meta device, not sharded yet.
     """
-    if source.model_type not in FORECAST or config.freeze:
+    if source.model_type not in FORECAST or config.freeze or config.adapter != "none":
         return None
     rows = inputs.training
     longest = 1 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())

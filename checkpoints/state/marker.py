@@ -41,6 +41,16 @@ def recorded_order(paths: Sequence[Path]) -> dict[str, int] | None:
     return None
 
 
+def recorded_settings(path: Path) -> dict[str, Any]:
+    """The configuration of the run that a training checkpoint is of.
+
+    Raises:
+        ExpertMeshError: as `read_marker`.
+    """
+    settings: dict[str, Any] = read_marker(path)["settings"]
+    return settings
+
+
 _FIELDS = {
     "world_size": int,
     "step": int,

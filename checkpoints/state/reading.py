@@ -51,6 +51,11 @@ def open_training(path: Path, any_owner: bool) -> Checkpoint:
     """
     marker = read_marker(path)
     check_owner(path, any_owner)
+    if marker.get("base") is not None:
+        raise ExpertMeshError(
+            f"{path}: holds adapters alone, and not the model beside which they were trained; resume from it, with "
+            "--max-steps at its step, to export them"
+        )
     for file, described in marker["files"].items():
         check_file(path, file, described)
     source = open_source(path / "model")

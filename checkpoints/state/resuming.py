@@ -12,7 +12,7 @@ from checkpoints.state.marker import check_file, check_owner, read_marker, whole
 from checkpoints.state.saving import BEST, Progress, checkpoint_name, sweep, training_state
 from checkpoints.state.table import StateReader, load_state
 from moe import ExpertMeshError
-from sharding import raise_together, saved_state, zeros_by_rows
+from sharding import changing_state, raise_together, zeros_by_rows
 
 
 def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path | None, list[str]]:
@@ -112,7 +112,7 @@ def load_best_model(directory: Path, model: nn.Module, step: int, any_owner: boo
     problem = _check_together(link, any_owner)
     if problem is not None:
         raise ExpertMeshError(f"--load-best-model-at-end: {link}: {problem}")
-    state = {f"model.{name}": part.tensor.detach() for name, part in saved_state(model).items()}
+    state = {f"model.{name}": part.tensor.detach() for name, part in changing_state(model).items()}
     load_state(state, link / "state")
     return link.resolve()
 
@@ -121,7 +121,7 @@ def _state_to_fill(
     path: Path, saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
     """The model's own tensors, and an optimizer state made anew with the names and shapes that the checkpoint has."""
-    parts = saved_state(model)
+    parts = changing_state(model)
     expected = {f"model.{name}" for name in parts}
     found = {name for name in saved if name.startswith("model.")}
     if expected != found:

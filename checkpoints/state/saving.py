@@ -21,7 +21,7 @@ from checkpoints.source import Checkpoint
 from checkpoints.state.marker import FORMAT, MARKER, VERSION, step_of, whole_checkpoints
 from checkpoints.state.table import brief
 from moe.whole import PARTIAL, place_link, whole
-from sharding import NO_LIMIT_SECONDS, SAVERS, raise_together, saved_state
+from sharding import NO_LIMIT_SECONDS, SAVERS, changing_state, raise_together
 
 LATEST = "latest"
 BEST = "best"
@@ -53,13 +53,22 @@ class Saver:
         origin: what the model was loaded from; its side files and its table of exported tensors go along.
         tokenizer: saved in place of the origin's own, if not None.
         limit: how many whole ones to keep; None keeps all.
+        base: what to say of the model beside which adapters alone are saved; None where all of it is.
     """
 
-    def __init__(self, directory: Path, origin: Checkpoint, tokenizer: Any, limit: int | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        origin: Checkpoint,
+        tokenizer: Any,
+        limit: int | None,
+        base: dict[str, str] | None = None,
+    ) -> None:
         self.directory = directory
         self.origin = origin
         self.tokenizer = tokenizer
         self.limit = limit
+        self.base = base
         # of its own, so that the background thread's collectives do not mix with training's
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=NO_LIMIT_SECONDS), group_desc=SAVERS)
         self.thread: threading.Thread | None = None
@@ -155,6 +164,7 @@ class Saver:
             "world_size": dist.get_world_size(),
             **vars(progress),
             "exported": export_table(self.origin.exported),
+            "base": self.base,
             "files": dict(sorted(files.items())),
         }
         with whole(partial / MARKER, durable=True) as marker:
@@ -225,7 +235,7 @@ def checkpoint_name(step: int) -> str:
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters, buffers and optimizer state under flat names, sharing memory with what they name."""
     state: dict[str, Tensor] = {}
-    for name, part in saved_state(model).items():
+    for name, part in changing_state(model).items():
         state[f"model.{name}"] = part.tensor.detach()
         for key, value in optimizer.state.get(part.tensor, {}).items():
             state[f"optimizer.{name}.{key}"] = value

@@ -13,10 +13,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from checkpoints import open_source, shard_and_load
 from moe import KERNELS, build_model, use_kernel
-from sharding import Checkpointing, Topology, build_mesh, parameters_of, set_parameter_dtype
+from sharding import Checkpointing, Topology, build_mesh, fill_adapters, parameters_of, set_parameter_dtype
 from tests.families.configs import tiny_model
 from tests.tiny import our_rows, tiny_mixtral
 from training import TrainConfig, attach_loss_head, compile_layers
+from training.adapters import adapt
 from training.balance import LossWeights
 from training.data import Batch, DataOrder, Sample, collate
 from training.freezing import freeze
@@ -239,6 +240,8 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
     use_kernel(model, KERNELS[case.kernel])
     if config.freeze:
         freeze(model, config.freeze)
+    if config.adapter != "none":
+        adapt(model, config)
     if config.compile:
         compile_layers(model)
     attach_loss_head(model, case.cross_entropy)
@@ -255,6 +258,7 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
         offload=config.offload,
         reshard_after_forward=config.reshard_after_forward,
     )
+    fill_adapters(model, topology, config.seed)
     return model, mesh, checkpoint
 
 

@@ -1,0 +1,414 @@
+"""Adapters as PEFT's directories hold them: written from a sharded model, and read for going on or for merging.
+
+    adapter_config.json, adapter_model.safetensors (see `checkpoints.peft_format`)
+
+Shape suffixes: E experts, r rank.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from checkpoints.dtypes import DTYPE_NAMES
+from checkpoints.export import WRITER, Output, brought, replacing
+from checkpoints.files import write_errors
+from checkpoints.mapping import DiskTensor, Region
+from checkpoints.names import Names
+from checkpoints.output import OutputFile, OutputTensor
+from checkpoints.peft_format import (
+    PREFIX,
+    LoraPair,
+    adapter_config,
+    lora_names,
+    pack_experts,
+    packed_paths,
+    rank_and_scaling,
+    reads_by_expert,
+    unpack_experts,
+)
+from checkpoints.shards import ShardedParameter, sharded_parameters
+from checkpoints.source import Checkpoint, read_header, read_json
+from checkpoints.tensors import DTYPE_CODES
+from moe import DroplessExperts, ExpertMeshError, Lora
+from moe.adapters import A, B
+from moe.whole import whole
+from sharding import Topology, adapters_of, raise_together
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+Form = Literal["auto", "per-expert", "packed"]
+
+
+def export_adapter(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    topology: Topology,
+    out: Path,
+    lora: Lora,
+    base_model: str,
+    form: Form = "auto",
+    tokenizer: Any = None,
+) -> None:
+    """Write the adapters of a sharded model as a directory that PEFT loads. All ranks call it together.
+
+    Args:
+        checkpoint: of the model beside them.
+        out: is replaced if it exists, once the new one is whole.
+        base_model: what PEFT is to load it onto: a name on the hub or a path.
+        form: of experts' adapters; "auto": per expert where `checkpoint` has a tensor for each expert's matrix, and
+            PEFT reads such adapters.
+        tokenizer: saved beside them, where the base's own will not do.
+
+    Raises:
+        ExpertMeshError: on all ranks, when rank 0 cannot write, or the model has no such form.
+    """
+    with raise_together():
+        plan = _Plan(model, checkpoint, form)
+    config = adapter_config(
+        base_model=base_model,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        use_rslora=lora.use_rslora,
+        modules=[path for path in plan.modules if isinstance(model.get_submodule(path), nn.Linear)],
+        weights=[path for path in plan.modules if not isinstance(model.get_submodule(path), nn.Linear)],
+        experts={path: layer.mlp.layout for path, layer in plan.experts.items()},
+        others=_not_adapted(model, plan),
+    )
+    shards = sharded_parameters(model, topology, adapters_of(model))
+    with replacing(out) as partial, raise_together(), write_errors(out):
+        _write_tensors(list(plan.parts(config)), shards, partial)
+        if partial is not None:
+            with whole(partial / CONFIG) as file:
+                file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+
+
+def _not_adapted(model: nn.Module, plan: "_Plan") -> set[str]:
+    adapted = {*plan.modules, *plan.experts}
+    return {path for path, _ in model.named_modules() if path not in adapted} | {
+        name for name, _ in model.named_parameters() if not name.endswith((A, B))
+    }
+
+
+Shards = dict[str, ShardedParameter]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some tensors of the file, and how rank 0 comes by their content, in order; the other ranks send what they own."""
+
+    outputs: list[OutputTensor]
+    pieces: Callable[[Shards], Iterator[Tensor]]
+
+
+class _Plan:
+    """What is written.
+
+    Attributes:
+        modules: paths of linear layers and routers with adapters. experts: experts modules that have them, by path.
+    """
+
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, form: Form):
+        self.state = adapters_of(model)
+        self.modules = [name.removesuffix(f".{A}") for name in self.state if name.endswith(f".{A}")]
+        layers = {path: module for path, module in model.named_modules() if isinstance(module, DroplessExperts)}
+        self.experts = {path: layer for path, layer in layers.items() if layer.mlp.layout.adapters}
+        self.by_expert = _tensors_of_experts(checkpoint)
+        matrices = [f"{path}.mlp.{name}" for path, layer in self.experts.items() for name in _matrices(layer)]
+        missing = next((name for name in matrices if name not in self.by_expert), None)
+        if form == "per-expert" and missing is not None:
+            raise ExpertMeshError(
+                f"--adapter-format per-expert: {checkpoint.source.path} has one tensor for all experts' {missing}, and "
+                "no names for each; use packed"
+            )
+        layouts = [layer.mlp.layout for layer in self.experts.values()]
+        is_read = missing is None and all(reads_by_expert(model, layout) for layout in layouts[:1])
+        self.is_packed = form == "packed" or (form == "auto" and not is_read)
+
+    def parts(self, config: Mapping[str, Any]) -> Iterator[_Part]:
+        for path in self.modules:
+            for name, own in zip(lora_names(path), (f"{path}.{A}", f"{path}.{B}"), strict=True):
+                yield self._rows(name, own, range(self.state[own].num_rows))
+        for path, layer in self.experts.items():
+            if self.is_packed:
+                yield self._packed(path, layer, config)
+            else:
+                yield from self._per_expert(path, layer)
+
+    def _rows(self, name: str, own: str, rows: range) -> _Part:
+        """Rows of one of our parameters as a tensor."""
+        part = self.state[own]
+        region = Region(own, rows)
+        dtype = part.tensor.dtype
+        output = OutputTensor(DiskTensor(name, (len(rows), part.shape[1]), (region,)), DTYPE_CODES[dtype])
+        return _Part([output], lambda shards: brought(shards[own], region, dtype))
+
+    def _per_expert(self, path: str, layer: DroplessExperts) -> Iterator[_Part]:
+        for matrix in _matrices(layer):
+            for number, tensor in enumerate(self.by_expert[f"{path}.mlp.{matrix}"]):
+                for name, which in zip(lora_names(tensor.removesuffix(".weight")), (A, B), strict=True):
+                    own = f"{path}.mlp.{matrix}_{which}"
+                    count = self.state[own].num_rows // layer.shape.num_experts
+                    yield self._rows(name, own, range(number * count, (number + 1) * count))
+
+    def _packed(self, path: str, layer: DroplessExperts, config: Mapping[str, Any]) -> _Part:
+        layout, num_experts = layer.mlp.layout, layer.shape.num_experts
+        own = {name: tuple(f"{path}.mlp.{name}_{which}" for which in (A, B)) for name in _matrices(layer)}
+        where = packed_paths(path, layout, config["target_parameters"])
+
+        def pack(values: Mapping[str, Tensor]) -> list[Tensor]:
+            pairs = {
+                name: LoraPair(*(values[part].unflatten(0, (num_experts, -1)) for part in pair))
+                for name, pair in own.items()
+            }
+            packed = pack_experts(pairs, layout)
+            return [value.contiguous() for tensor in where for value in packed[tensor]]
+
+        def pieces(shards: Shards) -> Iterator[Tensor]:
+            values = {}
+            for part in (part for pair in own.values() for part in pair):
+                state = self.state[part]
+                rows = list(brought(shards[part], Region(part, range(state.num_rows)), state.tensor.dtype))
+                values[part] = torch.cat(rows)
+            yield from pack(values) if dist.get_rank() == WRITER else ()
+
+        shapes = pack(
+            {part: torch.empty(self.state[part].shape, device="meta") for pair in own.values() for part in pair}
+        )
+        names = [name for tensor in where for name in lora_names(where[tensor])]
+        dtype = DTYPE_CODES[self.state[own["w1"][0]].tensor.dtype]
+        outputs = [
+            OutputTensor(DiskTensor(name, tuple(shape.shape), ()), dtype)
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+        return _Part(outputs, pieces)
+
+
+def _matrices(layer: DroplessExperts) -> list[str]:
+    return [part.name for part in layer.mlp.layout.parameters if part.row]
+
+
+def _tensors_of_experts(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """By parameter, the tensors that each hold all that one expert has of it, in the order of experts."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for output in checkpoint.exported:
+        if len(output.tensor.regions) == 1 and not output.tensor.regions[0].index:
+            (region,) = output.tensor.regions
+            found.setdefault(region.parameter, []).append((region.rows.start, output.tensor.name))
+    return {name: [tensor for _, tensor in sorted(tensors)] for name, tensors in found.items() if len(tensors) > 1}
+
+
+def _write_tensors(parts: Sequence[_Part], shards: Shards, directory: Path | None) -> None:
+    """On rank 0 into a file.
+
+    Raises:
+        OSError: there, it cannot be written; everything was sent all the same.
+    """
+    outputs = [output for part in parts for output in part.outputs]
+    with Output(OutputFile(WEIGHTS, outputs), directory) as file:
+        for part in parts:
+            for piece in part.pieces(shards):
+                file.write(piece)
+    if file.failure is not None:
+        raise file.failure
+
+
+def describe_adapter(path: Path, list_tensors: bool) -> Iterator[str]:
+    """Lines: form, base, rank, targets, tensors, file."""
+    config, infos = read_json(path / CONFIG), read_header(path / WEIGHTS)
+    numbers = sum(prod(info.shape) for info in infos.values())
+    experts = sum(prod(info.shape) for name, info in infos.items() if ".experts." in name)
+    dtypes = sorted({DTYPE_NAMES.get(info.dtype, info.dtype) for info in infos.values()})
+    targets = [*(config.get("target_modules") or []), *(config.get("target_parameters") or [])]
+    yield f"path        {path}"
+    yield f"form        PEFT adapter, {config.get('peft_type')}, of peft {config.get('peft_version')}"
+    yield f"base        {config.get('base_model_name_or_path')}"
+    yield f"rank        {config.get('r')}, alpha {config.get('lora_alpha')}" + ", rsLoRA" * bool(
+        config.get("use_rslora")
+    )
+    yield f"targets     {', '.join(map(str, targets))}"
+    yield f"numbers     {numbers:,}, of them {experts:,} in tensors of experts"
+    yield f"tensors     {len(infos):,}: {', '.join(dtypes)}"
+    yield f"files       1, {(path / WEIGHTS).stat().st_size / 1e9:,.2f} GB"
+    if list_tensors:
+        for name, info in infos.items():
+            yield f"  {name}  {list(info.shape)}"
+
+
+class Adapter:
+    """An adapter in a directory, that PEFT or `export_adapter` wrote, for a model of these names.
+
+    Args:
+        names: of the model that it is for.
+
+    Raises:
+        ExpertMeshError: a file is missing or damaged; it is no LoRA, or of another model; a tensor is missing, has no
+            place or another shape than its twin asks for.
+    """
+
+    def __init__(self, path: Path, names: Names):
+        self.path, self.names = path, names
+        self.config = read_json(path / CONFIG)
+        self._check_config()
+        self.infos = read_header(path / WEIGHTS)
+        self.layers = {p: m for p, m in names.model.named_modules() if isinstance(m, DroplessExperts)}
+        # (A's name, B's name) by the base's parameter and, of experts, the number of each
+        self.found: dict[str, dict[int, tuple[str, str]]] = {}
+        self.packed: dict[str, dict[str, tuple[str, str]]] = {}
+        self._find()
+
+    @property
+    def parameters(self) -> set[str]:
+        """Those of the model that it changes."""
+        of_layers = {f"{path}.mlp.{name}" for path in self.packed for name in self._layer_pairs(path)}
+        return set(self.found) | of_layers
+
+    def pair(self, parameter: str) -> LoraPair | None:
+        """A and B beside a parameter, an expert's along dim 0 where it is experts'; None if it has none."""
+        if parameter in self.found:
+            pairs = [self._read(names) for _, names in sorted(self.found[parameter].items())]
+            if parameter not in self.names.experts:
+                return pairs[0]
+            return LoraPair(*(torch.stack(values) for values in zip(*pairs, strict=True)))
+        path, _, own = parameter.rpartition(".mlp.")
+        return self._layer_pairs(path).get(own) if path in self.packed else None
+
+    def scale(self, parameter: str) -> float:
+        """What B · A is multiplied by."""
+        path, _, own = parameter.rpartition(".mlp.")
+        if path in self.layers and parameter in self.names.experts:
+            part = next(part for part in self.layers[path].mlp.layout.parameters if part.name == own)
+            name = f"{path}.{part.place.tensor}"
+        else:
+            name = parameter.removesuffix(".weight")
+        return rank_and_scaling(self.config, name)[1]
+
+    def _check_config(self) -> None:
+        file = self.path / CONFIG
+        if self.config.get("peft_type") != "LORA":
+            raise ExpertMeshError(f"{file}: peft_type is {self.config.get('peft_type')!r:.80}; only LORA is read")
+        for name in ("r", "lora_alpha"):
+            value = self.config.get(name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+                raise ExpertMeshError(f"{file}: {name} is {value!r:.80}; it must be a number above 0")
+        for name in ("modules_to_save", "use_dora", "alora_invocation_tokens", "lora_bias"):
+            if self.config.get(name):
+                raise ExpertMeshError(f"{file}: {name} is {self.config[name]!r:.80}; that is not supported")
+
+    def _find(self) -> None:
+        pairs = self._pairs()
+        for path, layer in self.layers.items():
+            targets = self.config.get("target_parameters") or []
+            places = packed_paths(path, layer.mlp.layout, targets)
+            there = {tensor: pairs.pop(where) for tensor, where in places.items() if where in pairs}
+            if there:
+                self.packed[path] = there
+        shapes = {}
+        for base, (a, b) in pairs.items():
+            # of the matrix that they are beside, which is what transformers' mapping of names knows
+            shapes[f"{base}.weight"] = (self.infos[b].shape[0], self.infos[a].shape[1])
+        matched = self.names.match(shapes)
+        known = {tensor.name: tensor for tensor in matched.tensors}
+        for name in shapes:
+            if name not in known or len(known[name].regions) != 1:
+                file = self.path / WEIGHTS
+                raise ExpertMeshError(f"{file}: {PREFIX}{name.removesuffix('.weight')} has no place in this model")
+            (region,) = known[name].regions
+            count = self.names.experts.get(region.parameter)
+            number = 0 if count is None else region.rows.start // count
+            self.found.setdefault(region.parameter, {})[number] = pairs[name.removesuffix(".weight")]
+        for parameter, numbers in self.found.items():
+            if parameter in self.names.experts and len(numbers) != self.names.shape.num_experts:
+                missing = min(set(range(self.names.shape.num_experts)) - set(numbers))
+                raise ExpertMeshError(f"{self.path / WEIGHTS}: expert {missing} of {parameter} has no adapter")
+
+    def _pairs(self) -> dict[str, tuple[str, str]]:
+        """Names of A and B by what they are beside."""
+        pairs = {}
+        for name, info in self.infos.items():
+            base = name.removeprefix(PREFIX).removesuffix(f".{A}.weight")
+            if name.endswith(f".{A}.weight"):
+                a, b = name, lora_names(base)[1]
+                if b not in self.infos:
+                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {b} is missing")
+                if len(info.shape) != 2 or len(self.infos[b].shape) != 2 or not info.shape[0]:
+                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {a} or {b} is no matrix")
+                pairs[base] = (a, b)
+        others = set(self.infos) - {name for pair in pairs.values() for name in pair}
+        if others:
+            raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {min(others)} has no place in this model")
+        return pairs
+
+    def _layer_pairs(self, path: str) -> dict[str, LoraPair]:
+        """Of a layer whose pairs are packed, the last of which is kept."""
+        if self._latest[0] != path:
+            packed = {tensor: self._read(names) for tensor, names in self.packed[path].items()}
+            try:
+                pairs = unpack_experts(packed, self.layers[path].mlp.layout, self.config.get("peft_version"))
+            except ValueError as error:
+                raise ExpertMeshError(f"{self.path}: {path}: {error}") from error
+            self._latest = (path, pairs)
+        return self._latest[1]
+
+    _latest: tuple[str, dict[str, LoraPair]] = ("", {})
+
+    def _read(self, names: tuple[str, str]) -> LoraPair:
+        values = []
+        with safe_open(self.path / WEIGHTS, framework="pt") as file:
+            for name in names:
+                value = file.get_tensor(name).float()
+                if not value.isfinite().all():
+                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {name} holds values that are not finite")
+                values.append(value)
+        return LoraPair(*values)
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, path: Path, names: Names, topology: Topology, lora: Lora) -> None:
+    """Fill a sharded model's adapters from a directory. All ranks call it together.
+
+    Raises:
+        ExpertMeshError: on all ranks, when it is not of the same rank, scale and modules as the model's adapters.
+    """
+    with raise_together():
+        adapter = Adapter(path, names)
+        shards = sharded_parameters(model, topology, adapters_of(model))
+        wanted = {_beside(name) for name in shards}
+        if wanted != adapter.parameters:
+            name = min(wanted ^ adapter.parameters)
+            raise ExpertMeshError(
+                f"--init-adapter {path}: {name} {'has no adapter there' if name in wanted else 'has one there'}; "
+                "--lora-targets must name the same"
+            )
+        for base in sorted(wanted):
+            pair = adapter.pair(base)
+            assert pair is not None
+            rank, scale = pair.a.shape[-2], adapter.scale(base)
+            if rank != lora.rank or not math.isclose(scale, lora.low_rank.scale, rel_tol=1e-6):
+                raise ExpertMeshError(
+                    f"--init-adapter {path}: {base} has rank {rank} there, and its update is multiplied by {scale:g}; "
+                    f"--lora-rank {lora.rank} and --lora-alpha {lora.alpha:g} make it {lora.low_rank.scale:g}"
+                )
+            for which, values in zip((A, B), pair, strict=True):
+                name = _adapter_of(base, which, names)
+                shards[name].local.copy_(values.flatten(0, -2)[shards[name].rows.start : shards[name].rows.stop])
+
+
+def _beside(adapter: str) -> str:
+    """The parameter that an adapter's is beside."""
+    if adapter.endswith((f".{A}", f".{B}")):
+        return f"{adapter.rpartition('.')[0]}.weight"
+    return adapter.removesuffix(f"_{A}").removesuffix(f"_{B}")
+
+
+def _adapter_of(parameter: str, which: str, names: Names) -> str:
+    return f"{parameter}_{which}" if parameter in names.experts else f"{parameter.removesuffix('weight')}{which}"

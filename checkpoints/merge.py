@@ -1,0 +1,86 @@
+"""The command `merge`: a model with an adapter's updates added to its weights, in Hugging Face form."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoints.adapter import CONFIG, WEIGHTS, Adapter
+from checkpoints.convert import HowToWrite, write_hf
+from checkpoints.manifest import check_all_bytes
+from checkpoints.opening import open_readable
+from checkpoints.peft_format import LoraPair
+from checkpoints.reader import ParameterReader, Piece
+from checkpoints.tensors import as_array, as_tensor
+
+_ROWS_AT_ONCE = 256
+
+
+def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
+    """Write `base`, of any form and encoding, with W + s · B · A in the place of every adapted W. Sums are rounded once
+    to fp32, from fp64, and then to the dtype of the base.
+
+    Returns:
+        How many parameters were changed.
+
+    Raises:
+        ExpertMeshError: one of the two is damaged, they do not belong together, or `out` is not to be had.
+    """
+    readable = open_readable(base)
+    check_all_bytes(base)
+    changed = Adapter(adapter, readable.names)
+
+    def make_reader() -> ParameterReader:
+        return MergedReader(readable.make_reader(), Adapter(adapter, readable.names))
+
+    # what is written depends on these files too
+    files = [*readable.checkpoint.files, adapter / CONFIG, adapter / WEIGHTS]
+    checkpoint = replace(readable.checkpoint, files=files)
+    write_hf(base, replace(readable, checkpoint=checkpoint, make_reader=make_reader), out, how)
+    return len(changed.parameters)
+
+
+class MergedReader:
+    """A `ParameterReader` of another's parameters with an adapter's updates added. Not for several threads."""
+
+    def __init__(self, base: ParameterReader, adapter: Adapter):
+        self.base, self.adapter = base, adapter
+
+    def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
+        for piece in self.base.pieces(parameter, rows):
+            pair = self.adapter.pair(parameter)
+            yield piece if pair is None else self._with(piece, parameter, pair)
+
+    def close(self) -> None:
+        self.base.close()
+
+    def _with(self, piece: Piece, parameter: str, pair: LoraPair) -> Piece:
+        scale, width = self.adapter.scale(parameter), self.adapter.names.experts.get(parameter)
+        merged = torch.empty(piece.data.shape, dtype=torch.float32)
+        base = as_tensor(piece.data, piece.dtype)
+        start = piece.rows.start
+        while start < piece.rows.stop:
+            # within one expert
+            end = piece.rows.stop if width is None else (start // width + 1) * width
+            rows = range(start, min(end, piece.rows.stop, start + _ROWS_AT_ONCE))
+            here = slice(rows.start - piece.rows.start, rows.stop - piece.rows.start)
+            update = _update(pair, rows, width, is_transposed=parameter.endswith(".w2"))
+            merged[here] = (base[here].double() + scale * update).float()
+            start = rows.stop
+        return replace(piece, data=as_array(merged), dtype="F32")
+
+
+def _update(pair: LoraPair, rows: range, width: int | None, is_transposed: bool) -> Tensor:
+    """Rows of B · A in fp64, or of its transpose.
+
+    Args:
+        width: rows an expert has of the parameter, if it is experts'.
+    """
+    if width is None:
+        return pair.b[rows.start : rows.stop].double() @ pair.a.double()
+    expert, first = divmod(rows.start, width)
+    within = slice(first, first + len(rows))
+    a, b = pair.a[expert].double(), pair.b[expert].double()
+    return a[:, within].t() @ b.t() if is_transposed else b[within] @ a

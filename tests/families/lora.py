@@ -1,0 +1,95 @@
+"""The yardstick of adapters: a family's own class in one process, in which every adapted matrix is W + s · B · A, put
+together anew in each forward, expert by expert."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from moe import build_model
+from moe.adapters import first_values
+from sharding import adapters_of
+from tests.distributed.reference import (
+    MAX_GRAD_NORM,
+    Case,
+    attention_mask,
+    hf_model,
+    loss_of,
+    train_config,
+    unshifted_labels,
+)
+from training.adapters import adapt
+from training.data import collate
+
+
+@dataclass(frozen=True)
+class LoraFigures:
+    """losses, grad_norms: a step. grads: of the first step; weights: after the last, of adapters alone."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def started(case: Case) -> tuple[dict[str, nn.Parameter], dict[str, Any], float]:
+    """Adapters as a run begins with them, by our names; what each is; and their scale."""
+    config = train_config(adapter="lora", **case.settings)
+    model = build_model(hf_model(case, seed=1).config, "eager")
+    scale = adapt(model, config).lora.low_rank.scale
+    parts = adapters_of(model)
+    values = {}
+    for name, part in parts.items():
+        rows_a_matrix = part.num_rows if part.expert is None else part.expert.rows_an_expert
+        values[name] = nn.Parameter(first_values(name, range(part.num_rows), part.shape[1], rows_a_matrix, config.seed))
+    return values, parts, scale
+
+
+def weights_with(model: Any, values: dict[str, Any], parts: dict[str, Any], scale: float) -> dict[str, Tensor]:
+    """transformers' own parameters with the adapters' updates added."""
+    theirs: dict[str, Tensor] = dict(model.named_parameters())
+    changed: dict[str, Tensor] = {}
+    for name_a in (name for name in values if name.endswith("lora_A")):
+        a, b, part = values[name_a], values[name_a.removesuffix("A") + "B"], parts[name_a]
+        if part.expert is None:
+            name = name_a.removesuffix("lora_A") + "weight"
+            changed[name] = theirs[name] + scale * b @ a
+            continue
+        name = f"{name_a.rpartition('.mlp.')[0]}.{part.expert.place.tensor}"
+        num_experts = theirs[name].shape[0]
+        deltas = [
+            scale * own_b @ own_a for own_a, own_b in zip(a.chunk(num_experts), b.chunk(num_experts), strict=True)
+        ]
+        rows_EFD = torch.stack([delta.t() if ".w2_" in name_a else delta for delta in deltas])
+        place = part.expert.place
+        index = torch.arange(rows_EFD.shape[1]) * place.step + place.first
+        whole = changed[name] if name in changed else theirs[name]
+        update = torch.zeros_like(whole).movedim(place.dim, 1).index_copy(1, index, rows_EFD).movedim(1, place.dim)
+        changed[name] = whole + update
+    return changed
+
+
+def reference(case: Case) -> LoraFigures:
+    """Steps of AdamW, clipped, on the adapters alone."""
+    model: Any = hf_model(case, seed=1)
+    model.requires_grad_(False).train()
+    values, parts, scale = started(case)
+    config = train_config(adapter="lora", **case.settings)
+    optimizer = torch.optim.AdamW(values.values(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    batch = collate([[sample] for sample in case.samples])
+    labels = unshifted_labels(case.samples, batch)
+    losses, grad_norms, grads = [], [], {}
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        arguments = dict(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch), use_cache=False)
+        logits = functional_call(model, weights_with(model, values, parts, scale), kwargs=arguments).logits
+        loss = loss_of(model, logits, labels)
+        loss.backward()
+        if step == 0:
+            grads = {name: p.grad.clone() for name, p in values.items() if p.grad is not None}
+        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(list(values.values()), MAX_GRAD_NORM)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return LoraFigures(losses, grad_norms, grads, {name: p.detach() for name, p in values.items()})

@@ -1,0 +1,241 @@
+"""Adapters as files: what a run writes is what PEFT computes with, and what PEFT writes is what a run goes on from."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from checkpoints import Names, load_adapter
+from checkpoints.__main__ import main as checkpoints_main
+from moe import ExpertMeshError
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, hf_model, sharded_model
+from tests.distributed.test_checkpoints import read
+from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
+from tests.tiny import relative_error, save_tokenizer
+from training import lora_of
+from training.config import TrainConfig
+
+peft = pytest.importorskip("peft")
+
+RANK, ALPHA = 4, 6.0
+TOKENS_BS = torch.arange(3, 27).view(2, 12)
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "F < D, 6 experts": {"changes": {"intermediate_size": 16, "num_local_experts": 6}},
+    "qwen3_moe": {"family": "qwen3_moe"},
+    "gpt_oss": {"family": "gpt_oss"},
+}
+PER_EXPERT = [name for name in MODELS if name != "gpt_oss"]
+
+
+def case_of(name: str, **settings: Any) -> Case:
+    lora = {"adapter": "lora", "lora_rank": RANK, "lora_alpha": ALPHA, **settings}
+    return Case([], settings=lora, **MODELS[name])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {name: tmp_path_factory.mktemp("base") / name for name in MODELS}
+    for name, path in paths.items():
+        hf_model(case_of(name), seed=1).save_pretrained(path)
+        save_tokenizer(path)
+    return paths
+
+
+def train(ranks: RankPool, world_size: int, model: Path, data: Path, out: Path, *flags: object) -> None:
+    argv = ["--model", model, "--dataset", data, "--output-dir", out, "--use-cpu", "--adapter", "lora"]
+    argv += ["--lora-rank", RANK, "--lora-alpha", ALPHA, "--learning-rate", "1e-2", "--save-steps", 0]
+    argv += ["--per-device-train-batch-size", 8 // world_size, *FIXED_PRODUCTS, *flags]
+    results = ranks.run(run_main, world_size, [str(flag) for flag in argv], join_group=False)
+    assert [code for code, _ in results] == [0] * world_size, results
+
+
+def logits_of(model: Path) -> Tensor:
+    theirs: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits: Tensor = theirs.eval()(TOKENS_BS).logits
+    return logits
+
+
+def logits_by_peft(model: Path, adapter: Path) -> Tensor:
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits: Tensor = peft.PeftModel.from_pretrained(base, adapter).eval()(TOKENS_BS).logits
+    return logits
+
+
+@torch.no_grad()
+def _our_logits(model: Path, adapter: Path, topology: Topology, case: Case) -> Tensor:
+    ours, _, _ = sharded_model(model, topology, case)
+    lora = lora_of(TrainConfig(model="m", dataset=["d"], **case.settings))
+    load_adapter(ours, adapter, Names(ours), topology, lora)
+    logits: Tensor = ours.eval()(TOKENS_BS).logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "per-expert") for name in PER_EXPERT), *((name, "packed") for name in MODELS)]
+)
+def test_peft_computes_what_was_trained(
+    ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, name: str, form: str
+) -> None:
+    """The logits of PEFT's model, of the sharded one, and of the merged export."""
+    train(
+        ranks,
+        4,
+        models[name],
+        tiny_data,
+        tmp_path,
+        "--max-steps",
+        2,
+        "--ep-size",
+        2,
+        "--adapter-format",
+        form,
+        "--merge",
+    )
+    adapter = tmp_path / "adapter"
+    theirs = logits_by_peft(models[name], adapter)
+    assert relative_error(theirs, logits_of(models[name])) > 1e-3, "it has learned something"
+    ours = ranks.run(_our_logits, 4, models[name], adapter, Topology(4, 2), case_of(name))[0]
+    assert relative_error(ours, theirs) < 1e-5
+    merged = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        assert relative_error(merged(TOKENS_BS).logits, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("name", PER_EXPERT)
+def test_merged_bits(
+    ranks: RankPool,
+    models: dict[str, Path],
+    tiny_data: Path,
+    tmp_path: Path,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Base + s · B · A, tensor by tensor, computed apart: equal bit for bit, and not if anything is mistaken."""
+    train(ranks, 2, models[name], tiny_data, tmp_path, "--max-steps", 2, "--ep-size", 2)
+    assert checkpoints_main(["merge", str(models[name]), str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    base, merged = read(models[name]), read(tmp_path / "merged")
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert differing(base, merged, adapter) == []
+
+    def mistaken(change: Any) -> bool:
+        copy = dict(adapter)
+        change(copy)
+        return differing(base, merged, copy) != []
+
+    # what no token reached is zero still
+    experts = [name for name in sorted(adapter) if ".experts." in name and "lora_B" in name and adapter[name].any()]
+    first = experts[0]
+    stem, _, rest = first.partition(".experts.")
+    other = next(name for name in experts[1:] if name.startswith(stem) and name.endswith(rest.partition(".")[2]))
+    assert mistaken(lambda t: t.update({first: t[other], other: t[first]})), "two experts swapped"
+    assert mistaken(lambda t: t.update({first: t[first].t().reshape(t[first].shape)})), f"{first} transposed"
+    assert mistaken(lambda t: t.update({first: t[first].flip(1)})), "ranks permuted"
+
+
+def differing(base: dict[str, Tensor], merged: dict[str, Tensor], adapter: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that are not base + s · B · A."""
+    assert base.keys() == merged.keys()
+    changed = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapter}
+    wrong = []
+    for name, tensor in base.items():
+        want = tensor
+        # attention goes by transformers' name, which is that of these checkpoints too
+        own = name.removesuffix(".weight")
+        if own in changed:
+            a, b = (adapter[f"base_model.model.{own}.lora_{which}.weight"].double() for which in "AB")
+            want = (tensor.double() + ALPHA / RANK * (b @ a)).float()
+        if not torch.equal(merged[name], want):
+            wrong.append(name)
+    assert changed <= {name.removesuffix(".weight") for name in base}
+    return wrong
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_goes_on_from_what_peft_made(
+    ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, name: str
+) -> None:
+    """An adapter by PEFT's own target_parameters goes in, comes out unchanged, and trained a step further."""
+    base = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False,
+    )
+    torch.manual_seed(0)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "theirs")
+    want = logits_by_peft(models[name], tmp_path / "theirs")
+    same, further = tmp_path / "same", tmp_path / "further"
+    train(
+        ranks, 2, models[name], tiny_data, same, "--max-steps", 0, "--ep-size", 2, "--init-adapter", tmp_path / "theirs"
+    )
+    assert relative_error(logits_by_peft(models[name], same / "adapter"), want) < 1e-5
+    train(
+        ranks, 4, models[name], tiny_data, further, "--max-steps", 1, "--ep-size", 2, "--init-adapter", same / "adapter"
+    )
+    assert 1e-4 < relative_error(logits_by_peft(models[name], further / "adapter"), want) < 1
+
+
+def test_inspect(
+    ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(ranks, 1, models["mixtral"], tiny_data, tmp_path, "--max-steps", 0)
+    assert checkpoints_main(["inspect", str(tmp_path / "adapter"), "--tensors"]) == 0
+    said = capsys.readouterr().out
+    assert "PEFT adapter, LORA" in said
+    assert f"rank        {RANK}, alpha {ALPHA}" in said
+    assert "experts.7.w3.lora_B.weight" in said
+
+
+def _refused(model: Path, adapter: Path, case: Case) -> str:
+    with pytest.raises(ExpertMeshError) as error:
+        _our_logits(model, adapter, Topology(1, 1), case)
+    return str(error.value)
+
+
+def test_broken_adapters_are_named(ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path) -> None:
+    train(ranks, 1, models["mixtral"], tiny_data, tmp_path, "--max-steps", 0)
+    good = tmp_path / "adapter"
+    tensors = load_file(good / "adapter_model.safetensors")
+    config = json.loads((good / "adapter_config.json").read_text())
+    expert = next(name for name in tensors if ".experts.3." in name and name.endswith("lora_A.weight"))
+    twin = expert.replace("lora_A", "lora_B")
+    stem = expert.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+
+    def refused(changed: dict[str, Tensor] | None = None, **settings: Any) -> str:
+        bad = tmp_path / "bad"
+        shutil.rmtree(bad, ignore_errors=True)
+        bad.mkdir()
+        save_file(tensors if changed is None else changed, bad / "adapter_model.safetensors")
+        (bad / "adapter_config.json").write_text(json.dumps({**config, **settings}))
+        return ranks.run(_refused, 1, models["mixtral"], bad, case_of("mixtral"))[0]
+
+    without = {name: tensor for name, tensor in tensors.items() if name != twin}
+    assert f"tensor {twin} is missing" in refused(without)
+    neither = {name: tensor for name, tensor in without.items() if name != expert}
+    assert "expert 3 of model.layers.0.mlp.experts.mlp" in refused(neither)
+    beyond = {name.replace("experts.3", "experts.99"): tensors[name].clone() for name in (expert, twin)}
+    assert "has no place in this model" in refused({**tensors, **beyond})
+    assert "has no place in this model" in refused({**tensors, "x": tensors[expert].clone()})
+    assert stem in refused({**tensors, twin: tensors[twin][:-1].contiguous()})
+    assert "not finite" in refused({**tensors, twin: torch.full_like(tensors[twin], torch.nan)})
+    assert "peft_type is 'IA3'" in refused(peft_type="IA3")
+    assert "r is 0" in refused(r=0)
+    assert "modules_to_save" in refused(modules_to_save=["lm_head"])
+    assert "its update is multiplied by 1; --lora-rank 4" in refused(lora_alpha=2 * RANK, alpha_pattern={})
+    attention = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    assert "has no adapter there; --lora-targets must name the same" in refused(attention)

@@ -1,0 +1,95 @@
+"""LoRA on attention and on every expert: the same on any arrangement of ranks."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, hf_model, ours, random_samples
+from tests.families.configs import TEXT_IDS
+from tests.families.lora import LoraFigures, reference
+from tests.tiny import relative_error
+
+SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_IDS)
+TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 1e-4
+"""AdamW's first steps follow the signs of gradients, also of single numbers that cancel but for noise; what starts from
+zero is the sum of a few such steps."""
+CANCELLED = 1e-3
+
+EVERYTHING = ["attention", "experts", "router", "shared-experts", "dense-mlp"]
+CASES: dict[str, dict[str, Any]] = {
+    "mixtral": dict(settings={"lora_rank": 4}),
+    "mixtral, F < D, 6 experts": dict(
+        settings={"lora_rank": 3, "use_rslora": True},
+        changes={"intermediate_size": 16, "num_local_experts": 6},
+    ),
+    "mixtral, routers, grouped": dict(
+        settings={"lora_rank": 4, "lora_targets": ["experts", "router"]}, kernel="torch-grouped"
+    ),
+    "qwen2_moe": dict(family="qwen2_moe", settings={"lora_rank": 4, "lora_targets": EVERYTHING}),
+    "qwen3_moe": dict(family="qwen3_moe", settings={"lora_rank": 2, "lora_alpha": 5.0}),
+    "deepseek_v3": dict(family="deepseek_v3", settings={"lora_rank": 4, "lora_targets": EVERYTHING}),
+    "gpt_oss": dict(family="gpt_oss", settings={"lora_rank": 4, "lora_targets": ["attention", "experts", "router"]}),
+    "qwen3_next": dict(family="qwen3_next", settings={"lora_rank": 4, "lora_targets": ["q_proj|in_proj", "experts"]}),
+}
+RUNS: list[tuple[str, Topology, dict[str, Any]]] = [
+    ("mixtral", Topology(1, 1), {}),
+    ("mixtral", Topology(2, 2), {"gradient_checkpointing": "selective"}),
+    ("mixtral", Topology(4, 2, "hybrid"), {"accumulation": 2}),
+    ("mixtral", Topology(8, 8), {}),
+    ("mixtral, F < D, 6 experts", Topology(4, 2), {"gradient_checkpointing": "full"}),
+    ("mixtral, routers, grouped", Topology(4, 4), {}),
+    ("qwen2_moe", Topology(4, 2), {}),
+    ("qwen3_moe", Topology(4, 4), {"gradient_checkpointing": "selective"}),
+    ("qwen3_moe", Topology(2, 2), {"accumulation": 2}),
+    ("deepseek_v3", Topology(4, 2), {"gradient_checkpointing": "full"}),
+    ("deepseek_v3", Topology(4, 4), {}),
+    ("gpt_oss", Topology(4, 2), {}),
+    ("gpt_oss", Topology(2, 2), {"kernel": "torch-grouped"}),
+    ("qwen3_next", Topology(4, 4), {}),
+]
+
+
+@cache
+def expected(name: str) -> LoraFigures:
+    return reference(Case(samples=SAMPLES, **{k: v for k, v in CASES[name].items() if k != "kernel"}))
+
+
+@pytest.mark.parametrize(("name", "topology", "more"), RUNS, ids=lambda value: value if isinstance(value, str) else "")
+def test_equals_one_process(
+    ranks: RankPool, tmp_path: Path, name: str, topology: Topology, more: dict[str, Any]
+) -> None:
+    """Losses, gradients, norms and, after three clipped updates by AdamW, adapters; all else stays as it was."""
+    settings = {**CASES[name], **more}
+    settings["settings"] = {**settings["settings"], "adapter": "lora"}
+    case = Case(samples=SAMPLES, **settings)
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    found, want = ranks.run(ours, topology.world_size, tmp_path, topology, case)[0], expected(name)
+    assert found.losses == pytest.approx(want.losses, rel=TOLERANCE)
+    assert found.losses[0] != found.losses[-1]
+    assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
+    assert found.grads.keys() == want.grads.keys() == want.weights.keys(), "adapters alone"
+    floor = CANCELLED * want.grad_norms[0]
+    errors = {name: relative_error(found.grads[name], grad, floor) for name, grad in want.grads.items()}
+    assert max(errors.values()) <= TOLERANCE, errors
+    errors = {name: relative_error(found.weights[name], weight) for name, weight in want.weights.items()}
+    wrong = {name: error for name, error in errors.items() if error > WEIGHT_TOLERANCE}
+    assert not wrong, wrong
+    assert any("w2_lora_B" in name and weight.any() for name, weight in want.weights.items())
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 1), Topology(4, 2)], ids=str)
+def test_dropout_is_the_same_in_two_runs(ranks: RankPool, tmp_path: Path, topology: Topology) -> None:
+    dropping: dict[str, Any] = {"adapter": "lora", "lora_rank": 4, "lora_dropout": 0.5}
+    case = Case(samples=SAMPLES, settings=dropping, gradient_checkpointing="full")
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    one, other = (ranks.run(ours, topology.world_size, tmp_path, topology, case)[0] for _ in range(2))
+    assert one.losses == other.losses
+    assert all(torch.equal(one.weights[name], weight) for name, weight in other.weights.items())
+    dropping["lora_dropout"] = 0.0
+    assert ranks.run(ours, topology.world_size, tmp_path, topology, case)[0].losses != one.losses

@@ -1,0 +1,106 @@
+"""What --lora-targets names, in models of many families, and what an adapter begins with."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe import ExpertMeshError, build_model, count_parameters
+from moe.adapters import first_values
+from tests.families.configs import tiny_config
+from training.adapters import adapt
+from training.config import TrainConfig, parse_config
+
+
+def adapted(family: str, *targets: str, **settings: Any) -> set[str]:
+    """Names of the parameters that are trained."""
+    model = build_model(tiny_config(family))
+    adapt(model, TrainConfig(model="m", dataset=["d"], adapter="lora", lora_targets=list(targets), **settings))
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def modules(names: set[str], layer: int) -> set[str]:
+    """What has adapters in a layer, less the layer's own path."""
+    start = f"model.layers.{layer}."
+    return {name.removeprefix(start).rpartition("lora_")[0].rstrip("._") for name in names if name.startswith(start)}
+
+
+ATTENTION = {f"self_attn.{which}_proj" for which in "qkvo"}
+EXPERTS = {f"mlp.experts.mlp.{name}" for name in ("w1", "v1", "w2")}
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "layer", "expected"),
+    [
+        ("mixtral", ["attention", "experts"], 0, ATTENTION | EXPERTS),
+        ("mixtral", ["router"], 1, {"mlp.gate"}),
+        ("mixtral", ["q_proj|v_proj"], 0, {"self_attn.q_proj", "self_attn.v_proj"}),
+        ("gpt_oss", ["experts", "router"], 0, {"mlp.router"} | EXPERTS),
+        ("qwen2_moe", ["dense-mlp"], 0, {f"mlp.{which}_proj" for which in ("gate", "up", "down")}),
+        ("qwen2_moe", ["dense-mlp"], 1, set()),
+        (
+            "qwen2_moe",
+            ["shared-experts"],
+            1,
+            {f"mlp.shared_expert.{which}_proj" for which in ("gate", "up", "down")} | {"mlp.shared_expert_gate"},
+        ),
+        ("nemotron_h", ["experts"], 1, {"mixer.experts.mlp.w1", "mixer.experts.mlp.w2"}),
+    ],
+)
+def test_targets(family: str, targets: list[str], layer: int, expected: set[str]) -> None:
+    names = adapted(family, *targets)
+    assert modules(names, layer) == expected
+    assert all(name.endswith(("lora_A", "lora_B")) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["shared-experts"], "this model has none; it has attention, experts, router"),
+        (["q_prj"], "no linear layer has that in its name; did you mean q_proj"),
+        (["("], "neither one of experts, router, attention"),
+        (["lm_head"], "no linear layer has that in its name"),
+    ],
+)
+def test_mistakes(targets: list[str], said: str) -> None:
+    with pytest.raises(ExpertMeshError, match=said):
+        adapted("mixtral", *targets)
+
+
+def test_share_is_told() -> None:
+    model = build_model(tiny_config("mixtral"))
+    config = TrainConfig(model="m", dataset=["d"], adapter="lora", lora_rank=2, lora_alpha=4, use_rslora=True)
+    told = adapt(model, config)
+    assert told.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert told.total == count_parameters(model).total
+    assert told.lora.low_rank.scale == pytest.approx(4 / 2**0.5)
+    assert told.line().startswith("adapter: LoRA, rank 2, alpha 4, rsLoRA, on attention, experts: ")
+
+
+def test_targets_as_pefts_users_write_them() -> None:
+    flags = ["--model", "m", "--dataset", "d", "--adapter", "lora", "--lora-targets"]
+    assert parse_config([*flags, "attention,experts", "q{1,2}_proj"]).lora_targets == [
+        "attention",
+        "experts",
+        "q{1,2}_proj",
+    ]
+    assert parse_config([*flags[:-1], "--lora-r", "8"]).lora_rank == 8
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lora_dropout": 1.0}, {"lora_rank": 0}, {"lora_targets": []}, {"lora_alpha": -1.0}]
+)
+def test_impossible_settings(settings: dict[str, Any]) -> None:
+    with pytest.raises(ExpertMeshError, match="--lora-"):
+        TrainConfig(model="m", dataset=["d"], adapter="lora", **settings)
+
+
+def test_first_values_do_not_depend_on_how_they_are_cut() -> None:
+    whole = first_values("x.w1_lora_A", range(24), 16, 4, seed=1)
+    parts = [first_values("x.w1_lora_A", rows, 16, 4, seed=1) for rows in (range(3), range(3, 10), range(10, 24))]
+    assert torch.equal(torch.cat(parts), whole)
+    assert 0.9 / 4 < whole.abs().max() <= 1 / 4, "1/√in"
+    assert len({tuple(matrix.flatten().tolist()) for matrix in whole.chunk(6)}) == 6, "each expert its own"
+    assert not torch.equal(first_values("x.v1_lora_A", range(24), 16, 4, seed=1), whole)
+    assert not torch.equal(first_values("x.w1_lora_A", range(24), 16, 4, seed=2), whole)
+    assert not first_values("x.w1_lora_B", range(24), 16, 4, seed=1).any()
