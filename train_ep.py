@@ -107,6 +107,8 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     prompts = training.make_prompts(config, inputs)
     log = training.RunLog(config, output_dir, training.number_of_steps(config, order), ranks, products)
     watchdog.at("loading the model", limited=False)
+    if config.base_dtype in ("fp8", "nf4"):
+        moe.store_frozen(model, config.base_dtype)
     mesh = sharding.build_mesh(ranks.device.type, topology, sharding.collectives_limit(watchdog.limit))
     resume_from = find_resume(config, output_dir, ranks)
     checkpoint = checkpoints.shard_and_load(
@@ -170,8 +172,7 @@ def build(
     training.attach_loss_head(model, training.choose_cross_entropy(config.cross_entropy, ranks.device.type))
     if config.optim == "adamw_bf16":
         sharding.set_parameter_dtype(model, torch.bfloat16)
-    elif config.adapter != "none" and config.bf16:
-        # what is not trained is computed with in bf16 and needs no more digits
+    elif config.holds_base_in_bf16:
         sharding.set_parameter_dtype(model, torch.bfloat16, frozen_alone=True)
     return model, trained
 

@@ -76,12 +76,11 @@ def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) ->
     for parameter, shard in shards.items():
         for piece in reader.pieces(parameter, shard.rows, to_granules=checkpoint.row_sums is not None):
             mine = overlap(piece.rows, shard.rows)
-            target = shard.view(mine)
-            target.copy_(as_tensor(piece.data[: len(mine)], piece.dtype))
+            written = shard.fill(mine, as_tensor(piece.data[: len(mine)], piece.dtype))
             if checkpoint.row_sums is not None and shard.is_owner:
                 name, first_row = piece.tensor.name, piece.rows.start - piece.tensor.regions[0].rows.start
                 sums[name] = add_sums(sums.get(name, 0), row_sum(piece.data, first_row))
-            if not _all_finite(target):
+            if not _all_finite(written):
                 raise ExpertMeshError(f"{piece.file}: tensor {piece.tensor.name} holds values that are not finite")
     for copy in checkpoint.tied_copies:
         _check_copy(copy, shards, reader)

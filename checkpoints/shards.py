@@ -6,14 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sharding import StateTensor, Topology, saved_state
+from moe.quantised import fill
+from sharding import StateTensor, Topology, local_tensor, saved_state
 
 
 class ShardedParameter:
     """One parameter of a sharded model, or a buffer that checkpoints hold.
 
     Attributes:
-        local: this rank's rows, sharing memory with the parameter.
+        local: this rank's rows, sharing memory with the parameter; of a weight in fewer bits, their codes.
         rows: which they are.
         row_shape: shape of one row.
         owners: (rank, rows) of all rows, in row order, one owner a row.
@@ -22,11 +23,23 @@ class ShardedParameter:
 
     def __init__(self, part: StateTensor, topology: Topology):
         self.local = part.local
+        self.storage = part.storage
+        self.scales = None if part.scales is None else local_tensor(part.scales.detach())
         self.rows = topology.rows(part.num_rows, part.layout, dist.get_rank())
         self.row_shape = torch.Size(part.shape[1:])
         self.owners = list(topology.owners(part.num_rows, part.layout))
         self.is_owner = any(rank == dist.get_rank() for rank, _ in self.owners)
         assert self.local.shape[0] == len(self.rows), (self.local.shape, self.rows)
+
+    def fill(self, rows: range, values: Tensor) -> Tensor:
+        """Write some of this rank's rows; what was written, or, of a weight in fewer bits, what it stands for."""
+        target = self.view(rows)
+        if self.storage is None:
+            return target.copy_(values)
+        assert self.scales is not None
+        start = rows.start - self.rows.start
+        fill(target, self.scales[start : start + len(rows)], values, self.storage)
+        return values
 
     def view(self, rows: range) -> Tensor:
         """Some of this rank's rows."""

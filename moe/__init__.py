@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from moe.adapters import Lora, add_adapters, is_adapter
+    from moe.adapters import Lora, add_adapters, is_adapter, store_frozen
     from moe.config import check_config
     from moe.counts import ParameterCounts, active_parameters, training_flops
     from moe.errors import ExpertMeshError
@@ -69,6 +69,7 @@ __all__ = [
     "original_dmoe",
     "router_z_loss",
     "settled_attention",
+    "store_frozen",
     "take_logits",
     "take_stats",
     "training_flops",

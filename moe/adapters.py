@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from moe.experts import ExpertMLP, ExpertParameter, LowRank
 from moe.layer import DroplessExperts
 from moe.matmul import Linear
+from moe.model import decoder_layers, moe_layers
+from moe.quantised import SCALES, Kind, storages_of, store, stored_linear
 
 A, B = "lora_A", "lora_B"
 """What an adapter's two parameters are called, in a linear layer's module; among an experts' weights, `w1_lora_A`."""
@@ -68,15 +70,26 @@ def add_adapters(
             _adapt_experts(module.mlp, lora)
 
 
-class _LoraLinear(Linear):
-    """An nn.Linear with an adapter: what its module becomes."""
+class FrozenLinear(Linear):
+    """An nn.Linear whose weight may be stored in fewer bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        storage = storages_of(self).get("weight")
+        if storage is not None:
+            out = stored_linear(x, self.weight, self.get_parameter("weight" + SCALES), storage)
+            return out if self.bias is None else out + self.bias
+        return super().forward(x) if self.bias is None else F.linear(x, self.weight, self.bias)
+
+
+class _LoraLinear(FrozenLinear):
+    """A linear layer with an adapter: what its module becomes."""
 
     low_rank: LowRank
     lora_A: nn.Parameter
     lora_B: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x) if self.bias is None else F.linear(x, self.weight, self.bias)
+        out = super().forward(x)
         low = F.linear(F.dropout(x, self.low_rank.dropout, self.training), self.lora_A.to(x.dtype))
         return torch.add(out, F.linear(low, self.lora_B.to(x.dtype)), alpha=self.low_rank.scale)
 
@@ -85,6 +98,24 @@ def _adapt_linear(module: Any, lora: Lora) -> None:
     assert type(module) in (nn.Linear, Linear), type(module)
     module.__class__ = _LoraLinear
     _register(module, lora, module.out_features, module.in_features)
+
+
+def store_frozen(model: nn.Module, kind: Kind) -> None:
+    """Hold the frozen matrices of a model's decoder layers, of linear layers and experts, in fewer bits, in place;
+    before it is parallelised. What is trained, and routers, norms, embeddings and head, stay as they are."""
+    layers = set(decoder_layers(model))
+    inside = tuple(f"{path}." for path, module in model.named_modules() if module in layers)
+    routers = tuple(layer.router for layer in moe_layers(model) if layer.router is not None)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, ExpertMLP):
+            for part in module.layout.parameters:
+                if part.row:
+                    store(module, part.name, kind)
+        is_linear = type(module) in (nn.Linear, Linear, _LoraLinear)
+        if is_linear and path.startswith(inside) and not path.startswith(routers):
+            if not isinstance(module, FrozenLinear):
+                module.__class__ = FrozenLinear
+            store(module, "weight", kind)
 
 
 def _adapt_router(module: Any, lora: Lora) -> None:

@@ -19,6 +19,7 @@ from moe.activation import Activation
 from moe.errors import ExpertMeshError
 from moe.kernels import LOOP, ExpertKernel
 from moe.products import AddBias
+from moe.quantised import SCALES, storages_of, stored_product
 from moe.shape import MoEShape
 
 
@@ -147,8 +148,12 @@ class ExpertMLP(nn.Module):
 
     def _product(self, name: str, x_RI: Tensor, counts_e: Tensor, is_transposed: bool = False) -> Tensor:
         assert self.kernel.product is not None, self.kernel.name
-        weight_eOI = self._by_expert(name, counts_e)
-        out_RO = self.kernel.product(x_RI, counts_e, weight_eOI.transpose(1, 2) if is_transposed else weight_eOI)
+        if (storage := storages_of(self).get(name)) is not None:
+            codes, scales = self._local(name), self._local(name + SCALES)
+            out_RO = stored_product(x_RI, counts_e, codes, scales, storage, self.kernel.product, is_transposed)
+        else:
+            weight_eOI = self._by_expert(name, counts_e)
+            out_RO = self.kernel.product(x_RI, counts_e, weight_eOI.transpose(1, 2) if is_transposed else weight_eOI)
         if self.low_rank is not None:
             a_erI, b_eOr = (self._by_expert(f"{name}_lora_{matrix}", counts_e).to(x_RI.dtype) for matrix in "AB")
             low_Rr = self.kernel.product(F.dropout(x_RI, self.low_rank.dropout, self.training), counts_e, a_erI)

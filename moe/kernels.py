@@ -135,8 +135,8 @@ def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
     step = 16 // dtype.itemsize
     if model_width % step or width % step:
         raise ExpertMeshError(
-            f"--expert-kernel torch-grouped needs hidden and expert width to be multiples of {step} in {dtype}; "
-            f"this model has {model_width} and {width}; use --expert-kernel loop"
+            f"--expert-kernel torch-grouped needs hidden and expert width, and an adapter's rank, to be multiples of "
+            f"{step} in {dtype}; this model has {model_width} and {width}; use --expert-kernel loop"
         )
 
 
@@ -157,7 +157,8 @@ KERNELS: dict[str, ExpertKernel] = {
 class Needs:
     """What decides whether a kernel can compute a model's experts.
 
-    widths: D and F of each kind of MoE layer. is_swiglu: whether all experts are plain SwiGLU without biases.
+    widths: D and F of each kind of MoE layer, and each with the rank of its adapters. is_swiglu: whether all experts
+        are plain SwiGLU without biases and adapters.
     """
 
     device_type: str
@@ -229,8 +230,8 @@ def check_kernel(name: str, needs: Needs) -> None:
     """
     if KERNELS[name].product is None and not needs.is_swiglu:
         raise ExpertMeshError(
-            f"--expert-kernel {name} computes plain SwiGLU only, and this model's experts have biases or another "
-            "activation; use torch-grouped or loop"
+            f"--expert-kernel {name} computes plain SwiGLU only, and this model's experts have biases, adapters or "
+            "another activation; use torch-grouped or loop"
         )
     for model_width, width in needs.widths:
         if name == "torch-grouped":

@@ -82,7 +82,8 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
     expert_parameters = {p for mlp in experts for p in mlp.parameters()}
     # an adapter brings its numbers to the dtype of what it is added to by itself
     expert_dtypes = {p.dtype for mlp in experts for name, p in mlp.named_parameters() if not is_adapter(name)}
-    if mesh.dp.size() > 1 or expert_dtypes != {precision.param_dtype} or isinstance(placement, CPUOffloadPolicy):
+    expert_dtypes -= {torch.uint8}  # weights in fewer bits, which are widened where they are multiplied
+    if mesh.dp.size() > 1 or not expert_dtypes <= {precision.param_dtype} or isinstance(placement, CPUOffloadPolicy):
         for mlp in experts:
             fully_shard(mlp, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
         expert_parameters = {p for mlp in experts for p in mlp.parameters()}

@@ -4,7 +4,7 @@ Loading, saving, resuming, exporting, clipping, the comparison of replicas and t
 read it, and nothing else.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from moe.adapters import is_adapter
 from moe.experts import ExpertMLP, ExpertParameter
+from moe.quantised import SCALES, Storage, storages_of
 from sharding.topology import DENSE, EXPERT, REPLICATED, Layout, rows_of
 
 
@@ -27,6 +28,7 @@ class StateTensor:
         is_parameter: False for a buffer.
         persistent: whether checkpoints hold it. A buffer that is not is computed from the config.
         is_adapter: whether it belongs to an adapter, and not to the model that a checkpoint of it holds.
+        storage, scales: of a frozen weight that is held in fewer bits; `tensor` is then its codes, in bytes.
     """
 
     name: str
@@ -36,6 +38,8 @@ class StateTensor:
     is_parameter: bool
     persistent: bool
     is_adapter: bool = False
+    storage: Storage | None = None
+    scales: Tensor | None = None
 
     @property
     def trainable(self) -> bool:
@@ -47,7 +51,9 @@ class StateTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global."""
+        """Global; of a weight in fewer bits, that of the numbers that it stands for."""
+        if self.storage is not None:
+            return (self.tensor.shape[0], self.storage.columns)
         return tuple(self.tensor.shape)
 
     @property
@@ -67,12 +73,19 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
     state = {}
     for name, parameter in model.named_parameters():
         owner, _, own_name = name.rpartition(".")
+        storages = storages_of(owners[owner])
+        if own_name.removesuffix(SCALES) in storages and own_name not in storages:
+            continue  # goes with its codes
         expert = None
         if isinstance(module := owners[owner], ExpertMLP):
             parts = (*module.layout.parameters, *module.layout.adapters)
             expert = next(part for part in parts if part.name == own_name)
         layout = DENSE if expert is None else EXPERT
-        state[name] = StateTensor(name, parameter, layout, expert, True, True, is_adapter(own_name))
+        part = StateTensor(name, parameter, layout, expert, True, True, is_adapter(own_name))
+        if own_name in storages:
+            scales = owners[owner].get_parameter(own_name + SCALES)
+            part = replace(part, storage=storages[own_name], scales=scales)
+        state[name] = part
     for name, buffer in model.named_buffers():
         owner, _, own_name = name.rpartition(".")
         persistent = own_name not in owners[owner]._non_persistent_buffers_set

@@ -24,6 +24,7 @@ Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
 Adapter = Literal["none", "lora"]
+BaseDtype = Literal["auto", "float32", "bfloat16", "fp8", "nf4"]
 AdapterFormat = Literal["auto", "per-expert", "packed"]
 SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -166,6 +167,11 @@ class TrainConfig:
         },
     )
     use_rslora: bool = _flag(False, "Multiply updates by alpha / sqrt(rank).")
+    base_dtype: BaseDtype = _flag(
+        "auto",
+        "How the frozen weights beside adapters are held: as plain numbers; or the layers' matrices in fp8, with a "
+        "scale a row, or nf4, with one for 64 numbers, the rest as by auto. auto: bfloat16 with --bf16, else float32.",
+    )
     init_adapter: str = _flag("", "Begin with the adapter in a directory, which PEFT or an earlier run wrote.")
     adapter_format: AdapterFormat = _flag(
         "auto",
@@ -299,6 +305,8 @@ class TrainConfig:
         for name in ("init_adapter", "merge"):
             if getattr(self, name) and self.adapter == "none":
                 raise ExpertMeshError(f"{_as_flag(name)}: there is no adapter; give --adapter lora")
+        if self.base_dtype != "auto" and self.adapter == "none":
+            raise ExpertMeshError(f"--base-dtype {self.base_dtype}: everything is trained; give --adapter lora")
         if not 0 <= self.lora_dropout < 1:
             raise ExpertMeshError(f"--lora-dropout {self.lora_dropout}: must be in [0, 1)")
         if self.elastic and not self.resume:
@@ -313,6 +321,13 @@ class TrainConfig:
     @property
     def evaluates(self) -> bool:
         return bool(self.eval_dataset) or self.eval_ratio > 0
+
+    @property
+    def holds_base_in_bf16(self) -> bool:
+        """Whether weights beside adapters are: what is computed with in bf16 needs no more digits."""
+        if self.adapter == "none" or self.base_dtype == "float32":
+            return False
+        return self.bf16 or self.base_dtype == "bfloat16"
 
     def rows_a_step(self, world_size: int) -> int:
         """The global batch, in rows."""

@@ -302,7 +302,7 @@ def _check_order(progress: Progress, run: Run, path: Path) -> None:
             )
 
 
-_ADAPTER_SETTINGS = ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_targets")
+_ADAPTER_SETTINGS = ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_targets", "base_dtype")
 
 
 def _check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> None:

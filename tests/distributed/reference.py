@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from checkpoints import open_source, shard_and_load
-from moe import KERNELS, build_model, use_kernel
+from moe import KERNELS, build_model, store_frozen, use_kernel
 from sharding import Checkpointing, Topology, build_mesh, fill_adapters, parameters_of, set_parameter_dtype
 from tests.families.configs import tiny_model
 from tests.tiny import our_rows, tiny_mixtral
@@ -247,6 +247,8 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
     attach_loss_head(model, case.cross_entropy)
     if config.optim == "adamw_bf16":
         set_parameter_dtype(model, torch.bfloat16)
+    if config.base_dtype in ("fp8", "nf4"):
+        store_frozen(model, config.base_dtype)
     mesh = build_mesh("cpu", topology)
     checkpoint = shard_and_load(
         model,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moe import build_model
+from moe import build_model, store_frozen
 from moe.adapters import first_values
-from sharding import adapters_of
+from moe.quantised import quantise, widen
+from sharding import adapters_of, state_of
 from tests.distributed.reference import (
     MAX_GRAD_NORM,
     Case,
@@ -20,6 +21,7 @@ from tests.distributed.reference import (
     train_config,
     unshifted_labels,
 )
+from tests.tiny import our_rows
 from training.adapters import adapt
 from training.data import collate
 
@@ -71,12 +73,35 @@ def weights_with(model: Any, values: dict[str, Any], parts: dict[str, Any], scal
     return changed
 
 
+def round_weights(model: Any, kind: Any) -> None:
+    """Give transformers' layers the numbers that codes of this kind stand for, row by row of our layout."""
+    ours = build_model(model.config, "eager")
+    ours.requires_grad_(False)
+    store_frozen(ours, kind)
+    theirs = dict(model.named_parameters())
+    for name, part in state_of(ours).items():
+        if part.storage is None:
+            continue
+        if part.expert is None:
+            rows = theirs[name]
+            rows.copy_(widen(*quantise(rows, part.storage), part.storage, torch.float32))
+            continue
+        place = part.expert.place
+        whole = theirs[f"{name.rpartition('.mlp.')[0]}.{place.tensor}"]
+        rows = our_rows(part.expert, whole)
+        rounded = widen(*quantise(rows, part.storage), part.storage, torch.float32)
+        index = torch.arange(part.expert.rows_an_expert) * place.step + place.first
+        whole.movedim(place.dim, 1).index_copy_(1, index, rounded.unflatten(0, (whole.shape[0], -1)))
+
+
 def reference(case: Case) -> LoraFigures:
     """Steps of AdamW, clipped, on the adapters alone."""
     model: Any = hf_model(case, seed=1)
     model.requires_grad_(False).train()
     values, parts, scale = started(case)
     config = train_config(adapter="lora", **case.settings)
+    if config.base_dtype != "auto":
+        round_weights(model, config.base_dtype)
     optimizer = torch.optim.AdamW(values.values(), lr=config.learning_rate, weight_decay=config.weight_decay)
     batch = collate([[sample] for sample in case.samples])
     labels = unshifted_labels(case.samples, batch)

@@ -16,9 +16,9 @@ from tests.tiny import relative_error
 
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_IDS)
 TOLERANCE = 1e-5
-WEIGHT_TOLERANCE = 1e-4
-"""AdamW's first steps follow the signs of gradients, also of single numbers that cancel but for noise; what starts from
-zero is the sum of a few such steps."""
+WEIGHT_TOLERANCE = 5e-5
+"""Of all adapters together. AdamW's first steps follow the signs of gradients, also of single numbers that cancel but
+for noise, and what starts from zero is the sum of a few such steps: a single one may be off by ten times as much."""
 CANCELLED = 1e-3
 
 EVERYTHING = ["attention", "experts", "router", "shared-experts", "dense-mlp"]
@@ -36,6 +36,11 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": dict(family="deepseek_v3", settings={"lora_rank": 4, "lora_targets": EVERYTHING}),
     "gpt_oss": dict(family="gpt_oss", settings={"lora_rank": 4, "lora_targets": ["attention", "experts", "router"]}),
     "qwen3_next": dict(family="qwen3_next", settings={"lora_rank": 4, "lora_targets": ["q_proj|in_proj", "experts"]}),
+    "mixtral in nf4": dict(settings={"lora_rank": 4, "base_dtype": "nf4"}, changes={"intermediate_size": 80}),
+    "deepseek_v3 in fp8": dict(
+        family="deepseek_v3", settings={"lora_rank": 4, "base_dtype": "fp8", "lora_targets": EVERYTHING}
+    ),
+    "gpt_oss in nf4": dict(family="gpt_oss", settings={"lora_rank": 4, "base_dtype": "nf4"}),
 }
 RUNS: list[tuple[str, Topology, dict[str, Any]]] = [
     ("mixtral", Topology(1, 1), {}),
@@ -52,6 +57,11 @@ RUNS: list[tuple[str, Topology, dict[str, Any]]] = [
     ("gpt_oss", Topology(4, 2), {}),
     ("gpt_oss", Topology(2, 2), {"kernel": "torch-grouped"}),
     ("qwen3_next", Topology(4, 4), {}),
+    ("mixtral in nf4", Topology(1, 1), {}),
+    ("mixtral in nf4", Topology(4, 2), {"gradient_checkpointing": "full"}),
+    ("mixtral in nf4", Topology(4, 4), {"kernel": "torch-grouped"}),
+    ("deepseek_v3 in fp8", Topology(4, 2, "hybrid"), {}),
+    ("gpt_oss in nf4", Topology(4, 4), {"gradient_checkpointing": "selective"}),
 ]
 
 
@@ -78,8 +88,12 @@ def test_equals_one_process(
     errors = {name: relative_error(found.grads[name], grad, floor) for name, grad in want.grads.items()}
     assert max(errors.values()) <= TOLERANCE, errors
     errors = {name: relative_error(found.weights[name], weight) for name, weight in want.weights.items()}
-    wrong = {name: error for name, error in errors.items() if error > WEIGHT_TOLERANCE}
+    wrong = {name: error for name, error in errors.items() if error > 10 * WEIGHT_TOLERANCE}
     assert not wrong, wrong
+    together, wanted = (
+        torch.cat([weights[name].flatten() for name in errors]) for weights in (found.weights, want.weights)
+    )
+    assert relative_error(together, wanted) <= WEIGHT_TOLERANCE
     assert any("w2_lora_B" in name and weight.any() for name, weight in want.weights.items())
 
 

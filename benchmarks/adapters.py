@@ -1,0 +1,235 @@
+"""What training adapters costs, beside training the whole model and beside PEFT: `python -m benchmarks.adapters`.
+
+    full          the whole model, our experts
+    lora          LoRA on attention and every expert; the base as it is
+    lora-fp8      the base's matrices in fp8, a scale a row
+    lora-nf4      the same in nf4
+    peft          PEFT's LoraConfig(target_modules=..., target_parameters=...) on transformers' own model; on one rank,
+                  as it does not run on DTensors
+
+Steps of the same random Mixtral and batch, each arm in fresh processes, in turn, round after round. Tokens a CPU-second
+are summed over ranks; the peak is a rank's resident memory above what it held before its model was made; sent is what a
+rank sends in its first step.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.load_memory import MB, resident, restart_peak
+from benchmarks.traffic import CountTraffic
+from checkpoints import open_source, shard_and_load
+from moe import choose_kernel, kernel_needs, store_frozen, use_kernel
+from moe.terminal import ends_with_reader
+from sharding import Topology, build_mesh, end_process_group, fill_adapters, start_process_group
+from training import TrainConfig, adapt, attach_loss_head
+from training.balance import LossWeights
+from training.data import Batch, Sample, collate
+from training.optimizer import build_optimizer
+from training.step import train_step
+
+ARMS = ("full", "lora", "lora-fp8", "lora-nf4", "peft")
+LEARNING_RATE = 1e-4
+
+
+@ends_with_reader
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.worker is not None:
+        return measure(arguments)
+    arms = [arm for arm in arguments.arms if arm != "peft" or arguments.ranks == 1]
+    with tempfile.TemporaryDirectory() as directory:
+        numbers = make_model(Path(directory) / "model", arguments)
+        print(
+            f"{arguments.ranks} ranks, ep {arguments.ep_size}; fp32; {numbers / 1e6:.1f} M parameters: "
+            f"{arguments.layers} layers, hidden {arguments.hidden_size}, expert width {arguments.intermediate_size}, "
+            f"{arguments.experts} experts, top-2; rank {arguments.rank}; {arguments.seq_length} tokens a rank; "
+            f"{arguments.rounds} rounds of {arguments.steps} steps, median"
+        )
+        figures: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+        for _ in range(arguments.rounds):
+            for arm in arms:
+                figures[arm].append(start_arm(arm, Path(directory), arguments))
+    print_table(figures)
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ep-size", type=int, default=1)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--intermediate-size", type=int, default=1792)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--seq-length", type=int, default=512)
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="that count, after one that does not")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds that an arm may take")
+    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--arm", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def make_model(path: Path, arguments: argparse.Namespace) -> int:
+    """Save a random Mixtral in fp32; its parameters."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.hidden_size,
+        intermediate_size=arguments.intermediate_size,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_local_experts=arguments.experts,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    model: Any = MixtralForCausalLM(config)
+    model.save_pretrained(path)
+    return int(model.num_parameters())
+
+
+def start_arm(arm: str, directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Run an arm in processes of its own; its figures."""
+    flags = []
+    for name in ("ranks", "ep_size", "vocabulary", "seq_length", "rank", "steps"):
+        flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
+    command += ["-m", "benchmarks.adapters", "--worker", str(directory), "--arm", arm, *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=arguments.timeout, env=environment, stderr=subprocess.DEVNULL)
+    figures: dict[str, float] = json.loads((directory / f"{arm}.json").read_text())
+    return figures
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """On each rank of an arm."""
+    ranks = start_process_group(use_cpu=True, timeout_seconds=arguments.timeout)
+    generator = torch.Generator().manual_seed(ranks.rank)
+    tokens = torch.randint(0, arguments.vocabulary, (arguments.seq_length,), generator=generator).tolist()
+    batch = collate([[Sample(tokens, [True] * len(tokens))]])
+    build = build_peft if arguments.arm == "peft" else build_ours
+    # what is imported for a model is no part of it
+    build(arguments, ranks, batch, only_import=True)
+    restart_peak()
+    start = resident("VmRSS")
+    step = build(arguments, ranks, batch)
+    with CountTraffic() as traffic:
+        loss = step()
+    begin = _cpu_seconds()
+    for _ in range(arguments.steps):
+        step()
+    totals = torch.tensor([_cpu_seconds() - begin, resident("VmHWM") - start], dtype=torch.float64)
+    dist.all_reduce(totals[:1])
+    dist.all_reduce(totals[1:], op=dist.ReduceOp.MAX)
+    seconds, peak = totals.tolist()
+    if ranks.rank == 0:
+        figures = {
+            "tokens_per_cpu_second": arguments.steps * arguments.seq_length * ranks.world_size / seconds,
+            "peak_mb": peak / MB,
+            "sent_mb": sum(traffic.sent.values()) / MB,
+            "reduced_mb": (traffic.sent["reduce-scatter"] + traffic.sent["all-reduce"]) / MB,
+            "loss": loss,
+        }
+        (arguments.worker / f"{arguments.arm}.json").write_text(json.dumps(figures))
+    end_process_group()
+    return 0
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def build_ours(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_import: bool = False) -> Any:
+    source = open_source(arguments.worker / "model")
+    model: Any = source.build()
+    if only_import:
+        return None
+    kind: Any = arguments.arm.partition("-")[2]
+    adapter: Any = "none" if arguments.arm == "full" else "lora"
+    config = TrainConfig(
+        model="-",
+        dataset=["-"],
+        learning_rate=LEARNING_RATE,
+        adapter=adapter,
+        lora_rank=arguments.rank,
+        lora_alpha=32.0,
+    )
+    if adapter == "lora":
+        adapt(model, config)
+    use_kernel(model, choose_kernel("auto", kernel_needs(model, "cpu", torch.float32)).kernel)
+    attach_loss_head(model, "chunked")
+    if kind:
+        store_frozen(model, kind)
+    mesh = build_mesh("cpu", Topology(ranks.world_size, arguments.ep_size))
+    shard_and_load(model, source, mesh, ranks.device)
+    fill_adapters(model, mesh.topology, config.seed)
+    optimizer = build_optimizer(model.train(), config, mesh)
+    return lambda: train_step(model, optimizer, [batch], mesh, LossWeights(0.0, 0.0), 1.0).loss
+
+
+def build_peft(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_import: bool = False) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    if only_import:
+        open_source(arguments.worker / "model").build()
+        return None
+    base = AutoModelForCausalLM.from_pretrained(arguments.worker / "model", dtype=torch.float32)
+    config = LoraConfig(
+        r=arguments.rank,
+        lora_alpha=32,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+    model: Any = get_peft_model(base, config).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(input_ids=batch.tokens_BS, labels=batch.tokens_BS, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
+    """Medians over rounds; ratios are medians of the ratio within a round."""
+    print("arm        tokens/CPU-s           range   peak MB   sent MB   reduced MB     loss   times full   times peft")
+    for arm, rounds in figures.items():
+        middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+        rates = [r["tokens_per_cpu_second"] for r in rounds]
+        ratios = []
+        for other in ("full", "peft"):
+            pairs = zip(rounds, figures.get(other, []), strict=False)
+            among = [a["tokens_per_cpu_second"] / b["tokens_per_cpu_second"] for a, b in pairs]
+            ratios.append(f"{statistics.median(among):10.2f} x" if among else " " * 12)
+        print(
+            f"{arm:10s} {middle['tokens_per_cpu_second']:12.1f} {min(rates):8.1f}-{max(rates):<6.1f} "
+            f"{middle['peak_mb']:9,.0f} {middle['sent_mb']:9.1f} {middle['reduced_mb']:12.2f} {middle['loss']:8.4f} "
+            + " ".join(ratios)
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Frozen weights in 8 or 4 bits, each row by itself, so that rows may be cut, read and stored anyhow.
+
+    fp8   a code of 8 bits (float8_e4m3), and a scale a row
+    nf4   a code of 4 bits (a quantile of the normal distribution; QLoRA, arXiv 2305.14314), and a scale for 64 numbers
+
+Codes and scales stand in bytes: nothing that casts parameters on the way touches them. Products widen a weight for as
+long as they take, in forward and again in backward; of experts, a few at a time.
+
+Shape suffixes: M rows of a batch, O what a matrix gives out, I what it takes in, e experts on this rank, R rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe.matmul import matmul, pad_rows
+from moe.products import runs
+
+Kind = Literal["fp8", "nf4"]
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The values of bitsandbytes' table."""
+BLOCK = 64
+SCALES = "_scales"
+"""What the name of the parameter with a weight's scales ends with."""
+
+_FP8_MAX = 448.0
+_STRIP = 2**20
+_WIDENED_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a weight (rows, columns) is stored: codes (rows, code_bytes) and scales (rows, scale_bytes), all uint8."""
+
+    kind: Kind
+    columns: int
+
+    @property
+    def code_bytes(self) -> int:
+        return self.columns if self.kind == "fp8" else -(-self.columns // 2)
+
+    @property
+    def num_scales(self) -> int:
+        return 1 if self.kind == "fp8" else -(-self.columns // BLOCK)
+
+    @property
+    def scale_bytes(self) -> int:
+        return 4 * self.num_scales
+
+
+def store(module: nn.Module, name: str, kind: Kind) -> None:
+    """Have a module hold its frozen weight `name` as codes and scales, uninitialised; before it is sharded."""
+    weight = module._parameters[name]
+    assert weight is not None
+    assert not weight.requires_grad
+    storage = Storage(kind, weight.shape[1])
+    for part, columns in ((name, storage.code_bytes), (name + SCALES, storage.scale_bytes)):
+        empty = torch.empty(weight.shape[0], columns, dtype=torch.uint8, device=weight.device)
+        module.register_parameter(part, nn.Parameter(empty, requires_grad=False))
+    stored: Any = module
+    stored.storages = {**storages_of(module), name: storage}
+
+
+def storages_of(module: nn.Module) -> dict[str, Storage]:
+    """How a module's weights are stored, of those that are no plain numbers."""
+    storages: dict[str, Storage] = getattr(module, "storages", {})
+    return storages
+
+
+@torch.no_grad()
+def fill(codes: Tensor, scales: Tensor, rows: Tensor, storage: Storage) -> None:
+    """Write rows of a weight, of any dtype, as codes and scales; some at a time."""
+    step = max(1, _STRIP // storage.columns)
+    for start in range(0, rows.shape[0], step):
+        part = slice(start, start + step)
+        new_codes, new_scales = quantise(rows[part].to(codes.device), storage)
+        codes[part], scales[part] = new_codes, new_scales
+
+
+def quantise(rows: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of rows."""
+    values = rows.float()
+    if storage.kind == "fp8":
+        scales = values.abs().amax(dim=1, keepdim=True) / _FP8_MAX
+        codes = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)).to(torch.float8_e4m3fn).view(torch.uint8)
+        return codes, scales.view(torch.uint8)
+    blocks = F.pad(values, (0, storage.num_scales * BLOCK - storage.columns)).unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax(dim=2)
+    share = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).flatten(1)[:, : storage.columns]
+    table = torch.tensor(NF4, device=rows.device)
+    nearest = torch.bucketize(share, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    nearest = F.pad(nearest, (0, 2 * storage.code_bytes - storage.columns))
+    return nearest[:, 0::2] | (nearest[:, 1::2] << 4), scales.contiguous().view(torch.uint8)
+
+
+def widen(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dtype) -> Tensor:
+    """The rows that codes and scales stand for: products in fp32, rounded once; some at a time, on a CPU."""
+    num_rows = codes.shape[0]
+    wide = torch.empty(num_rows, storage.columns, dtype=dtype, device=codes.device)
+    # what lies between codes and numbers takes several times their room
+    step = max(1, _STRIP // storage.columns) if codes.device.type == "cpu" else max(1, num_rows)
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        factors = scales[rows].contiguous().view(torch.float32)
+        if storage.kind == "fp8":
+            wide[rows] = codes[rows].view(torch.float8_e4m3fn).float().mul_(factors)
+            continue
+        values = F.embedding(codes[rows].int(), _pairs(codes.device)).flatten(1)[:, : storage.columns]
+        wide[rows] = values.mul(factors.repeat_interleave(BLOCK, dim=1)[:, : storage.columns])
+    return wide
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two numbers of each byte, (256, 2)."""
+    byte = torch.arange(256)
+    return torch.tensor(NF4)[torch.stack([byte & 0xF, byte >> 4], dim=1)].to(device)
+
+
+def stored_linear(x: Tensor, codes: Tensor, scales: Tensor, storage: Storage) -> Tensor:
+    """x · Wᵀ of a weight that is stored so."""
+    out_MO: Tensor = _StoredLinear.apply(x.flatten(0, -2), codes, scales, storage)
+    return out_MO.unflatten(0, x.shape[:-1])
+
+
+class _StoredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MI: Tensor, codes: Tensor, scales: Tensor, storage: Storage) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.storage = storage
+        return matmul(pad_rows(x_MI), widen(codes, scales, storage, x_MI.dtype).t())[: len(x_MI)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor, None, None, None]:
+        codes, scales = ctx.saved_tensors
+        weight_OI = widen(codes, scales, ctx.storage, grad_MO.dtype)
+        return matmul(pad_rows(grad_MO), weight_OI)[: len(grad_MO)], None, None, None
+
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def stored_product(
+    x_RI: Tensor,
+    counts_e: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    storage: Storage,
+    product: Product,
+    is_transposed: bool,
+) -> Tensor:
+    """`product` (see `moe.products`) of experts whose weights (e · rows, columns) are stored so.
+
+    Args:
+        is_transposed: whether an expert multiplies by the transpose of its rows.
+    """
+    out_RO: Tensor = _StoredProduct.apply(x_RI, counts_e, codes, scales, storage, product, is_transposed)
+    return out_RO
+
+
+class _StoredProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_RI: Tensor,
+        counts_e: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        storage: Storage,
+        product: Product,
+        is_transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(counts_e, codes, scales)
+        ctx.storage, ctx.product, ctx.is_transposed = storage, product, is_transposed
+        return _by_few(x_RI, counts_e, codes, scales, storage, product, is_transposed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
+        counts_e, codes, scales = ctx.saved_tensors
+        grad_x_RI = _by_few(grad_RO, counts_e, codes, scales, ctx.storage, ctx.product, not ctx.is_transposed)
+        return grad_x_RI, None, None, None, None, None, None
+
+
+@torch.no_grad()
+def _by_few(
+    x_RI: Tensor,
+    counts_e: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    storage: Storage,
+    product: Product,
+    is_transposed: bool,
+) -> Tensor:
+    """The product of as many experts at a time as may be widened at once."""
+    num_experts = counts_e.numel()
+    rows_an_expert = codes.shape[0] // num_experts
+    few = max(1, _WIDENED_BYTES // (rows_an_expert * storage.columns * x_RI.dtype.itemsize))
+    outputs = []
+    places = runs(counts_e.tolist()) if few < num_experts else []
+    for first in range(0, num_experts, few):
+        last = min(first + few, num_experts)
+        rows = slice(first * rows_an_expert, last * rows_an_expert)
+        weight = widen(codes[rows], scales[rows], storage, x_RI.dtype).unflatten(0, (last - first, -1))
+        x = x_RI[places[first].start : places[last - 1].stop] if places else x_RI
+        outputs.append(product(x, counts_e[first:last], weight.transpose(1, 2) if is_transposed else weight))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,0 +1,103 @@
+"""Frozen weights in 8 and 4 bits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe import KERNELS
+from moe.products import looped_product
+from moe.quantised import BLOCK, NF4, Storage, fill, quantise, stored_linear, stored_product, widen
+
+KINDS: list[Any] = ["fp8", "nf4"]
+
+
+def stored(weight: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor, Storage]:
+    storage = Storage(kind, weight.shape[1])
+    return *quantise(weight, storage), storage
+
+
+@pytest.mark.parametrize("columns", [64, 128, 40, 73])
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_is_bounded(kind: Any, columns: int) -> None:
+    """By half a step of the codes, of the largest of the row or block."""
+    weight = torch.randn(7, columns, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 7).unsqueeze(1)
+    codes, scales, storage = stored(weight, kind)
+    assert (codes.shape, scales.shape) == ((7, storage.code_bytes), (7, storage.scale_bytes))
+    wide = widen(codes, scales, storage, torch.float32)
+    assert wide.shape == weight.shape
+    if kind == "fp8":
+        largest, step = weight.abs().amax(dim=1, keepdim=True), 2**-4
+        assert ((wide - weight).abs() <= weight.abs() * step + largest * 2**-17).all()
+        return
+    for start in range(0, columns, BLOCK):
+        part = slice(start, start + BLOCK)
+        largest = weight[:, part].abs().amax(dim=1, keepdim=True)
+        steps = torch.tensor(NF4).diff().max() / 2
+        assert ((wide - weight)[:, part].abs() <= largest * (steps + 1e-6)).all()
+
+
+def test_nf4_keeps_its_own_values() -> None:
+    weight = torch.tensor(NF4).repeat(3, 4) * torch.tensor([[1.0], [0.5], [3.0]])
+    assert torch.equal(widen(*stored(weight, "nf4"), torch.float32), weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_and_rows_by_themselves(kind: Any) -> None:
+    """A row of zeros stays one, and what a row becomes does not depend on the others."""
+    weight = torch.randn(9, 72, generator=torch.Generator().manual_seed(0))
+    weight[4] = 0
+    codes, scales, storage = stored(weight, kind)
+    assert not widen(codes, scales, storage, torch.float32)[4].any()
+    for rows in (slice(0, 2), slice(3, 8)):
+        alone = quantise(weight[rows], storage)
+        assert torch.equal(alone[0], codes[rows])
+        assert torch.equal(alone[1], scales[rows])
+    filled = torch.empty_like(codes), torch.empty_like(scales)
+    fill(*filled, weight.double(), storage)
+    assert torch.equal(filled[0], codes)
+    assert torch.equal(filled[1], scales)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_the_widened_weight(kind: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(24, 72, generator=generator), torch.randn(2, 5, 72, generator=generator)
+    codes, scales, storage = stored(weight, kind)
+    wide = widen(codes, scales, storage, torch.float32)
+    x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
+    out, want = stored_linear(x_1, codes, scales, storage), torch.nn.functional.linear(x_2, wide)
+    torch.testing.assert_close(out, want)
+    grad = torch.randn(out.shape, generator=generator)
+    out.backward(grad)
+    want.backward(grad)
+    torch.testing.assert_close(x_1.grad, x_2.grad)
+
+
+@pytest.mark.parametrize("few", [1, 2, 5])
+@pytest.mark.parametrize("kernel", ["loop", "torch-grouped"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_a_few_at_a_time(
+    kind: Any, is_transposed: bool, kernel: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five experts of which two get no row, with room for so many at once."""
+    monkeypatch.setattr("moe.quantised._WIDENED_BYTES", few * 16 * 64 * 4)
+    generator = torch.Generator().manual_seed(0)
+    counts_e = torch.tensor([0, 3, 4, 0, 2])
+    weight = torch.randn(5 * 16, 64, generator=generator)
+    codes, scales, storage = stored(weight, kind)
+    weight_eOI = widen(codes, scales, storage, torch.float32).unflatten(0, (5, -1))
+    if is_transposed:
+        weight_eOI = weight_eOI.transpose(1, 2)
+    x = torch.randn(9, weight_eOI.shape[2], generator=generator)
+    x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
+    product = KERNELS[kernel].product
+    assert product is not None
+    out = stored_product(x_1, counts_e, codes, scales, storage, product, is_transposed)
+    want = looped_product(x_2, counts_e, weight_eOI)
+    torch.testing.assert_close(out, want)
+    grad = torch.randn(out.shape, generator=generator)
+    out.backward(grad)
+    want.backward(grad)
+    torch.testing.assert_close(x_1.grad, x_2.grad)
