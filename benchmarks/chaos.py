@@ -33,7 +33,7 @@ ROWS = 2_000
 """Of data. To tokenise as many as the demo has would take longer than a run."""
 FIGURES = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "expert_tokens")
 """Of a step, in metrics.jsonl: those that are the same however often the run was killed."""
-OUTPUTS = {"checkpoints", "config.yaml", "environment.json", "hf", "metrics.jsonl", "report.html"}
+OUTPUTS = {"adapter", "checkpoints", "config.yaml", "environment.json", "hf", "metrics.jsonl", "report.html"}
 CHECKPOINTS = re.compile(r"latest|step-\d+")
 
 
@@ -63,6 +63,9 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ep-size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200, help="of the whole run; a checkpoint is saved after each")
+    parser.add_argument(
+        "--adapter", choices=("none", "lora"), default="none", help="lora: train adapters, and merge them"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=int, default=3600, help="seconds after which the run counts as hung")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
@@ -103,6 +106,7 @@ def train_flags(directory: Path, out: Path, arguments: argparse.Namespace, save_
         "--ep-size", str(arguments.ep_size), "--max-steps", str(arguments.steps),
         "--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "2", "--learning-rate", "1e-3",
         "--save-steps", str(save_steps), "--save-total-limit", "3", "--resume", "auto",
+        *(("--adapter", "lora", "--merge") if arguments.adapter == "lora" else ()),
     ]  # fmt: skip
 
 

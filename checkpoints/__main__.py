@@ -140,11 +140,14 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    a, b = (
-        open_readable(_directory(path), strict=False, any_owner=arguments.trust_checkpoint_owner)
-        for path in (arguments.a, arguments.b)
-    )
-    comparison = compare(a, b, arguments.rtol)
+    paths = [_directory(path) for path in (arguments.a, arguments.b)]
+    if all(map(_is_adapter, paths)):
+        from checkpoints.adapter import compare_adapters
+
+        comparison = compare_adapters(paths[0], paths[1], arguments.rtol)
+    else:
+        a, b = (open_readable(path, strict=False, any_owner=arguments.trust_checkpoint_owner) for path in paths)
+        comparison = compare(a, b, arguments.rtol)
     for line in comparison.differences:
         print(folded(line))
     same = "the same bits" if arguments.rtol is None else f"the same to a relative {arguments.rtol}"
@@ -157,7 +160,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     path = _directory(arguments.path)
-    if (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists():
+    if _is_adapter(path):
         from checkpoints.adapter import describe_adapter
 
         for line in describe_adapter(path, arguments.tensors):
@@ -176,6 +179,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     in_this_form = (path / MANIFEST).exists() or (path / MARKER).exists()
     print("checksums   match" if in_this_form else "checksums   none in this form")
     return 1 if readable.checkpoint.problems else 0
+
+
+def _is_adapter(path: Path) -> bool:
+    return (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists()
 
 
 def _directory(path: Path) -> Path:

@@ -38,6 +38,7 @@ from checkpoints.peft_format import (
 from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint, read_header, read_json
 from checkpoints.tensors import DTYPE_CODES
+from checkpoints.verify import Comparison
 from moe import DroplessExperts, ExpertMeshError, Lora
 from moe.adapters import A, B
 from moe.whole import whole
@@ -242,6 +243,31 @@ def describe_adapter(path: Path, list_tensors: bool) -> Iterator[str]:
     if list_tensors:
         for name, info in infos.items():
             yield f"  {name}  {list(info.shape)}"
+
+
+def compare_adapters(a: Path, b: Path, rtol: float | None) -> Comparison:
+    """Hold the tensors of two adapters against one another by name, and what their configs say of scales: values that
+    are the same; or, with `rtol`, within rtol of the tensor's largest."""
+    configs, infos = [read_json(path / CONFIG) for path in (a, b)], [read_header(path / WEIGHTS) for path in (a, b)]
+    keys = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+    differences = [
+        f"{CONFIG}: {key} is {configs[0].get(key)} in {a}, {configs[1].get(key)} in {b}"
+        for key in keys
+        if (configs[0].get(key) or None) != (configs[1].get(key) or None)
+    ]
+    differences += [f"{name}: in one of them alone" for name in sorted(set(infos[0]) ^ set(infos[1]))]
+    both = sorted(set(infos[0]) & set(infos[1]))
+    with safe_open(a / WEIGHTS, framework="pt") as file_a, safe_open(b / WEIGHTS, framework="pt") as file_b:
+        for name in both:
+            one, other = file_a.get_tensor(name), file_b.get_tensor(name)
+            if one.shape != other.shape or (rtol is None and one.dtype != other.dtype):
+                differences.append(f"{name}: {list(one.shape)} {one.dtype} against {list(other.shape)} {other.dtype}")
+                continue
+            off = (one.double() - other.double()).abs().max()
+            # not true of NaN
+            if not off <= (rtol or 0.0) * torch.maximum(one.abs().max(), other.abs().max()):
+                differences.append(f"{name}: values differ, by at most {float(off):.3g}")
+    return Comparison(differences, len(both))
 
 
 class Adapter:

@@ -201,6 +201,25 @@ def test_inspect(
     assert "experts.7.w3.lora_B.weight" in said
 
 
+def test_verify(
+    ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same run on other ranks is the same adapter to rounding; another step is another adapter."""
+    runs = {"one": (1, 1, 1), "two": (2, 2, 1), "further": (1, 1, 2)}
+    for name, (world_size, ep_size, steps) in runs.items():
+        flags = ["--ep-size", ep_size, "--max-steps", steps, "--lr-scheduler-type", "constant"]
+        train(ranks, world_size, models["mixtral"], tiny_data, tmp_path / name, *flags)
+
+    def verify(a: str, b: str, *flags: str) -> int:
+        return checkpoints_main(["verify", str(tmp_path / a / "adapter"), str(tmp_path / b / "adapter"), *flags])
+
+    assert verify("one", "one") == 0
+    assert "the same bits" in capsys.readouterr().out
+    assert verify("one", "two", "--rtol", "1e-4") == 0
+    assert verify("one", "further", "--rtol", "1e-4") == 1
+    assert "lora_B.weight: values differ" in capsys.readouterr().out
+
+
 def _refused(model: Path, adapter: Path, case: Case) -> str:
     with pytest.raises(ExpertMeshError) as error:
         _our_logits(model, adapter, Topology(1, 1), case)

@@ -6,7 +6,7 @@ CASES = {
     "config_files": (300, 500),
     "configs_of_families": (0, 400),
     "tensors_of_families": (0, 110),
-    "encoded_files": (300, 120),
+    "encoded_files": (120, 120),
     "manifests": (200, 120),
     "markers": (150, 180),
     "damaged_shards": (150, 0),
