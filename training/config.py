@@ -300,6 +300,11 @@ class TrainConfig:
                 "--optim muon: orthogonalises weights, and a low-rank update is no weight; with --adapter lora take "
                 "another"
             )
+        if self.adapter != "none" and self.router_bias_update_rate > 0:
+            raise ExpertMeshError(
+                f"--router-bias-update-rate {self.router_bias_update_rate:g}: an adapter's files hold no router bias; "
+                "leave it out with --adapter lora"
+            )
         if self.adapter != "none" and not self.lora_targets:
             raise ExpertMeshError("--lora-targets: what is to have adapters?")
         for name in ("init_adapter", "merge"):
