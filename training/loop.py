@@ -13,6 +13,7 @@ import torch
 from checkpoints import Progress, Saver, load_best_model, load_training_state, recorded_settings
 from moe import ExpertMeshError, ParameterCounts, moe_layers
 from sharding import Mesh, Ranks, Watchdog, check_replicas
+from training.adapter_norms import adapter_norms, norms_line
 from training.alarms import Alarms
 from training.balance import Balance, BiasUpdate
 from training.compiling import Compilation, compilation
@@ -164,6 +165,8 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
     watchdog.at("the end of training", limited=False)
     if config.load_best_model_at_end and not stopping:
         _load_best(run, best)
+    if norms := adapter_norms(run.model, run.mesh):
+        run.log.event({"step": run.log.num_steps, "adapter_norms": norms}, norms_line(norms))
     return stopping
 
 
