@@ -9,7 +9,8 @@
 
 Steps of the same random Mixtral and batch, each arm in fresh processes, in turn, round after round. Tokens a CPU-second
 are summed over ranks; the peak is a rank's resident memory above what it held before its model was made; sent is what a
-rank sends in its first step.
+rank sends in its first step. Weights are those that are not trained; trained is what is, with gradients and optimizer
+state; kept is what autograd keeps for backward. over: the peak beyond the weights, over trained and kept together.
 """
 
 import argparse
@@ -25,13 +26,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.traffic import CountTraffic
 from checkpoints import open_source, shard_and_load
 from moe import choose_kernel, kernel_needs, store_frozen, use_kernel
 from moe.terminal import ends_with_reader
-from sharding import Topology, build_mesh, end_process_group, fill_adapters, start_process_group
+from sharding import Topology, build_mesh, end_process_group, fill_adapters, local_tensor, start_process_group
 from training import TrainConfig, adapt, attach_loss_head
 from training.balance import LossWeights
 from training.data import Batch, Sample, collate
@@ -128,8 +131,9 @@ def measure(arguments: argparse.Namespace) -> int:
     build(arguments, ranks, batch, only_import=True)
     restart_peak()
     start = resident("VmRSS")
-    step = build(arguments, ranks, batch)
-    with CountTraffic() as traffic:
+    step, model = build(arguments, ranks, batch)
+    kept = _Kept(model)
+    with CountTraffic() as traffic, kept:
         loss = step()
     begin = _cpu_seconds()
     for _ in range(arguments.steps):
@@ -145,10 +149,38 @@ def measure(arguments: argparse.Namespace) -> int:
             "sent_mb": sum(traffic.sent.values()) / MB,
             "reduced_mb": (traffic.sent["reduce-scatter"] + traffic.sent["all-reduce"]) / MB,
             "loss": loss,
+            "weights_mb": _bytes(model, trained=False) / MB,
+            "trained_mb": 4 * _bytes(model, trained=True) / MB,
+            "kept_mb": sum(kept.storages.values()) / MB,
         }
         (arguments.worker / f"{arguments.arm}.json").write_text(json.dumps(figures))
     end_process_group()
     return 0
+
+
+class _Kept(saved_tensors_hooks):
+    """Within it, `storages` has the bytes of all that autograd keeps for backward, but for the model's own weights."""
+
+    def __init__(self, model: Any):
+        own = {_local(p).untyped_storage().data_ptr() for p in model.parameters()}
+        self.storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = _local(tensor).untyped_storage()
+            if storage.data_ptr() not in own:
+                self.storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        super().__init__(pack, lambda tensor: tensor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor.detach())
+
+
+def _bytes(model: Any, trained: bool) -> int:
+    """Of this rank's parameters that are trained, or of those that are not."""
+    return sum(_local(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad == trained)
 
 
 def _cpu_seconds() -> float:
@@ -181,7 +213,7 @@ def build_ours(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_imp
     shard_and_load(model, source, mesh, ranks.device)
     fill_adapters(model, mesh.topology, config.seed)
     optimizer = build_optimizer(model.train(), config, mesh)
-    return lambda: train_step(model, optimizer, [batch], mesh, LossWeights(0.0, 0.0), 1.0).loss
+    return lambda: train_step(model, optimizer, [batch], mesh, LossWeights(0.0, 0.0), 1.0).loss, model
 
 
 def build_peft(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_import: bool = False) -> Any:
@@ -210,12 +242,15 @@ def build_peft(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_imp
         optimizer.step()
         return float(loss.detach())
 
-    return step
+    return step, model
 
 
 def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
     """Medians over rounds; ratios are medians of the ratio within a round."""
-    print("arm        tokens/CPU-s           range   peak MB   sent MB   reduced MB     loss   times full   times peft")
+    print(
+        "arm        tokens/CPU-s           range   peak MB   weights   trained      kept   over   sent MB   reduced MB"
+        "     loss   times full   times peft"
+    )
     for arm, rounds in figures.items():
         middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
         rates = [r["tokens_per_cpu_second"] for r in rounds]
@@ -226,9 +261,15 @@ def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
             ratios.append(f"{statistics.median(among):10.2f} x" if among else " " * 12)
         print(
             f"{arm:10s} {middle['tokens_per_cpu_second']:12.1f} {min(rates):8.1f}-{max(rates):<6.1f} "
-            f"{middle['peak_mb']:9,.0f} {middle['sent_mb']:9.1f} {middle['reduced_mb']:12.2f} {middle['loss']:8.4f} "
-            + " ".join(ratios)
+            f"{middle['peak_mb']:9,.0f} {middle['weights_mb']:9,.0f} {middle['trained_mb']:9,.0f} "
+            f"{middle['kept_mb']:9,.0f} {_over(middle):6.2f} {middle['sent_mb']:9.1f} {middle['reduced_mb']:12.2f} "
+            f"{middle['loss']:8.4f} " + " ".join(ratios)
         )
+
+
+def _over(figures: dict[str, float]) -> float:
+    beyond = figures["peak_mb"] - figures["weights_mb"]
+    return beyond / (figures["trained_mb"] + figures["kept_mb"])
 
 
 if __name__ == "__main__":

@@ -316,7 +316,13 @@ class Adapter:
             name = f"{path}.{part.place.tensor}"
         else:
             name = parameter.removesuffix(".weight")
-        return rank_and_scaling(self.config, name)[1]
+        try:
+            scale = rank_and_scaling(self.config, name)[1]
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ExpertMeshError(f"{self.path / CONFIG}: the scale of {name} cannot be read: {error}") from error
+        if not 0 < scale < 1e9:
+            raise ExpertMeshError(f"{self.path / CONFIG}: makes the scale of {name} {scale:g}")
+        return scale
 
     def _check_config(self) -> None:
         file = self.path / CONFIG
@@ -326,6 +332,9 @@ class Adapter:
             value = self.config.get(name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
                 raise ExpertMeshError(f"{file}: {name} is {value!r:.80}; it must be a number above 0")
+        for name, kind in (("target_parameters", list), ("rank_pattern", dict), ("alpha_pattern", dict)):
+            if not isinstance(self.config.get(name) or kind(), kind):
+                raise ExpertMeshError(f"{file}: {name} is {self.config[name]!r:.80}; it must be a {kind.__name__}")
         for name in ("modules_to_save", "use_dora", "alora_invocation_tokens", "lora_bias"):
             if self.config.get(name):
                 raise ExpertMeshError(f"{file}: {name} is {self.config[name]!r:.80}; that is not supported")

@@ -7,6 +7,7 @@ Shape suffixes: B rows, S positions, N = B·S positions of all rows, H heads, G 
 """
 
 import inspect
+import re
 from functools import cache
 from typing import Any
 
@@ -34,18 +35,13 @@ _STATE = (
     "PyTorch code for them does not begin it anew"
 )
 _BLOCKS = "put a row's tokens together in blocks, whose ends are not the samples'"
+_CHOICE = "choose the tokens to attend to in the whole row, and choose others if other samples share it"
 _NOT_APART = {
-    "linear_attention": _STATE,
-    "mamba": _STATE,
-    "conv": _STATE,
-    "hybrid": _STATE,
-    "hybrid_sliding": _STATE,
-    "compressed_sparse_attention": _BLOCKS,
-    "heavily_compressed_attention": _BLOCKS,
-    "minimax_m3_sparse": _BLOCKS,
-    "indexed_attention": "choose the tokens to attend to in the whole row, and choose others if other samples share it",
+    r"linear_attention|mamba|conv|hybrid.*": _STATE,
+    r".*compressed.*|.*_sparse": _BLOCKS,
+    r"indexed.*": _CHOICE,
 }
-"""Why no mask keeps the samples of a packed row apart in these kinds of layers."""
+"""Why no mask keeps the samples of a packed row apart, by patterns of the names of kinds of layers."""
 
 _NOT_FOR_ATTENTION = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
@@ -86,7 +82,8 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
 def _why_not(model_type: str, kinds: set[str]) -> str:
     of_reason: dict[str, list[str]] = {}
     for kind in sorted(kinds):
-        reason = _NOT_APART.get(kind, "are not known to keep the samples of a packed row apart")
+        reasons = (reason for pattern, reason in _NOT_APART.items() if re.fullmatch(pattern, kind))
+        reason = next(reasons, "are not known to keep the samples of a packed row apart")
         of_reason.setdefault(reason, []).append(kind)
     return ", ".join(f"layers of {model_type} ({', '.join(found)}) {reason}" for reason, found in of_reason.items())
 

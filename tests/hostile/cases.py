@@ -7,6 +7,7 @@ CASES = {
     "configs_of_families": (0, 400),
     "tensors_of_families": (0, 110),
     "encoded_files": (120, 120),
+    "adapter_files": (120, 300),
     "manifests": (200, 120),
     "markers": (150, 180),
     "damaged_shards": (150, 0),
