@@ -34,7 +34,15 @@ from benchmarks.traffic import CountTraffic
 from checkpoints import open_source, shard_and_load
 from moe import choose_kernel, kernel_needs, store_frozen, use_kernel
 from moe.terminal import ends_with_reader
-from sharding import Topology, build_mesh, end_process_group, fill_adapters, local_tensor, start_process_group
+from sharding import (
+    Topology,
+    build_mesh,
+    end_process_group,
+    fill_adapters,
+    local_tensor,
+    settle_malloc,
+    start_process_group,
+)
 from training import TrainConfig, adapt, attach_loss_head
 from training.balance import LossWeights
 from training.data import Batch, Sample, collate
@@ -122,6 +130,8 @@ def start_arm(arm: str, directory: Path, arguments: argparse.Namespace) -> dict[
 
 def measure(arguments: argparse.Namespace) -> int:
     """On each rank of an arm."""
+    if arguments.arm != "peft":
+        settle_malloc()  # as train_ep.py does
     ranks = start_process_group(use_cpu=True, timeout_seconds=arguments.timeout)
     generator = torch.Generator().manual_seed(ranks.rank)
     tokens = torch.randint(0, arguments.vocabulary, (arguments.seq_length,), generator=generator).tolist()
