@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +47,8 @@ from sharding import Topology, adapters_of, raise_together
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Form = Literal["auto", "per-expert", "packed"]
+_PAIRS_KEPT = 4
+"""Gate, up and down of a layer's experts, and a linear layer's."""
 
 
 def export_adapter(
@@ -276,6 +279,9 @@ class Adapter:
     Args:
         names: of the model that it is for.
 
+    Attributes:
+        pair: (parameter) -> A and B beside it; the last few are kept.
+
     Raises:
         ExpertMeshError: a file is missing or damaged; it is no LoRA, or of another model; a tensor is missing, has no
             place or another shape than its twin asks for.
@@ -290,15 +296,23 @@ class Adapter:
         # (A's name, B's name) by the base's parameter and, of experts, the number of each
         self.found: dict[str, dict[int, tuple[str, str]]] = {}
         self.packed: dict[str, dict[str, tuple[str, str]]] = {}
+        # an export goes expert by expert, and asks for a layer's matrices by turns
+        self.pair = lru_cache(maxsize=_PAIRS_KEPT)(self._pair)
+        self._layer_pairs = lru_cache(maxsize=1)(self._unpacked)
         self._find()
 
     @property
     def parameters(self) -> set[str]:
         """Those of the model that it changes."""
-        of_layers = {f"{path}.mlp.{name}" for path in self.packed for name in self._layer_pairs(path)}
+        of_layers = {
+            f"{path}.mlp.{part.name}"
+            for path, tensors in self.packed.items()
+            for part in self.layers[path].mlp.layout.parameters
+            if part.row and part.place.tensor in tensors
+        }
         return set(self.found) | of_layers
 
-    def pair(self, parameter: str) -> LoraPair | None:
+    def _pair(self, parameter: str) -> LoraPair | None:
         """A and B beside a parameter, an expert's along dim 0 where it is experts'; None if it has none."""
         if parameter in self.found:
             pairs = [self._read(names) for _, names in sorted(self.found[parameter].items())]
@@ -383,18 +397,13 @@ class Adapter:
             raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {min(others)} has no place in this model")
         return pairs
 
-    def _layer_pairs(self, path: str) -> dict[str, LoraPair]:
-        """Of a layer whose pairs are packed, the last of which is kept."""
-        if self._latest[0] != path:
-            packed = {tensor: self._read(names) for tensor, names in self.packed[path].items()}
-            try:
-                pairs = unpack_experts(packed, self.layers[path].mlp.layout, self.config.get("peft_version"))
-            except ValueError as error:
-                raise ExpertMeshError(f"{self.path}: {path}: {error}") from error
-            self._latest = (path, pairs)
-        return self._latest[1]
-
-    _latest: tuple[str, dict[str, LoraPair]] = ("", {})
+    def _unpacked(self, path: str) -> dict[str, LoraPair]:
+        """Of a layer whose pairs are packed."""
+        packed = {tensor: self._read(names) for tensor, names in self.packed[path].items()}
+        try:
+            return unpack_experts(packed, self.layers[path].mlp.layout, self.config.get("peft_version"))
+        except ValueError as error:
+            raise ExpertMeshError(f"{self.path}: {path}: {error}") from error
 
     def _read(self, names: tuple[str, str]) -> LoraPair:
         values = []

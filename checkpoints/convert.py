@@ -76,8 +76,7 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
         row_sums = {name: value for r in records for name, value in r.row_sums.items()}
         manifest = make_manifest(source, names, ep_size, files, sums, row_sums, exported, origin=source_path.name)
         _finish(out, MANIFEST, json.dumps(manifest, indent=1))
-    encoded = {t.regions[0].parameter for t in checkpoint.tensors if checkpoint.infos[t.name].encoding is not None}
-    return [] if dtype is not None else sorted(encoded - encodings.keys())
+    return [] if dtype is not None else sorted(checkpoint.encoded_parameters - encodings.keys())
 
 
 def export_offline(source_path: Path, out: Path, how: HowToWrite, any_owner: bool = False) -> None:

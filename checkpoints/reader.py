@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -116,30 +116,34 @@ class SafetensorsReader:
             path = self.checkpoint.source.path / info.file
             yield Piece(shared, data.T if region.transposed else data, info.dtype, tensor, path)
 
-    def codes(self, parameter: str, rows: range) -> tuple[Array, Array]:
-        """(codes one a byte, bytes of their scales) of some rows of a parameter that `kept_encodings` has; a block row
-        of scales for each block of rows, which `rows` are whole ones of."""
-        found = []
-        for region, tensor in self.places[parameter]:
-            if shared := overlap(rows, region.rows):
-                found.append(self._region_codes(tensor, region, shared))
-        codes, scales = zip(*found, strict=True)
-        return np.concatenate(codes), np.concatenate(scales)
+    def codes(self, parameter: str, rows: range) -> Array:
+        """Codes, one a byte, of some rows of a parameter that `kept_encodings` has; whole blocks of rows."""
+        return np.concatenate(list(self._by_region(parameter, rows, self._codes, item=1)))
 
-    def _region_codes(self, tensor: DiskTensor, region: Region, rows: range) -> tuple[Array, Array]:
-        info = self.checkpoint.infos[tensor.name]
-        encoding, _ = info.encoded
-        height, width = info.code_matrix()
-        place = region.on_disk(rows)
-        run = range(place.start, place.stop)
-        if region.transposed == encoding.transposed:
-            codes = self._codes(info, region.index, run, range(width))[:: region.step]
-            return codes, self._stored_scales(info, region.index, run, range(width))[:: region.step]
-        codes = self._codes(info, region.index, range(height), run)
-        scales = self._stored_scales(info, region.index, range(height), run)
-        item = DTYPE_BYTES[encoding.scale_dtype]
-        turned = scales.reshape(len(scales), -1, item).transpose(1, 0, 2)
-        return codes.T[:: region.step], turned.reshape(len(turned), -1)[:: region.step]
+    def scales(self, parameter: str, rows: range) -> Array:
+        """Bytes of their scales, a row of them for each block of rows."""
+        tensor = self.places[parameter][0][1]
+        item = DTYPE_BYTES[self.checkpoint.infos[tensor.name].encoded[0].scale_dtype]
+        return np.concatenate(list(self._by_region(parameter, rows, self._stored_scales, item)))
+
+    def _by_region(
+        self, parameter: str, rows: range, read: Callable[[TensorInfo, tuple[int, ...], range, range], Array], item: int
+    ) -> Iterator[Array]:
+        """What `read` gives of the rectangles in which the rows stand, in the order of our rows; items of so many
+        bytes."""
+        for region, tensor in self.places[parameter]:
+            if not (shared := overlap(rows, region.rows)):
+                continue
+            info = self.checkpoint.infos[tensor.name]
+            height, width = info.code_matrix()
+            place = region.on_disk(shared)
+            run = range(place.start, place.stop)
+            if region.transposed == info.encoded[0].transposed:
+                yield read(info, region.index, run, range(width))[:: region.step]
+                continue
+            columns = read(info, region.index, range(height), run)
+            turned = columns.reshape(len(columns), -1, item).transpose(1, 0, 2)
+            yield turned.reshape(len(turned), -1)[:: region.step]
 
     def _read(self, tensor: DiskTensor, region: Region, rows: range) -> Array:
         """As it lies in the tensor: columns, if the region is transposed."""

@@ -157,10 +157,11 @@ def _encoded_blocks(output: OutputTensor, encoding: Encoding, reader: ParameterR
     assert isinstance(reader, SafetensorsReader), "nothing else has encoded parameters"
     (region,) = output.tensor.regions
     for rows in _chunks(region, output, lcm(GRANULE, encoding.block[0])):
-        codes, stored = reader.codes(region.parameter, rows)
+        stored = reader.scales(region.parameter, rows)
         if output.part == "scales":
             yield contiguous(stored), 0
             continue
+        codes = reader.codes(region.parameter, rows)
         wide = widen(codes, scale_values(stored, encoding.scale_dtype), encoding, (0, 0))
         yield contiguous(pack(codes, encoding)), row_sum(wide, rows.start - region.rows.start)
 

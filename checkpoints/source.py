@@ -131,6 +131,12 @@ class Checkpoint:
         return replace(self, exported=exported)
 
     @property
+    def encoded_parameters(self) -> set[str]:
+        """Parameters with rows that are stored in fewer bits."""
+        tensors = (tensor for tensor in self.tensors if self.infos[tensor.name].encoding is not None)
+        return {region.parameter for tensor in tensors for region in tensor.regions}
+
+    @property
     def some_left_out(self) -> str:
         """The first few of `left_out`, for a message."""
         return ", ".join(self.left_out[:3]) + (", ..." if len(self.left_out) > 3 else "")

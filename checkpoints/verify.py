@@ -28,7 +28,7 @@ def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
     differences = [f"{problem} ({side.path})" for side in (a, b) for problem in side.checkpoint.problems]
     reader_a, reader_b = a.make_reader(), b.make_reader()
     dtypes_b = _dtypes(b.checkpoint)
-    encoded = _encoded(a.checkpoint) | _encoded(b.checkpoint)
+    encoded = a.checkpoint.encoded_parameters | b.checkpoint.encoded_parameters
     compared = 0
     for output in a.checkpoint.exported:
         compared += 1
@@ -50,12 +50,6 @@ def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
     return {output.tensor.name: output.dtype for output in checkpoint.exported}
-
-
-def _encoded(checkpoint: Checkpoint) -> set[str]:
-    """Names of parameters with encoded rows."""
-    tensors = (tensor for tensor in checkpoint.tensors if checkpoint.infos[tensor.name].encoding is not None)
-    return {region.parameter for tensor in tensors for region in tensor.regions}
 
 
 def _name(output: OutputTensor, region: Region) -> str:

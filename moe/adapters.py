@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from moe.experts import ExpertMLP, ExpertParameter, LowRank
 from moe.layer import DroplessExperts
 from moe.matmul import Linear
-from moe.model import decoder_layers, moe_layers
+from moe.model import layer_prefixes, router_prefixes
 from moe.quantised import SCALES, Kind, storages_of, store, stored_linear
 
 A, B = "lora_A", "lora_B"
@@ -103,16 +103,14 @@ def _adapt_linear(module: Any, lora: Lora) -> None:
 def store_frozen(model: nn.Module, kind: Kind) -> None:
     """Hold the frozen matrices of a model's decoder layers, of linear layers and experts, in fewer bits, in place;
     before it is parallelised. What is trained, and routers, norms, embeddings and head, stay as they are."""
-    layers = set(decoder_layers(model))
-    inside = tuple(f"{path}." for path, module in model.named_modules() if module in layers)
-    routers = tuple(layer.router for layer in moe_layers(model) if layer.router is not None)
+    layers, routers = layer_prefixes(model), router_prefixes(model)
     for path, module in list(model.named_modules()):
         if isinstance(module, ExpertMLP):
             for part in module.layout.parameters:
                 if part.row:
                     store(module, part.name, kind)
         is_linear = type(module) in (nn.Linear, Linear, _LoraLinear)
-        if is_linear and path.startswith(inside) and not path.startswith(routers):
+        if is_linear and path.startswith(layers) and not f"{path}.".startswith(routers):
             if not isinstance(module, FrozenLinear):
                 module.__class__ = FrozenLinear
             store(module, "weight", kind)

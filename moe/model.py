@@ -235,6 +235,17 @@ def moe_layers(model: nn.Module) -> list[DroplessExperts]:
     return [module for module in model.modules() if isinstance(module, DroplessExperts)]
 
 
+def layer_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """What names of things in a decoder layer begin with."""
+    layers = set(decoder_layers(model))
+    return tuple(f"{path}." for path, module in model.named_modules() if module in layers)
+
+
+def router_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """What names of a router's parameters begin with."""
+    return tuple(f"{layer.router}." for layer in moe_layers(model) if layer.router is not None)
+
+
 def moe_shape(model: nn.Module) -> MoEShape:
     """Of the model's MoE layers: of the first, as their experts are equally many."""
     return moe_layers(model)[0].shape

@@ -105,7 +105,7 @@ def adapters_of(model: nn.Module) -> dict[str, StateTensor]:
 def changing_state(model: nn.Module) -> dict[str, StateTensor]:
     """What a run changes of it and so must keep: beside adapters the rest of the parameters is as it was loaded."""
     state = {name: part for name, part in state_of(model).items() if part.persistent}
-    if not adapters_of(model):
+    if not any(part.is_adapter for part in state.values()):
         return state
     return {name: part for name, part in state.items() if part.is_adapter or not part.is_parameter}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from moe import ExpertMeshError, Lora, add_adapters, decoder_layers, is_adapter, moe_layers
+from moe import ExpertMeshError, Lora, add_adapters, is_adapter, layer_prefixes, moe_layers, router_prefixes
 from moe.matmul import Linear
 from training.config import TrainConfig
 from training.freezing import groups_of
@@ -67,7 +67,7 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
             raise ExpertMeshError(f"--lora-targets {target}: this model has none; it has {', '.join(there)}")
         chosen |= paths
     if "router" in config.lora_targets:
-        of_routers = {path for path in linear if path.startswith(_router_paths(model))}
+        of_routers = _linear_of_routers(model, linear)
         if not routers and not of_routers:
             raise ExpertMeshError("--lora-targets router: this model's routers have no weight that could be adapted")
         chosen |= of_routers
@@ -79,13 +79,16 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     return Adapted(lora, tuple(config.lora_targets), trained, sum(p.numel() for p in parameters.values()))
 
 
-def _router_paths(model: Any) -> tuple[str, ...]:
-    return tuple(layer.router for layer in moe_layers(model) if layer.router is not None)
+def _linear_of_routers(model: Any, linear: Mapping[str, nn.Module]) -> set[str]:
+    """Linear layers that are routers, or parts of one."""
+    routers = router_prefixes(model)
+    return {path for path in linear if f"{path}.".startswith(routers)}
 
 
 def _plain_routers(model: Any, linear: Mapping[str, nn.Module]) -> set[str]:
     """Routers that are no linear layer, but have a matrix `weight` as one has."""
-    weights = {path: getattr(model.get_submodule(path), "weight", None) for path in _router_paths(model)}
+    paths = [layer.router for layer in moe_layers(model) if layer.router is not None]
+    weights = {path: getattr(model.get_submodule(path), "weight", None) for path in paths}
     return {
         path
         for path, weight in weights.items()
@@ -96,16 +99,12 @@ def _plain_routers(model: Any, linear: Mapping[str, nn.Module]) -> set[str]:
 def _targets_by_name(model: Any, linear: Mapping[str, nn.Module]) -> dict[str, set[str]]:
     """The linear layers that each name stands for. Dense MLPs are what is left of the decoder layers."""
     groups = groups_of(model)
-    layers = set(decoder_layers(model))
-    inside = tuple(f"{path}." for path, module in model.named_modules() if module in layers)
     found = {
         name: {path for path in linear if f"{path}.weight" in groups[name]} for name in ("attention", "shared-experts")
     }
     taken = found["attention"] | found["shared-experts"]
-    routers = _router_paths(model)
-    found["dense-mlp"] = {
-        path for path in linear if path.startswith(inside) and path not in taken and not path.startswith(routers)
-    }
+    taken |= _linear_of_routers(model, linear)
+    found["dense-mlp"] = {path for path in linear if path.startswith(layer_prefixes(model)) and path not in taken}
     return found
 
 

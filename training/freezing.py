@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from moe import DroplessExperts, ExpertMeshError, decoder_layers, moe_layers
+from moe import DroplessExperts, ExpertMeshError, decoder_layers, layer_prefixes, router_prefixes
 
 _Names = dict[str, nn.Parameter]
 
@@ -83,8 +83,7 @@ def _by_pattern(entry: str, names: _Names, groups: Mapping[str, _Names]) -> _Nam
 def groups_of(model: Any) -> dict[str, _Names]:
     """The parameters that each named group has in this model, by name; a parameter may be in several, or in none."""
     layers = set(decoder_layers(model))
-    in_layers = tuple(f"{path}." for path, module in model.named_modules() if module in layers)
-    routers = tuple(f"{layer.router}." for layer in moe_layers(model) if layer.router is not None)
+    in_layers, routers = layer_prefixes(model), router_prefixes(model)
 
     def within(is_one: Callable[[str, nn.Module], bool]) -> _Names:
         return {

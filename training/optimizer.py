@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe import decoder_layers, moe_layers
+from moe import decoder_layers, router_prefixes
 from sharding import Mesh, StateTensor, trainable_of
 from training.config import TrainConfig
 from training.low_bit import AdamW8bit, AdamWBf16
@@ -54,7 +54,7 @@ def muon_parts(model: nn.Module) -> tuple[list[StateTensor], list[StateTensor]]:
     """
     state = trainable_of(model)
     experts = [part for part in state.values() if part.expert is not None and part.expert.row]
-    routers = tuple(f"{layer.router}." for layer in moe_layers(model) if layer.router is not None)
+    routers = router_prefixes(model)
     linear = {
         module.weight
         for layer in decoder_layers(model)
