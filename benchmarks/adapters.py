@@ -4,18 +4,21 @@
     lora          LoRA on attention and every expert; the base as it is
     lora-fp8      the base's matrices in fp8, a scale a row
     lora-nf4      the same in nf4
-    peft          PEFT's LoraConfig(target_modules=..., target_parameters=...) on transformers' own model; on one rank,
-                  as it does not run on DTensors
+    peft          PEFT's LoraConfig(target_modules=..., target_parameters=...) on transformers' own model; on several
+                  ranks on its expert parallelism, DistributedConfig(ep_size=...)
 
-Steps of the same random Mixtral and batch, each arm in fresh processes, in turn, round after round. Tokens a CPU-second
-are summed over ranks; the peak is a rank's resident memory above what it held before its model was made; sent is what a
-rank sends in its first step. Weights are those that are not trained; trained is what is, with gradients and optimizer
-state; kept is what autograd keeps for backward. over: the peak beyond the weights, over trained and kept together.
+Steps of the same random Mixtral and batch, each arm in fresh processes, in turn, round after round; of an arm that
+fails the error is shown. Tokens a CPU-second are summed over ranks; resident is the peak of a rank's memory above
+what it held before its model was made; sent is what a rank sends in its first step. Tensors is the peak of what
+storages held at once, counted in a step after those that are timed. Of it, weights are those that are not trained;
+trained is what is, with gradients and optimizer state; activations are what autograd keeps for backward, with fp32
+logits. over: tensors beyond the weights, over trained and activations together.
 """
 
 import argparse
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -29,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.live import LiveTensors
 from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.traffic import CountTraffic
 from checkpoints import open_source, shard_and_load
@@ -53,12 +57,15 @@ ARMS = ("full", "lora", "lora-fp8", "lora-nf4", "peft")
 LEARNING_RATE = 1e-4
 
 
+class ArmFailed(Exception):
+    """An arm's processes ended with an error, the last line of which this is."""
+
+
 @ends_with_reader
 def main() -> int:
     arguments = parse_arguments()
     if arguments.worker is not None:
         return measure(arguments)
-    arms = [arm for arm in arguments.arms if arm != "peft" or arguments.ranks == 1]
     with tempfile.TemporaryDirectory() as directory:
         numbers = make_model(Path(directory) / "model", arguments)
         print(
@@ -67,11 +74,17 @@ def main() -> int:
             f"{arguments.experts} experts, top-2; rank {arguments.rank}; {arguments.seq_length} tokens a rank; "
             f"{arguments.rounds} rounds of {arguments.steps} steps, median"
         )
-        figures: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+        figures: dict[str, list[dict[str, float]]] = {arm: [] for arm in arguments.arms}
+        errors: dict[str, str] = {}
         for _ in range(arguments.rounds):
-            for arm in arms:
-                figures[arm].append(start_arm(arm, Path(directory), arguments))
-    print_table(figures)
+            for arm in [arm for arm in arguments.arms if arm not in errors]:
+                try:
+                    figures[arm].append(start_arm(arm, Path(directory), arguments))
+                except ArmFailed as error:
+                    errors[arm] = str(error)
+    print_table({arm: rounds for arm, rounds in figures.items() if rounds})
+    for arm, why in errors.items():
+        print(f"{arm} failed: {why}")
     return 0
 
 
@@ -116,14 +129,21 @@ def make_model(path: Path, arguments: argparse.Namespace) -> int:
 
 
 def start_arm(arm: str, directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """Run an arm in processes of its own; its figures."""
+    """Run an arm in processes of its own; its figures.
+
+    Raises:
+        ArmFailed: it ended with an error.
+    """
     flags = []
     for name in ("ranks", "ep_size", "vocabulary", "seq_length", "rank", "steps"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
     command += ["-m", "benchmarks.adapters", "--worker", str(directory), "--arm", arm, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, timeout=arguments.timeout, env=environment, stderr=subprocess.DEVNULL)
+    ended = subprocess.run(command, timeout=arguments.timeout, env=environment, stderr=subprocess.PIPE, text=True)
+    if ended.returncode != 0:
+        raised = re.findall(r"^(?:\[rank\d+\]: ?)?(\w+(?:Error|Exception): .*)$", ended.stderr, re.MULTILINE)
+        raise ArmFailed(raised[0] if raised else f"exit code {ended.returncode}")
     figures: dict[str, float] = json.loads((directory / f"{arm}.json").read_text())
     return figures
 
@@ -141,27 +161,34 @@ def measure(arguments: argparse.Namespace) -> int:
     build(arguments, ranks, batch, only_import=True)
     restart_peak()
     start = resident("VmRSS")
-    step, model = build(arguments, ranks, batch)
+    step, model, optimizer = build(arguments, ranks, batch)
     kept = _Kept(model)
     with CountTraffic() as traffic, kept:
         loss = step()
     begin = _cpu_seconds()
     for _ in range(arguments.steps):
         step()
-    totals = torch.tensor([_cpu_seconds() - begin, resident("VmHWM") - start], dtype=torch.float64)
+    seconds, peak = _cpu_seconds() - begin, resident("VmHWM") - start
+    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    with LiveTensors([*model.parameters(), *model.buffers(), *moments]) as live:
+        step()
+    totals = torch.tensor([seconds, peak, live.peak], dtype=torch.float64)
     dist.all_reduce(totals[:1])
     dist.all_reduce(totals[1:], op=dist.ReduceOp.MAX)
-    seconds, peak = totals.tolist()
+    seconds, peak, tensors = totals.tolist()
+    logits = 4 * arguments.seq_length * arguments.vocabulary
     if ranks.rank == 0:
         figures = {
             "tokens_per_cpu_second": arguments.steps * arguments.seq_length * ranks.world_size / seconds,
-            "peak_mb": peak / MB,
+            "resident_mb": peak / MB,
+            "tensors_mb": tensors / MB,
             "sent_mb": sum(traffic.sent.values()) / MB,
             "reduced_mb": (traffic.sent["reduce-scatter"] + traffic.sent["all-reduce"]) / MB,
             "loss": loss,
             "weights_mb": _bytes(model, trained=False) / MB,
             "trained_mb": 4 * _bytes(model, trained=True) / MB,
-            "kept_mb": sum(kept.storages.values()) / MB,
+            # our head keeps no logits, which are there all the same for a moment, unless another keeps them
+            "activations_mb": (sum(kept.storages.values()) + (0 if logits in kept.storages.values() else logits)) / MB,
         }
         (arguments.worker / f"{arguments.arm}.json").write_text(json.dumps(figures))
     end_process_group()
@@ -223,17 +250,25 @@ def build_ours(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_imp
     shard_and_load(model, source, mesh, ranks.device)
     fill_adapters(model, mesh.topology, config.seed)
     optimizer = build_optimizer(model.train(), config, mesh)
-    return lambda: train_step(model, optimizer, [batch], mesh, LossWeights(0.0, 0.0), 1.0).loss, model
+
+    def step() -> float:
+        return train_step(model, optimizer, [batch], mesh, LossWeights(0.0, 0.0), 1.0).loss
+
+    return step, model, optimizer
 
 
 def build_peft(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_import: bool = False) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
 
     if only_import:
         open_source(arguments.worker / "model").build()
         return None
-    base = AutoModelForCausalLM.from_pretrained(arguments.worker / "model", dtype=torch.float32)
+    spread = {}
+    if ranks.world_size > 1:
+        spread["distributed_config"] = DistributedConfig(fsdp_size=ranks.world_size, ep_size=arguments.ep_size)
+    base = AutoModelForCausalLM.from_pretrained(arguments.worker / "model", dtype=torch.float32, **spread)
     config = LoraConfig(
         r=arguments.rank,
         lora_alpha=32,
@@ -252,14 +287,14 @@ def build_peft(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_imp
         optimizer.step()
         return float(loss.detach())
 
-    return step, model
+    return step, model, optimizer
 
 
 def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
     """Medians over rounds; ratios are medians of the ratio within a round."""
     print(
-        "arm        tokens/CPU-s           range   peak MB   weights   trained      kept   over   sent MB   reduced MB"
-        "     loss   times full   times peft"
+        "arm        tokens/CPU-s           range   resident   tensors   weights   trained   activ.   over   sent MB"
+        "   reduced MB     loss   times full   times peft"
     )
     for arm, rounds in figures.items():
         middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
@@ -271,15 +306,16 @@ def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
             ratios.append(f"{statistics.median(among):10.2f} x" if among else " " * 12)
         print(
             f"{arm:10s} {middle['tokens_per_cpu_second']:12.1f} {min(rates):8.1f}-{max(rates):<6.1f} "
-            f"{middle['peak_mb']:9,.0f} {middle['weights_mb']:9,.0f} {middle['trained_mb']:9,.0f} "
-            f"{middle['kept_mb']:9,.0f} {_over(middle):6.2f} {middle['sent_mb']:9.1f} {middle['reduced_mb']:12.2f} "
+            f"{middle['resident_mb']:10,.0f} {middle['tensors_mb']:9,.0f} {middle['weights_mb']:9,.0f} "
+            f"{middle['trained_mb']:9,.0f} {middle['activations_mb']:8,.0f} {_over(middle):6.2f} "
+            f"{middle['sent_mb']:9.1f} {middle['reduced_mb']:12.2f} "
             f"{middle['loss']:8.4f} " + " ".join(ratios)
         )
 
 
 def _over(figures: dict[str, float]) -> float:
-    beyond = figures["peak_mb"] - figures["weights_mb"]
-    return beyond / (figures["trained_mb"] + figures["kept_mb"])
+    beyond = figures["tensors_mb"] - figures["weights_mb"]
+    return beyond / (figures["trained_mb"] + figures["activations_mb"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""How much memory tensors hold at once: counted from storages as operators make them and as they go."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sharding import local_tensor
+
+
+class LiveTensors(TorchDispatchMode):
+    """Within it, `peak` is the most bytes that storages held at once: of `held`, and of all that operators make.
+
+    What the C library keeps of memory that was given back, and what is no tensor, is not counted.
+    """
+
+    def __init__(self, held: Iterable[Tensor]):
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.total = 0
+        self.peak = 0
+        for tensor in held:
+            self._add(local_tensor(tensor.detach()))
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        # the address of the storage itself: that of its memory may be another's before this one is gone
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.total += storage.nbytes()
+            self.peak = max(self.peak, self.total)
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.total -= self.sizes.pop(key)

@@ -1,0 +1,36 @@
+"""Counting the memory of tensors."""
+
+import torch
+
+from benchmarks.live import LiveTensors
+
+KB = 1024
+
+
+def test_peak_of_live_tensors():
+    held = torch.zeros(KB // 4)
+    with LiveTensors([held, held[:10]]) as live:
+        assert live.total == KB  # a view holds no memory of its own
+        one = held + 1
+        two = one * 2
+        assert live.total == 3 * KB
+        two.add_(1)
+        del one
+        assert live.total == 2 * KB
+        two = two.view(2, -1)
+        three = torch.empty(4 * KB, dtype=torch.uint8)
+        assert live.total == 6 * KB
+        del two, three
+    assert live.total == KB
+    assert live.peak == 6 * KB
+
+
+def test_what_autograd_keeps_is_live():
+    x = torch.zeros(KB // 4, requires_grad=True)
+    with LiveTensors([x]) as live:
+        loss = x.exp().exp().sum()
+        kept = live.total
+        loss.backward()
+    assert kept == 3 * KB + 4  # both results of exp, which their gradients need, and the sum
+    del loss
+    assert live.total == 2 * KB  # x and its gradient
