@@ -5,8 +5,6 @@ In one Triton kernel each on a GPU, else in plain torch. Both compute in fp32 an
 Shape suffixes: R rows, F expert width; but any shape will do, as long as all tensors have the same and are contiguous.
 """
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,10 +12,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from moe.gpu import takes_triton
+
 
 def swiglu_forward(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
     """silu(gate) * up, not recorded by autograd on a GPU: for use inside an autograd function."""
-    if gate_RF.is_cuda and _has_triton():
+    if takes_triton(gate_RF):
         from moe.swiglu_triton import fused_forward
 
         return fused_forward(gate_RF, up_RF)
@@ -26,7 +26,7 @@ def swiglu_forward(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
 
 def swiglu_backward(grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gate and up, and silu(gate) * up once more: so that nobody need have kept it."""
-    if gate_RF.is_cuda and _has_triton():
+    if takes_triton(gate_RF):
         from moe.swiglu_triton import fused_backward
 
         return fused_backward(grad_RF, gate_RF, up_RF)
@@ -60,8 +60,3 @@ def plain_backward(grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor) -> tuple[Ten
     silu = gate * sigmoid
     d_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
     return d_gate.to(gate_RF.dtype), (grad * silu).to(gate_RF.dtype), (silu * up).to(gate_RF.dtype)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from moe import decoder_layers, is_adapter, moe_layers
 from moe.adapters import first_values
 from moe.dispatch import AllToAllDispatcher
+from moe.gpu import is_rehearsing_gpu
 from sharding.checkpointing import checkpoint_layers
 from sharding.choices import Checkpointing
 from sharding.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
@@ -55,7 +56,7 @@ def parallelize(
         if not reshard_after_forward:
             unit.set_reshard_after_forward(False, recurse=False)
     # over gloo nothing overlaps: it would only cost the memory of another layer
-    if mesh.grid.device_type == "cuda":
+    if mesh.grid.device_type == "cuda" or is_rehearsing_gpu():
         prefetch_layers(model)
     else:
         communicate_over_gloo(model)

@@ -7,7 +7,7 @@ from benchmarks.live import LiveTensors
 KB = 1024
 
 
-def test_peak_of_live_tensors():
+def test_peak_of_live_tensors() -> None:
     held = torch.zeros(KB // 4)
     with LiveTensors([held, held[:10]]) as live:
         assert live.total == KB  # a view holds no memory of its own
@@ -25,7 +25,7 @@ def test_peak_of_live_tensors():
     assert live.peak == 6 * KB
 
 
-def test_what_autograd_keeps_is_live():
+def test_what_autograd_keeps_is_live() -> None:
     x = torch.zeros(KB // 4, requires_grad=True)
     with LiveTensors([x]) as live:
         loss = x.exp().exp().sum()

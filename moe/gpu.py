@@ -1,0 +1,36 @@
+"""Whether a tensor is computed with as on a GPU: by Triton kernels and flash attention."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+
+from torch import Tensor
+
+_rehearsed = False
+
+
+def takes_triton(tensor: Tensor) -> bool:
+    """Whether Triton's kernels compute with `tensor`: on a GPU where triton is installed, or rehearsed as on one."""
+    return (tensor.is_cuda or _rehearsed) and _has_triton()
+
+
+def is_rehearsing_gpu() -> bool:
+    """Whether what runs on a CPU stands for what a GPU would run."""
+    return _rehearsed
+
+
+@contextmanager
+def rehearsing_gpu() -> Iterator[None]:
+    """Within it tensors that hold no memory take the ways that they would take on a GPU."""
+    global _rehearsed
+    _rehearsed = True
+    try:
+        yield
+    finally:
+        _rehearsed = False
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,204 @@
+"""What a recorded step costs, part by part: FLOPs, bytes moved and bytes that would do, and time at a card's rates."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sharding.planner.hardware import Hardware, Link
+from training.rehearsal.recorder import Event, Key, Recorder
+
+LAUNCH = 2e-6
+"""Seconds between the end of one kernel and the start of the next on an H100, where the host is ahead (assumed)."""
+HOST = 5e-6
+"""Seconds that the host takes for an operator, views included (assumed)."""
+
+Instance = tuple[str | None, int | None, str, int | None]
+"""Part, layer, phase and forward: what one fused kernel could do at best."""
+
+
+@dataclass
+class Part:
+    """Of one step.
+
+    flops: computed; recomputed: of these, by activation checkpointing. moved: bytes read and written on the device;
+    enough: those that enter and leave the part. kernels: launched. seconds: at the card's rates, without collectives.
+    """
+
+    name: str
+    flops: float = 0.0
+    recomputed: float = 0.0
+    moved: float = 0.0
+    enough: float = 0.0
+    kernels: float = 0.0
+    sent: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A step of one rank.
+
+    parts: by time, the longest first. needed: FLOPs without recomputation. seconds: of the whole step. computing: of
+    these, kernels. all_to_alls: waited for. sharding: of FSDP's collectives in all; exposed: what was waited for of
+    them. host: seconds that the host needs to call all operators; it is ahead as long as they are fewer than `seconds`.
+    """
+
+    parts: list[Part]
+    needed: float
+    seconds: float
+    computing: float
+    all_to_alls: float
+    sharding: float
+    exposed: float
+    host: float
+
+    def share_of_peak(self, hardware: Hardware) -> float:
+        """The model's FLOPs over those of the card in the time of the step: MFU."""
+        return self.needed / (self.seconds * hardware.device.matrix)
+
+
+def ledger(recorder: Recorder, micro: int, hardware: Hardware, gpus_per_node: int) -> Ledger:
+    """The account of a step of `micro` forwards, of which `recorder` has seen two at most: those after the first are
+    alike."""
+    events = recorder.events
+    seen = 1 + max(event.micro for event in events if event.micro is not None)
+    times = {None: 1, 0: 1, 1: micro - 1}
+    enough = _enough(recorder)
+    parts: dict[str, Part] = defaultdict(lambda: Part(""))
+    for event in events:
+        part, often = parts[event.place.part or "other"], times[event.micro]
+        part.name = event.place.part or "other"
+        part.flops += often * event.flops
+        part.recomputed += often * (event.flops - event.needed)
+        part.sent += often * event.sent
+        if event.collective is None:
+            part.moved += often * event.moved
+            part.kernels += often
+            part.seconds += often * kernel_seconds(event, hardware)
+    for (name, _, _, number), size in enough.items():
+        parts[name or "other"].enough += times[number] * size
+
+    clocks = [
+        _timeline([e for e in events if e.micro == number], hardware, gpus_per_node) for number in (None, *range(seen))
+    ]
+    update, first, *later = clocks
+    total = [a + b + (micro - 1) * c for a, b, c in zip(update, first, later[0] if later else first, strict=True)]
+    seconds, computing, all_to_alls, sharding, exposed = total
+    return Ledger(
+        sorted(parts.values(), key=lambda part: -part.seconds),
+        sum(times[event.micro] * event.needed for event in events),
+        seconds,
+        computing,
+        all_to_alls,
+        sharding,
+        exposed,
+        HOST * recorder.num_calls / seen * micro,
+    )
+
+
+def kernel_seconds(event: Event, hardware: Hardware) -> float:
+    """As long as its products or its memory take, whichever is longer, and its launch."""
+    computing = event.flops / (hardware.device.matrix * hardware.matrix_share)
+    moving = event.moved / (hardware.device.memory_bandwidth * hardware.memory_share)
+    return max(computing, moving) + LAUNCH
+
+
+def _instance(event: Event) -> Instance:
+    return event.place.part, event.place.layer, event.phase, event.micro
+
+
+def _enough(recorder: Recorder) -> dict[Instance, float]:
+    """Bytes that would do, of each part of each layer: what comes from other parts, read once, and what other parts
+    read of it, written once.
+
+    What a part's backward reads of its own forward's results counts for no more than the forward's inputs, from which
+    it could be computed again.
+    """
+    made_by: dict[Key, Instance] = {}
+    read_by: dict[Key, set[str | None]] = defaultdict(set)
+    sizes: dict[Key, int] = {}
+    enters: dict[Instance, dict[Key, int]] = defaultdict(dict)
+    uses_forward: set[Instance] = set()
+    for event in recorder.events:
+        here = _instance(event)
+        for key, size in event.reads.items():
+            maker = made_by.get(key)
+            read_by[key].add(here[0])
+            if maker is None or maker[0] != here[0]:
+                enters[here][key] = max(size, enters[here].get(key, 0))
+            elif maker != here:
+                uses_forward.add(here)
+        for key, size in event.writes.items():
+            made_by[key], sizes[key] = here, size
+    total: dict[Instance, float] = defaultdict(float)
+    for here, keys in enters.items():
+        part, layer, phase, number = here
+        if here in uses_forward and phase in ("backward", "recomputation"):
+            keys = enters.get((part, layer, "forward", number), {}) | keys
+        total[here] += sum(keys.values())
+    lasting = recorder.lasting()
+    for key, here in made_by.items():
+        if read_by[key] - {here[0]} or (not read_by[key] and key in lasting):
+            total[here] += sizes[key]
+    return total
+
+
+Clock = tuple[float, float, float, float, float]
+
+
+def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> Clock:
+    """(seconds in all, of kernels, of all-to-alls, of FSDP's collectives, of these waited for).
+
+    Two streams: kernels and what they wait for at once, all-to-alls and sums over ranks; and FSDP's gathering and
+    reducing, one after the other. A layer's kernels wait until its parameters are gathered, the end for all.
+    """
+    now = computing = waiting = sharding = exposed = 0.0
+    free = 0.0
+    gathered: list[float] = []
+    for event in events:
+        if event.collective is None:
+            if "split_with_sizes_copy" in event.name and gathered:
+                ready = gathered.pop(0)
+                exposed += max(0.0, ready - now)
+                now = max(now, ready)
+            seconds = kernel_seconds(event, hardware)
+            now += seconds
+            computing += seconds
+            continue
+        seconds = collective_seconds(event, hardware, gpus_per_node)
+        if event.collective in ("all-gather", "reduce-scatter"):
+            free = max(free, now) + seconds
+            sharding += seconds
+            if event.collective == "all-gather":
+                gathered.append(free)
+        else:
+            now += seconds
+            waiting += seconds
+    exposed += max(0.0, free - now)
+    return max(now, free), computing, waiting, sharding, exposed
+
+
+def collective_seconds(event: Event, hardware: Hardware, gpus_per_node: int) -> float:
+    """The slower of the links it goes over, and a message's latency for each rank that a ring passes."""
+    ranks = event.ranks
+    nodes = len({rank // gpus_per_node for rank in ranks})
+    away = sum(rank // gpus_per_node != ranks[0] // gpus_per_node for rank in ranks) / max(len(ranks) - 1, 1)
+    if event.collective != "all-to-all":
+        # a ring crosses to another node once for each
+        away = (nodes / len(ranks)) * (nodes > 1)
+
+    def through(link: Link, share: float) -> float:
+        return event.sent * share / (link.bandwidth * hardware.link_share)
+
+    transfer = max(through(hardware.inside, 1 - away), through(hardware.between, away))
+    hops = 1 if event.collective == "all-to-all" else len(ranks) - 1
+    return transfer + hops * (hardware.between if nodes > 1 else hardware.inside).latency
+
+
+def sums(parts: Iterable[Part]) -> Part:
+    """All parts together."""
+    total = Part("all")
+    for part in parts:
+        for name in ("flops", "recomputed", "moved", "enough", "kernels", "sent", "seconds"):
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+    return total

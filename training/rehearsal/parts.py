@@ -1,0 +1,131 @@
+"""Which part of a step asks for an operator: told by the code that calls it, or by what its forward was part of."""
+
+import re
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe import DroplessExperts, decoder_layers, moe_layers, router_prefixes
+
+_BY_FILE = {
+    "/moe/permute.py": "permute, combine",
+    "/moe/permute_triton.py": "permute, combine",
+    "/moe/dispatch.py": "dispatch",
+    "/moe/swiglu.py": "experts' activation",
+    "/moe/swiglu_triton.py": "experts' activation",
+    "/moe/activation.py": "experts' activation",
+    "/moe/grouped.py": "experts' products",
+    "/moe/products.py": "experts' products",
+    "/moe/kernels.py": "experts' products",
+    "/moe/megablocks.py": "experts' products",
+    "/moe/experts.py": "experts' products",
+    "/moe/quantised.py": "widening",
+    "/moe/adapters.py": "adapters",
+    "/moe/routing.py": "router",
+    "/moe/losses.py": "router",
+    "/moe/layer.py": "router",
+    "/training/head.py": "head, loss",
+    "/training/low_bit.py": "update",
+    "/training/low_bit_triton.py": "update",
+    "/training/muon.py": "update",
+    "/training/balance.py": "update",
+    "/torch/optim/": "update",
+    "/sharding/clipping.py": "clipping",
+    "/torch/distributed/fsdp/": "FSDP",
+    "/training/step.py": "the step",
+    "/training/routing.py": "router",
+}
+LASTING = "lasting"
+_LASTING = ("_init_group", "_no_moments", "zeros_by_rows", "_propagate_tensor_meta_non_cached")
+"""Functions that make what lasts from the first step on, or that find out shapes alone: no part of a step."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """part: of a step, None for what is no part of any. layer: number of the decoder layer, None outside of them.
+    is_recomputed: asked for by activation checkpointing."""
+
+    part: str | None
+    layer: int | None
+    is_recomputed: bool = False
+
+
+class Parts:
+    """Finds the place of the operator that is being called.
+
+    Forward: the innermost frame of the call stack that is in one of our files, FSDP's or an optimizer's, or whose
+    `self` is one of the model's modules. Backward of operators: as in the forward that made the node of the graph.
+    """
+
+    def __init__(self, model: Any):
+        self.paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
+        layers = decoder_layers(model)
+        self.layer_paths = {self.paths[layer]: number for number, layer in enumerate(layers)}
+        self.layers = set(layers)
+        self.routers = router_prefixes(model)
+        self.blocks = {self.paths[layer].rpartition(".")[0] for layer in moe_layers(model)}
+        self.of_node: dict[int, Place] = {}
+
+    def here(self) -> Place:
+        """Of the operator whose `__torch_dispatch__` has called this."""
+        node = torch._C._current_autograd_node()
+        place = self._of_frames(sys._getframe(2), in_backward=node is not None)
+        if node is None or place.is_recomputed:
+            # the node that an operator's forward has made is the newest one
+            self.of_node[torch._C._autograd._get_sequence_nr() - 1] = place
+        elif place.part is None:
+            if "AccumulateGrad" in node.name():
+                return Place("gradients added up", None)
+            return self.of_node.get(node._sequence_nr(), Place("other", None))
+        return Place("other", place.layer, place.is_recomputed) if place.part is None else place
+
+    def _of_frames(self, frame: FrameType | None, in_backward: bool) -> Place:
+        part: str | None = None
+        layer: int | None = None
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name in _LASTING:
+                return Place(LASTING, None)
+            if in_backward and code.co_filename.endswith("/torch/utils/checkpoint.py"):
+                return Place(part or "other", layer, is_recomputed=True)
+            if part is None and not (in_backward and code.co_filename.endswith("/training/step.py")):
+                part = next((name for file, name in _BY_FILE.items() if file in code.co_filename), None)
+            if part is None and "rotary" in code.co_name:
+                part = "rotary"
+            if layer is None and code.co_varnames[:1] == ("self",):
+                owner = frame.f_locals.get("self")
+                if isinstance(owner, nn.Module) and (path := self.paths.get(owner)) is not None:
+                    layer = self._layer_of(path)
+                    part = part or self._part_of(owner, path)
+            frame = frame.f_back
+        return Place(part, layer)
+
+    def _layer_of(self, path: str) -> int | None:
+        names = path.split(".")
+        return next(
+            (n for i in range(len(names)) if (n := self.layer_paths.get(".".join(names[: i + 1]))) is not None), None
+        )
+
+    def _part_of(self, module: nn.Module, path: str) -> str | None:
+        kind = type(module).__name__
+        if "Norm" in kind:
+            return "norms"
+        if "Rotary" in kind:
+            return "rotary"
+        if isinstance(module, nn.Embedding):
+            return "embedding"
+        if module in self.layers:
+            return "residuals"
+        if isinstance(module, DroplessExperts) or f"{path}.".startswith(self.routers):
+            return "router"
+        if re.search("attn|attention", path, re.IGNORECASE):
+            return "attention's products" if isinstance(module, nn.Linear) else "attention"
+        if path in self.blocks:
+            return "router"
+        if isinstance(module, nn.Linear):
+            return "dense and shared MLPs"
+        return "dense and shared MLPs" if self._layer_of(path) is not None else None

@@ -1,0 +1,331 @@
+"""Records every operator, kernel and collective of a step: what it computes, reads, writes and sends.
+
+Bytes are those of the numbers an operator is given and gives, each once: what a kernel that reads its inputs once and
+writes its results once moves to and from the device's memory. Views move nothing. Numbers that a caller only makes room
+for are counted by who fills them.
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from training.rehearsal.parts import LASTING, Parts, Place
+
+aten = torch.ops.aten
+Key = tuple[int, int]
+"""A storage, and how often it had been written to."""
+
+
+@dataclass
+class Event:
+    """One operator of a step.
+
+    place: part of the step and layer. phase: forward, backward, recomputation or update. micro: number of the forward
+    in the step. flops: that it computes; needed: those of them that recomputation is not the reason for. sent: bytes to
+    other ranks, of a collective among `ranks`. reads, writes: bytes of each storage.
+    """
+
+    name: str
+    place: Place
+    phase: str
+    micro: int | None
+    flops: float = 0.0
+    needed: float = 0.0
+    sent: float = 0.0
+    collective: str | None = None
+    ranks: tuple[int, ...] = ()
+    reads: dict[Key, int] = field(default_factory=dict)
+    writes: dict[Key, int] = field(default_factory=dict)
+
+    @property
+    def moved(self) -> int:
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+
+class Recorder(TorchDispatchMode):
+    """Within it every operator leaves an `Event`. Numbers that the host would read of a tensor are 1, as there are
+    none.
+
+    Attributes:
+        events: in the order of their calls.
+        num_calls: of operators, views included: what the host has to launch.
+    """
+
+    def __init__(self, parts: Parts):
+        super().__init__()
+        self.parts = parts
+        self.events: list[Event] = []
+        self.num_calls = 0
+        self.micro: int | None = None
+        self.is_update = False
+        self._storages: dict[int, int] = {}
+        self._versions: dict[int, int] = {}
+        self._next = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+            return NotImplemented  # what it does with its local tensor comes here by itself
+        if operator is aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        result = operator(*args, **kwargs)
+        self.num_calls += 1
+        place = self.parts.here()
+        if not _moves_nothing(operator) and place.part != LASTING:
+            self._record(operator, place, args, kwargs, result)
+        return result
+
+    def kernel(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
+        """A kernel that is no operator of torch."""
+        self.num_calls += 1
+        event = self._event(name, self.parts.here())
+        self._add(event.reads, read)
+        self._write(event, written)
+
+    def next_forward(self, model: Any, args: Any) -> None:
+        """To be called before each forward of the model."""
+        self.micro = 0 if self.micro is None else self.micro + 1
+
+    def moment(self, doing: str) -> None:
+        """To be told what the step comes to next."""
+        if self.micro is not None:
+            self.is_update, self.micro = True, None
+
+    def lasting(self) -> set[Key]:
+        """Storages that are there at this moment, as they are."""
+        return {(number, self._versions[number]) for number in self._storages.values()}
+
+    def _event(self, name: str, place: Place) -> Event:
+        in_backward = torch._C._current_autograd_node() is not None
+        phase = "update" if self.is_update else "backward" if in_backward else "forward"
+        phase = "recomputation" if place.is_recomputed else phase
+        event = Event(name, place, phase, self.micro)
+        self.events.append(event)
+        return event
+
+    def _record(self, operator: Any, place: Place, args: Any, kwargs: Any, result: Any) -> None:
+        event = self._event(operator.name(), place)
+        inputs, changed = _inputs(operator, args, kwargs)
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        fresh = [tensor for tensor in results if self._is_fresh(tensor, inputs + changed)]
+        if operator.name() in _GATHERS:
+            index = [tensor for tensor in inputs if not tensor.is_floating_point()]
+            self._add(event.reads, index)
+            event.reads |= {self._key(inputs[0]): sum(map(_bytes, fresh))}
+        else:
+            self._add(event.reads, inputs)
+            if operator.name() not in _OVERWRITE:
+                self._add(event.reads, changed)
+        if operator.name() in _FILLS_A_PART:
+            event.writes = {(number, -1): size for (number, _), size in event.reads.items()}
+        else:
+            self._write(event, changed + fresh)
+        event.flops = _flops(operator, inputs + changed, results)
+        event.needed = 0.0 if event.phase == "recomputation" else event.flops * _NEEDED.get(operator.name(), 1.0)
+        if (collective := _collective(operator)) is not None:
+            event.collective, event.ranks = collective, _ranks(args, kwargs)
+            largest = max(map(_bytes, inputs + changed + results), default=0)
+            rounds = 2 if collective == "all-reduce" else 1
+            event.sent = largest * rounds * (1 - 1 / len(event.ranks))
+
+    def _is_fresh(self, tensor: Tensor, inputs: list[Tensor]) -> bool:
+        storage = tensor.untyped_storage()._cdata
+        return all(other.untyped_storage()._cdata != storage for other in inputs)
+
+    def _key(self, tensor: Tensor) -> Key:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._storages:
+            self._storages[address] = self._next
+            self._versions[self._next] = 0
+            self._next += 1
+            weakref.finalize(storage, self._storages.pop, address, None)
+        number = self._storages[address]
+        return number, self._versions[number]
+
+    def _add(self, to: dict[Key, int], tensors: list[Tensor]) -> None:
+        # parts of one storage add up, but no part counts twice
+        parts = {
+            (self._key(t), t.storage_offset(), t.shape): (_bytes(t), t.untyped_storage().nbytes()) for t in tensors
+        }
+        for (key, _, _), (size, whole) in parts.items():
+            to[key] = min(to.get(key, 0) + size, whole)
+
+    def _write(self, event: Event, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            number, _ = self._key(tensor)
+            self._versions[number] += 1
+        for tensor in tensors:
+            key = self._key(tensor)
+            event.writes[key] = event.writes.get(key, 0) + _bytes(tensor)
+
+
+_NO_KERNEL = frozenset(
+    {
+        "aten::empty.memory_format",
+        "aten::empty_strided",
+        "aten::empty_like",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::resize_",
+        "aten::set_.source_Storage",
+        "aten::lift_fresh",
+        "aten::record_stream",
+        "c10d::barrier",
+        "expertmesh::exchange_counts",
+    }
+)
+_OVERWRITE = frozenset(
+    {
+        "aten::copy_",
+        "aten::zero_",
+        "aten::fill_.Scalar",
+        "aten::fill_.Tensor",
+        "aten::_foreach_copy_",
+        "aten::_foreach_zero_",
+        "fsdp::split_with_sizes_copy",
+        "fsdp::chunk_cat",
+        "aten::split_with_sizes_copy.out",
+        "aten::_chunk_cat.out",
+        "c10d::_allgather_base_",
+        "c10d::_reduce_scatter_base_",
+        "c10d::alltoall_base_",
+    }
+)
+"""Operators that write to an argument without having read it."""
+_GATHERS = frozenset({"aten::index_select", "aten::gather", "aten::embedding", "aten::index.Tensor"})
+"""Operators that read as much of their first argument as they give."""
+
+_ONLY_READ = frozenset({("aten::_fused_adamw_", "grads")})
+"""Arguments that an operator says it changes, and does not in the way it is called here."""
+_FILLS_A_PART = frozenset({"fsdp::all_gather_copy_in"})
+"""Operators that write as much as they read to a part of what they give."""
+
+
+def _moves_nothing(operator: Any) -> bool:
+    return operator.is_view or operator.name() in _NO_KERNEL or operator.namespace in ("prim", "profiler")
+
+
+def _inputs(operator: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """(read, changed) tensors among an operator's arguments."""
+    read: list[Tensor] = []
+    changed: list[Tensor] = []
+    declared = operator._schema.arguments
+    by_name = dict(zip((a.name for a in declared), args, strict=False)) | kwargs
+    for argument in declared:
+        if argument.name not in by_name:
+            continue
+        tensors = [leaf for leaf in tree_leaves(by_name[argument.name]) if isinstance(leaf, Tensor)]
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        is_written &= (operator.name(), argument.name) not in _ONLY_READ
+        (changed if is_written else read).extend(tensors)
+    return read, changed
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of the numbers that a tensor shows, those along an expanded dimension once."""
+    strides = tensor.stride()
+    shown = prod(size for size, stride in zip(tensor.shape, strides, strict=True) if stride != 0 or size == 0)
+    return int(shown) * tensor.element_size()
+
+
+def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor]) -> float:
+    """A multiplication and an addition for each pair of numbers that are multiplied in a product of matrices."""
+    count = _FLOPS.get(operator.name())
+    return 0.0 if count is None else 2.0 * count(inputs, results)
+
+
+def _product(inputs: list[Tensor], results: list[Tensor]) -> float:
+    return float(results[0].numel()) * inputs[-2].shape[-1]
+
+
+def _grouped(inputs: list[Tensor], results: list[Tensor]) -> float:
+    a, b = inputs[0], inputs[1]
+    if b.dim() == 3:
+        return float(a.shape[0]) * b.shape[1] * b.shape[2]
+    return float(a.shape[0]) * a.shape[1] * b.shape[1]
+
+
+def _causal_pairs(query_BHSA: Tensor, key_BGSA: Tensor) -> float:
+    """Pairs of positions that see one another, over rows and heads: attention here is causal, and square."""
+    rows, heads, positions, _ = query_BHSA.shape
+    return rows * heads * positions * (positions + 1) / 2
+
+
+def _attention(inputs: list[Tensor], results: list[Tensor]) -> float:
+    query, key, value = inputs[:3]
+    return _causal_pairs(query, key) * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(inputs: list[Tensor], results: list[Tensor]) -> float:
+    _, query, key, value = inputs[:4]
+    # scores once more, and gradients of values, scores' weights, queries and keys
+    return _causal_pairs(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+_FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
+    "aten::mm": _product,
+    "aten::addmm": _product,
+    "aten::addmm_": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
+    "aten::bmm": _product,
+    "aten::baddbmm": _product,
+    "aten::_grouped_mm": _grouped,
+    "aten::_scaled_dot_product_flash_attention": _attention,
+    "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
+}
+_NEEDED = {"aten::_scaled_dot_product_flash_attention_backward": 0.8}
+"""Flash attention's backward computes the scores again: of five products one."""
+
+_COLLECTIVES = {
+    "c10d::_allgather_base_": "all-gather",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::allreduce_": "all-reduce",
+    "c10d::alltoall_base_": "all-to-all",
+    "expertmesh::all_to_all": "all-to-all",
+}
+
+
+def _collective(operator: Any) -> str | None:
+    return _COLLECTIVES.get(operator.name())
+
+
+def _ranks(args: Any, kwargs: Any) -> tuple[int, ...]:
+    """Of the group that a collective is given, by its name or as an object."""
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            argument = dist.ProcessGroup.unbox(argument).group_name
+        if isinstance(argument, str):
+            return tuple(dist.get_process_group_ranks(_resolve_process_group(argument)))  # type: ignore[arg-type]
+    raise AssertionError("a collective without a group")
+
+
+@contextmanager
+def recording_triton(recorder: Recorder) -> Iterator[None]:
+    """Have Triton kernels leave an event with `recorder` in place of being run."""
+    from triton.runtime.jit import JITFunction
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        by_name = dict(zip((p.name for p in kernel.params), args, strict=False)) | kwargs
+        source = kernel.raw_src if isinstance(kernel.raw_src, str) else "".join(kernel.raw_src)
+        loaded = set(re.findall(r"tl\.load\(\s*(\w+)", source))
+        stored = set(re.findall(r"tl\.store\(\s*(\w+)", source))
+        tensors = {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
+        written = [tensor for name, tensor in tensors.items() if name in stored]
+        read = [tensor for name, tensor in tensors.items() if name in loaded or name not in stored]
+        recorder.kernel(kernel.__name__, read, written)
+
+    with mock.patch.object(JITFunction, "run", launch):
+        yield
