@@ -15,6 +15,11 @@ def takes_triton(tensor: Tensor) -> bool:
     return (tensor.is_cuda or _rehearsed) and _has_triton()
 
 
+def computes_on_cpu(tensor: Tensor) -> bool:
+    """Whether `tensor` lies in host memory and is not rehearsed as a GPU's."""
+    return tensor.device.type == "cpu" and not _rehearsed
+
+
 def is_rehearsing_gpu() -> bool:
     """Whether what runs on a CPU stands for what a GPU would run."""
     return _rehearsed

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moe.gpu import computes_on_cpu
 from moe.padding import padded_rows
 
 Library = Literal["blas", "onednn"]
@@ -102,13 +103,13 @@ def pad_rows(x_MK: Tensor) -> Tensor:
     different ones: oneDNN compiles code for each length it meets, which takes longer than a small product. As they are
     where it has nothing to do."""
     num_rows = len(x_MK)
-    if x_MK.device.type != "cpu" or padded_rows(num_rows) == num_rows or "onednn" not in _libraries.values():
+    if not computes_on_cpu(x_MK) or padded_rows(num_rows) == num_rows or "onednn" not in _libraries.values():
         return x_MK
     return F.pad(x_MK, (0, 0, 0, padded_rows(num_rows) - num_rows))
 
 
 def suits_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
-    is_fp32_on_cpu = a_MK.device.type == "cpu" and a_MK.dtype == torch.float32
+    is_fp32_on_cpu = computes_on_cpu(a_MK) and a_MK.dtype == torch.float32
     is_large = a_MK.numel() * b_KN.shape[1] >= SMALL
     return is_fp32_on_cpu and is_large and _libraries[_product(a_MK, b_KN)] == "onednn" and has_onednn()
 
@@ -139,7 +140,7 @@ class Linear(nn.Linear):
     """An nn.Linear without bias whose products on a CPU are those of `matmul`, forward and backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
+        if not computes_on_cpu(x) or torch.compiler.is_compiling():
             return super().forward(x)
         out_MN: Tensor = _LinearFunction.apply(x.flatten(0, -2), self.weight)
         return out_MN.unflatten(0, x.shape[:-1])

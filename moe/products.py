@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe.gpu import computes_on_cpu
 from moe.grouped import GroupedMatmul
 from moe.matmul import matmul, pad_rows
 
@@ -137,5 +138,5 @@ def runs(counts: list[int]) -> list[slice]:
 
 def compute_dtype(rows: Tensor) -> torch.dtype:
     """fp32 for half precision on a CPU without it, where torch's own products are slow."""
-    emulated = rows.device.type == "cpu" and rows.dtype in (torch.bfloat16, torch.float16)
+    emulated = computes_on_cpu(rows) and rows.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if emulated and not torch.cpu._is_avx512_bf16_supported() else rows.dtype

@@ -71,12 +71,15 @@ MODULES = sorted(
 )
 
 
+TAKES_TRAINING_FLAGS = ("train_ep.py", "torchrun.sh", "slurm.sbatch", "benchmarks.ledger")
+
+
 def options_for(command: str) -> set[str]:
     """What flags a command line may have: those of all programs in it."""
     known = set(FOREIGN_FLAGS)
     if "torchrun" in command:
         known |= TORCHRUN
-    if "train_ep.py" in command or "torchrun.sh" in command or "slurm.sbatch" in command:
+    if any(program in command for program in TAKES_TRAINING_FLAGS):
         known |= training_options()
     for module in re.findall(r"-m ([\w.]+)", command):
         known |= options_of(module) if module in MODULES else set()

@@ -5,6 +5,7 @@ writes its results once moves to and from the device's memory. Views move nothin
 for are counted by who fills them.
 """
 
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -315,17 +316,19 @@ def _ranks(args: Any, kwargs: Any) -> tuple[int, ...]:
 @contextmanager
 def recording_triton(recorder: Recorder) -> Iterator[None]:
     """Have Triton kernels leave an event with `recorder` in place of being run."""
+    from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        by_name = dict(zip((p.name for p in kernel.params), args, strict=False)) | kwargs
-        source = kernel.raw_src if isinstance(kernel.raw_src, str) else "".join(kernel.raw_src)
+        by_name = dict(zip(inspect.signature(kernel.fn).parameters, args, strict=False)) | kwargs
+        source = inspect.getsource(kernel.fn)
         loaded = set(re.findall(r"tl\.load\(\s*(\w+)", source))
         stored = set(re.findall(r"tl\.store\(\s*(\w+)", source))
         tensors = {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
         written = [tensor for name, tensor in tensors.items() if name in stored]
         read = [tensor for name, tensor in tensors.items() if name in loaded or name not in stored]
-        recorder.kernel(kernel.__name__, read, written)
+        recorder.kernel(kernel.fn.__name__, read, written)
 
-    with mock.patch.object(JITFunction, "run", launch):
+    # the second is what a kernel is where Triton's interpreter is on
+    with mock.patch.object(JITFunction, "run", launch), mock.patch.object(InterpretedFunction, "run", launch):
         yield

@@ -1,0 +1,187 @@
+"""A step that is recorded without memory, and its account."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe import count_parameters, training_flops
+from sharding.planner.hardware import Device, Hardware, Link
+from sharding.planner.shapes import read_config
+from training import TrainConfig
+from training.rehearsal.ledger import LAUNCH, Ledger, Part, kernel_seconds, ledger
+from training.rehearsal.parts import Place
+from training.rehearsal.recorder import Event, Recorder
+from training.rehearsal.world import Rehearsed, rehearse
+
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+TOKENS = 512
+HARDWARE = Hardware("a card", Device(1e12, 1e9, 0), Link(1e8, 0), Link(1e8, 0), 1.0, 1.0, 1.0)
+
+
+class Anywhere:
+    """Parts of no model."""
+
+    def here(self) -> Place:
+        return Place("somewhere", None)
+
+
+def recorded(run: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Event]:
+    recorder = Recorder(Anywhere())  # type: ignore[arg-type]
+    with FakeTensorMode():
+        tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        with recorder:
+            run(*tensors)
+    return recorder.events
+
+
+OPERATORS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int, int, float]] = {
+    # what is run, shapes, numbers read and written, FLOPs
+    "product": (torch.mm, ((8, 16), (16, 4)), 8 * 16 + 16 * 4, 8 * 4, 2 * 8 * 16 * 4),
+    "product with a transposed view": (lambda a, b: a @ b.t(), ((8, 16), (4, 16)), 192, 32, 1024),
+    "batch of products": (torch.bmm, ((3, 8, 16), (3, 16, 4)), 3 * 192, 3 * 32, 3 * 1024),
+    "product added to": (lambda s, a, b: s.addmm_(a, b), ((8, 4), (8, 16), (16, 4)), 32 + 192, 32, 1024),
+    "sum of two": (torch.add, ((8, 16), (8, 16)), 256, 128, 0),
+    "sum in place": (lambda a, b: a.add_(b), ((8, 16), (8, 16)), 256, 128, 0),
+    "a row for all rows": (lambda a, b: a * b.expand(8, 16), ((8, 16), (16,)), 128 + 16, 128, 0),
+    "copy": (lambda a, b: a.copy_(b), ((8, 16), (8, 16)), 128, 128, 0),
+    "zeros": (lambda a: a.zero_(), ((8, 16),), 0, 128, 0),
+    "half of it": (lambda a: a[:4] + 1, ((8, 16),), 64, 64, 0),
+    "view": (lambda a: a.view(16, 8).t()[2:], ((8, 16),), 0, 0, 0),
+    "room": (lambda a: torch.empty_like(a), ((8, 16),), 0, 0, 0),
+    "mean over columns": (lambda a: a.mean(dim=1), ((8, 16),), 128, 8, 0),
+    "several copies": (
+        lambda a, b, c, d: torch._foreach_copy_([a, b], [c, d]),
+        ((8, 16), (4,), (8, 16), (4,)),
+        132,
+        132,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_bytes_and_flops_of_operators(name: str) -> None:
+    run, shapes, read, written, flops = OPERATORS[name]
+    events = recorded(run, *shapes)
+    assert sum(sum(event.reads.values()) for event in events) == 4 * read
+    assert sum(sum(event.writes.values()) for event in events) == 4 * written
+    assert sum(event.flops for event in events) == flops
+
+
+def test_a_gather_reads_what_it_gives_and_its_index() -> None:
+    def run(table: Tensor) -> None:
+        index = torch.zeros(3, dtype=torch.int64)
+        table.index_select(0, index)
+        nn.functional.embedding(index, table)
+
+    gathers = [event for event in recorded(run, (100, 16), dtype=torch.bfloat16) if "zeros" not in event.name]
+    assert [sum(event.reads.values()) for event in gathers] == [3 * 16 * 2 + 3 * 8] * 2
+    assert [sum(event.writes.values()) for event in gathers] == [3 * 16 * 2] * 2
+
+
+def test_causal_attention_counts_pairs_that_see_one_another() -> None:
+    def run(query: Tensor, key: Tensor, value: Tensor) -> None:
+        torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
+
+    (event,) = recorded(run, (2, 4, 10, 8), (2, 2, 10, 8), (2, 2, 10, 8), dtype=torch.bfloat16)
+    assert event.flops == 2 * (2 * 4 * 55) * 16
+
+
+@pytest.fixture(scope="module", params=["mixtral_8x7b", "qwen3_30b_a3b"])
+def step(request: pytest.FixtureRequest) -> tuple[Rehearsed, Any]:
+    """Two full-width layers on 8 ranks."""
+    model_config, _ = read_config(str(MODELS / request.param))
+    model_config.num_hidden_layers = 2
+    config = TrainConfig(
+        model="-",
+        dataset=["-"],
+        bf16=True,
+        ep_size=8,
+        gradient_checkpointing="selective",
+        max_seq_length=TOKENS,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=3,
+    )
+    return rehearse(config, model_config, world_size=8, rank=5), model_config
+
+
+def account(step: Rehearsed) -> Ledger:
+    return ledger(step.recorder, 3, HARDWARE, gpus_per_node=8)
+
+
+def parts(step: Rehearsed) -> dict[str, Part]:
+    return {part.name: part for part in account(step).parts}
+
+
+def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> None:
+    rehearsed, model_config = step
+    tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), 3 * TOKENS * (TOKENS + 1) // 2
+    formula = training_flops(count_parameters(rehearsed.model), model_config, tokens, targets, pairs)
+    assert account(rehearsed).needed == pytest.approx(formula, rel=1e-2)
+
+
+def test_all_to_alls_send_what_they_must(step: tuple[Rehearsed, Any]) -> None:
+    rehearsed, config = step
+    rows = TOKENS * config.num_experts_per_tok
+    events = [event for event in rehearsed.recorder.events if event.collective == "all-to-all"]
+    # two layers, there and back, forward and backward, of two forwards that were recorded
+    assert len(events) == 2 * 2 * 2 * 2
+    assert all(event.ranks == tuple(range(8)) for event in events)
+    assert {event.sent for event in events} == {rows * config.hidden_size * 2 * 7 / 8}
+
+
+def test_every_part_is_known_and_does_no_less_than_it_must(step: tuple[Rehearsed, Any]) -> None:
+    found = parts(step[0])
+    assert {"experts' products", "attention", "norms", "rotary", "update", "clipping", "FSDP"} <= found.keys()
+    other = found.get("other", Part("other"))
+    assert other.moved < 0.001 * sum(part.moved for part in found.values())
+    # fused in one kernel each way: nothing is read or written twice
+    assert found["experts' activation"].moved == pytest.approx(found["experts' activation"].enough, rel=1e-3)
+    for name in ("norms", "rotary", "update", "permute, combine"):
+        assert found[name].moved >= 0.99 * found[name].enough, name
+
+
+def test_fused_adamw_moves_28_bytes_a_parameter(step: tuple[Rehearsed, Any]) -> None:
+    model: Any = step[0].model
+    numbers = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+    assert parts(step[0])["update"].moved == pytest.approx(28 * numbers, rel=1e-3)
+
+
+def event(name: str, part: str, moved: int = 0, sent: float = 0.0, collective: str | None = None) -> Event:
+    reads = {(0, 0): moved} if moved else {}
+    return Event(name, Place(part, None), "forward", 0, 0.0, 0.0, sent, collective, tuple(range(4)), reads)
+
+
+class Fixed:
+    """A recorder that has seen these events."""
+
+    num_calls = 0
+
+    def __init__(self, *events: Event):
+        self.events = list(events)
+
+    def lasting(self) -> set[Any]:
+        return set()
+
+
+def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:
+    gather = event("c10d::_allgather_base_", "FSDP", sent=2e7, collective="all-gather")  # 0.2 s
+    use = event("fsdp::split_with_sizes_copy", "FSDP")
+    kernel = event("kernel", "p", moved=int(3e8))  # 0.3 s
+    exchange = event("expertmesh::all_to_all", "p", sent=1e7, collective="all-to-all")  # 0.1 s
+
+    def seconds(*events: Event) -> tuple[float, float]:
+        made: Any = Fixed(*events)
+        of = ledger(made, 1, HARDWARE, gpus_per_node=4)
+        return round(of.seconds, 3), round(of.exposed, 3)
+
+    assert kernel_seconds(kernel, HARDWARE) == pytest.approx(0.3 + LAUNCH)
+    assert seconds(gather, kernel, use, kernel) == (0.6, 0.0)
+    assert seconds(kernel, gather, use, kernel) == (0.8, 0.2)
+    assert seconds(kernel, exchange, kernel) == (0.7, 0.0)
+    assert seconds(kernel, gather) == (0.5, 0.2)
