@@ -1,8 +1,9 @@
-"""Runs MegaBlocks' and stk's Triton kernels on a CPU, by Triton's interpreter, which conftest.py switches on."""
+"""Runs Triton kernels, MegaBlocks' and stk's too, on a CPU, by Triton's interpreter, which conftest.py switches on."""
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,3 +34,19 @@ def prepare_megablocks() -> None:
             if isinstance(kernel, Autotuner):
                 # with one configuration nothing is timed, for which Triton would look for a GPU
                 kernel.configs = kernel.configs[:1]
+
+
+def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter round fp32 to bf16 as GPUs and torch do. By itself it cuts the last bits off."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    as_it_was = InterpreterBuilder.create_fp_trunc
+
+    def create_fp_trunc(self: Any, source: Any, dtype: Any) -> Any:
+        if dtype.scalar != tl.bfloat16:
+            return as_it_was(self, source, dtype)
+        rounded = torch.from_numpy(source.data.astype("float32")).bfloat16()
+        return TensorHandle(rounded.view(torch.uint16).numpy(), dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fp_trunc", create_fp_trunc)

@@ -4,10 +4,15 @@ Neither optimizer knows how ranks are arranged: blocks of 8-bit state lie within
 rows; the random numbers of stochastic rounding are a function of seed, parameter, step, row and column. Yet fp32 noise
 between arrangements now and then tips a value to the other side of a rounding, and so grows more than with fp32 state.
 
+On a GPU a step is one Triton kernel a parameter, which reads and writes each value once (`training.low_bit_triton`);
+where tensors are not contiguous, and on a CPU, it is torch's own operators, each of which does.
+
 Shape suffixes: R rows of a parameter on this rank, D its columns, B blocks a row.
 """
 
+from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
@@ -19,6 +24,24 @@ from sharding import local_tensor, zeros_by_rows
 
 BLOCK = 256
 """Values of 8-bit state that share a scale (as in torchao and bitsandbytes)."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update of a parameter takes beside its tensors."""
+
+    mean_share: float
+    """Of the gradient in the new first moment: 1 - beta1."""
+    square_share: float
+    """Of the gradient's square in the second moment: 1 - beta2."""
+    mean_correction: Tensor
+    """1 - beta1^step, scalar, double: by which the first moment is divided."""
+    square_correction: Tensor
+    """1 - beta2^step, as above."""
+    lr: float
+    decay: float
+    """1 - lr * weight decay: by which the weight is multiplied."""
+    eps: float
 
 
 class _AdamW(Optimizer):
@@ -50,16 +73,28 @@ class _AdamW(Optimizer):
         # kept on the device, in double: a float of it would wait for the device, and 1 - 0.999 in fp32 is 1e-5 off
         step = state["step"].double()
         beta1, beta2 = group["betas"]
-
-        weight_RD = local_tensor(parameter).float()
-        grad_RD = local_tensor(parameter.grad).float()  # type: ignore[arg-type]
+        decay = 1 - group["lr"] * group["weight_decay"]
+        update = Update(1 - beta1, 1 - beta2, 1 - beta1**step, 1 - beta2**step, group["lr"], decay, group["eps"])
+        local = {name: local_tensor(tensor) for name, tensor in state.items()}
+        weight, grad = local_tensor(parameter), local_tensor(parameter.grad)  # type: ignore[arg-type]
+        if takes_kernel(weight, grad, *local.values()):
+            self._fused_update(parameter, weight, grad, local, update)
+            return
+        weight_RD, grad_RD = weight.float(), grad.float()
         mean_RD, square_RD = self._moments(state)
-        mean_RD = mean_RD.lerp(grad_RD, 1 - beta1)
-        square_RD = square_RD.lerp(grad_RD.square(), 1 - beta2)
-        root_RD = (square_RD / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        change_RD = (mean_RD / (1 - beta1**step)).div_(root_RD)
-        weight_RD = (weight_RD * (1 - group["lr"] * group["weight_decay"])).sub_(change_RD, alpha=group["lr"])
+        mean_RD = mean_RD.lerp(grad_RD, update.mean_share)
+        square_RD = square_RD.lerp(grad_RD.square(), update.square_share)
+        root_RD = (square_RD / update.square_correction).sqrt_().add_(update.eps)
+        change_RD = (mean_RD / update.mean_correction).div_(root_RD)
+        weight_RD = (weight_RD * update.decay).sub_(change_RD, alpha=update.lr)
         self._store(parameter, state, weight_RD, mean_RD, square_RD)
+
+    def _fused_update(
+        self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
+    ) -> None:
+        """One update by a kernel of `training.low_bit_triton`: of this rank's part of the parameter, its gradient and
+        its state."""
+        raise NotImplementedError
 
     def _no_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """State of a parameter before its first step: zeros."""
@@ -72,6 +107,16 @@ class _AdamW(Optimizer):
     def _store(self, parameter: Tensor, state: dict[str, Tensor], weight: Tensor, mean: Tensor, square: Tensor) -> None:
         """Keep this rank's part of the updated weight and moments, given in fp32."""
         raise NotImplementedError
+
+
+def takes_kernel(*tensors: Tensor) -> bool:
+    """Whether a kernel of `training.low_bit_triton` can update these."""
+    return all(t.is_cuda and t.is_contiguous() for t in tensors) and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 class AdamW8bit(_AdamW):
@@ -105,6 +150,26 @@ class AdamW8bit(_AdamW):
                 local_tensor(state[name]).copy_(moment)
             else:
                 _to_8bit(moment, state[f"{name}_codes"], state[f"{name}_scales"], signed)
+
+    def _fused_update(
+        self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
+    ) -> None:
+        from training.low_bit_triton import step_8bit, step_fp32
+
+        if "exp_avg" in state:
+            step_fp32(weight, grad, state["exp_avg"], state["exp_avg_sq"], update)
+            return
+        step_8bit(
+            weight,
+            grad,
+            state["exp_avg_codes"],
+            state["exp_avg_scales"],
+            state["exp_avg_sq_codes"],
+            state["exp_avg_sq_scales"],
+            dynamic_map(True, weight.device),
+            dynamic_map(False, weight.device),
+            update,
+        )
 
 
 def _has_blocks(parameter: Tensor) -> bool:
@@ -177,14 +242,28 @@ class AdamWBf16(_AdamW):
         return local_tensor(state["exp_avg"]).float(), local_tensor(state["exp_avg_sq"]).float()
 
     def _store(self, parameter: Tensor, state: dict[str, Tensor], weight: Tensor, mean: Tensor, square: Tensor) -> None:
-        number, rows = self.rows[parameter]
-        of_parameter = random_bits(torch.full_like(state["step"], number - 2**31, dtype=torch.int32))
+        number, rows, seed = self._random_numbers(parameter)
+        of_parameter = random_bits(torch.full_like(state["step"], number, dtype=torch.int32))
         key = random_bits(state["step"].int() + of_parameter)
-        bits = position_bits(key + self.seed % 2**31, rows, weight)
+        bits = position_bits(key + seed, rows, weight)
         local_tensor(parameter).copy_(round_to_bf16(weight, bits & 0xFFFF))
         local_tensor(state["exp_avg_sq"]).copy_(round_to_bf16(square, (bits >> 16) & 0xFFFF))
         # a tenth of the first moment is new each step: rounding to nearest loses nothing of note
         local_tensor(state["exp_avg"]).copy_(mean)
+
+    def _fused_update(
+        self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
+    ) -> None:
+        from training.low_bit_triton import step_bf16
+
+        number, rows, seed = self._random_numbers(parameter)
+        moments = (state["exp_avg"], state["exp_avg_sq"])
+        step_bf16(weight, grad, *moments, state["step"], rows.start, number, seed, update)
+
+    def _random_numbers(self, parameter: Tensor) -> tuple[int, range, int]:
+        """What a parameter's random bits begin with: its number and the seed, int32, and its rows on this rank."""
+        number, rows = self.rows[parameter]
+        return number - 2**31, rows, self.seed % 2**31
 
 
 def position_bits(key: Tensor, rows: range, like: Tensor) -> Tensor:
