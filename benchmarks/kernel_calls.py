@@ -1,0 +1,112 @@
+"""One example of each call that launches Triton kernels, for `benchmarks.kernels`: our wrappers, and MegaBlocks' and
+stk's as `moe.megablocks` calls them. Sizes: a rank of Mixtral 8x7B at ep 8, with one expert.
+
+To add a kernel: a function that calls its wrapper, and an `Example` of it in `EXAMPLES`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from training.low_bit import Update
+
+TOKENS, TOP_K, D, F = 4096, 2, 4096, 14336
+ROWS = TOKENS * TOP_K
+
+
+@dataclass(frozen=True)
+class Example:
+    call: Callable[[torch.dtype], None]
+    dtype: torch.dtype
+    narrow: dict[str, str] = field(default_factory=dict)
+    """What is read or written by less than 128 bits a thread, by the name of its pointer, and why."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.call.__name__.removeprefix('_')} {str(self.dtype).removeprefix('torch.')}"
+
+
+def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
+    """A tensor without memory, which begins, as torch's allocator has it, at a multiple of 16 bytes."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _swiglu(dtype: torch.dtype) -> None:
+    from moe.swiglu_triton import fused_backward, fused_forward
+
+    grad, gate, up = (_empty(dtype, ROWS, F) for _ in range(3))
+    fused_forward(gate, up)
+    fused_backward(grad, gate, up)
+
+
+def _adamw_8bit(dtype: torch.dtype) -> None:
+    from training.low_bit_triton import step_8bit, step_fp32
+
+    def scalars(*shape: int) -> Tensor:
+        return _empty(torch.float32, *shape)
+
+    weight, grad = (_empty(dtype, F, D) for _ in range(2))
+    codes, scales = _empty(torch.uint8, F, D), scalars(F, D // 256)
+    table = (scalars(256), scalars(255))
+    step_8bit(weight, grad, codes, scales, codes, scales, table, table, _update())
+    norm = _empty(dtype, D)
+    step_fp32(norm, norm, scalars(D), scalars(D), _update())
+
+
+def _adamw_bf16(dtype: torch.dtype) -> None:
+    from training.low_bit_triton import step_bf16
+
+    for shape in ((F, D), (D,)):
+        weight, grad, mean, square = (_empty(dtype, *shape) for _ in range(4))
+        step_bf16(weight, grad, mean, square, _empty(torch.float32), 0, -(2**31), 42, _update())
+
+
+def _update() -> Update:
+    correction = _empty(torch.float64)
+    return Update(0.1, 0.001, correction, correction, 1e-5, 0.9, 1e-8)
+
+
+def _megablocks_sparse(dtype: torch.dtype) -> None:
+    """Forward and backward, on the CPU: MegaBlocks reads counts from the device. Of what has a size, memory is
+    touched for a few rows only."""
+    from moe.megablocks import megablocks_sparse
+
+    rows_RD = torch.zeros(2 * 128, D, dtype=dtype, requires_grad=True)
+    weights = [torch.empty(F, D, dtype=dtype, requires_grad=True) for _ in range(3)]
+    out_RD = megablocks_sparse(rows_RD, torch.tensor([len(rows_RD)]), *weights)
+    torch.autograd.grad(out_RD, (rows_RD, *weights), torch.zeros_like(out_RD))
+
+
+ONE = "one number a program"
+SCALES = "one number for 256"
+CODES = "a byte a number, as many a thread as 128 bits of weight have"
+TABLE = "looked up, a number at a time"
+CORRECTIONS = {"mean_correction": ONE, "square_correction": ONE}
+COPIES = "one to four numbers a thread in every configuration among which MegaBlocks chooses"
+
+EXAMPLES = [
+    Example(_swiglu, torch.bfloat16),
+    Example(_swiglu, torch.float32),
+    Example(
+        _adamw_8bit,
+        torch.float32,
+        {
+            **CORRECTIONS,
+            **dict.fromkeys(("mean_scales", "square_scales"), SCALES),
+            **dict.fromkeys(("mean_codes", "square_codes"), CODES),
+            **dict.fromkeys(("mean_values", "square_values", "borders"), TABLE),
+        },
+    ),
+    Example(_adamw_bf16, torch.bfloat16, {**CORRECTIONS, "step": ONE}),
+    Example(
+        _megablocks_sparse,
+        torch.bfloat16,
+        {
+            **dict.fromkeys(("iptr", "optr"), COPIES),
+            **dict.fromkeys(("indices", "bin_ids", "bins", "padded_bins"), ONE),
+            **dict.fromkeys(("row_indices", "column_indices", "offsets", "block_offsets_t"), "one number a block"),
+        },
+    ),
+]
