@@ -140,7 +140,8 @@ def around_borders(signed: bool) -> Tensor:
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_border(monkeypatch: pytest.MonkeyPatch, signed: bool) -> None:
     """With betas of 0 the moments are the gradient and its square, exactly. The first of each block is 1, and so its
-    scale."""
+    scale. The kernel's guess rises with the magnitude: where it is right at both ends of what has one code, it is right
+    in between."""
     values = around_borders(signed)
     if not signed:
         # the squares of these are within a few floats of the borders
