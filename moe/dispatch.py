@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from moe.permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows
+from moe.replay import ROWS_ARE_KEPT
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class LocalDispatcher:
         if has_padding:
             order = _without_padding(order, int(counts_E.sum()))
         return TokensToRows.apply(x_TD, order), counts_E, LocalPlan(order)
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether `combine` reads the rows that it is given now, and not their shape alone."""
+        return True
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Tensor:
         """out_TD: for each token the weighted sum of its experts' rows; zero for padding."""
@@ -86,7 +92,7 @@ class AllToAllDispatcher:
         """As `LocalDispatcher.dispatch`, with rows_RD from all ep ranks and counts_e of this rank's experts."""
         receive_counts_E, splits_2S = exchange_counts(counts_E, self.group.group_name)
         order = _expert_order(experts_TK, self.num_experts if has_padding else None)
-        rows_nD = TokensToRows.apply(x_TD, order)
+        rows_nD = TokensToRows.apply(x_TD, order, not ROWS_ARE_KEPT.get())
 
         _wait_for_counts(counts_E.device)
         sent, received = splits_2S.tolist()
@@ -103,10 +109,15 @@ class AllToAllDispatcher:
         plan = AllToAllPlan(order, sent, received, by_expert_R, by_source_R)
         return rows_RD, receive_counts_Se.sum(dim=0), plan
 
+    @property
+    def reads_outputs(self) -> bool:
+        """As `LocalDispatcher.reads_outputs`: no, where what they were sent for is at hand (see `moe.replay`)."""
+        return not ROWS_ARE_KEPT.get()
+
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, plan: AllToAllPlan) -> Tensor:
         """As `LocalDispatcher.combine`."""
         if plan.by_source_R is not None:
-            rows_RD = PermuteRows.apply(rows_RD, plan.by_source_R, plan.by_expert_R)
+            rows_RD = PermuteRows.apply(rows_RD, plan.by_source_R, plan.by_expert_R, self.reads_outputs)
         rows_nD = all_to_all(rows_RD, plan.sent, plan.received, self.group.group_name)
         return RowsToTokens.apply(rows_nD, weights_TK, plan.order)
 
@@ -119,7 +130,8 @@ def _expert_order(experts_TK: Tensor, padding: int | None) -> ExpertOrder:
     source_N = experts_TK.reshape(-1).argsort(stable=True)
     position_N = torch.empty_like(source_N)
     position_N[source_N] = torch.arange(source_N.numel(), device=source_N.device)
-    return ExpertOrder(source_N, position_N.view_as(experts_TK), None if padding is None else experts_TK != padding)
+    is_kept_TK = None if padding is None else (experts_TK != padding).contiguous()
+    return ExpertOrder(source_N, position_N.view_as(experts_TK), is_kept_TK)
 
 
 def _without_padding(order: ExpertOrder, num_kept: int) -> ExpertOrder:

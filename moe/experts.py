@@ -136,31 +136,39 @@ class ExpertMLP(nn.Module):
         """Whether it is silu(gate) * up, without biases: what kernels have a faster way for."""
         return self.activation.is_swiglu and not self.layout.shape.has_bias
 
-    def forward(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
-        """Run even when R is 0: an expert that sits out would leave the other ranks' collectives waiting."""
+    def forward(self, rows_RD: Tensor, counts_e: Tensor, needs_output: bool = True) -> Tensor:
+        """Run even when R is 0: an expert that sits out would leave the other ranks' collectives waiting. Without
+        `needs_output` no result is computed, but all that backward needs (see `moe.replay`)."""
         # what is fused takes the gradients of all weights, frozen or not
         is_trained = any(weight.requires_grad for weight in self.parameters()) or self.kernel.product is None
         if self.is_swiglu and self.kernel.fused is not None and is_trained and self.low_rank is None:
-            return self.kernel.fused(rows_RD, counts_e, *(self._local("w1"), self._local("v1"), self._local("w2")))
+            w1, v1, w2 = self._local("w1"), self._local("v1"), self._local("w2")
+            return self.kernel.fused(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
         gate_RF = self._product("w1", rows_RD, counts_e)
         up_RF = self._product("v1", rows_RD, counts_e) if self.layout.shape.has_gate else None
-        return self._product("w2", self.activation(gate_RF, up_RF), counts_e, is_transposed=True)
+        hidden_RF = self.activation(gate_RF, up_RF)
+        return self._product("w2", hidden_RF, counts_e, is_transposed=True, needs_output=needs_output)
 
-    def _product(self, name: str, x_RI: Tensor, counts_e: Tensor, is_transposed: bool = False) -> Tensor:
+    def _product(
+        self, name: str, x_RI: Tensor, counts_e: Tensor, is_transposed: bool = False, needs_output: bool = True
+    ) -> Tensor:
         assert self.kernel.product is not None, self.kernel.name
         if (storage := storages_of(self).get(name)) is not None:
             codes, scales = self._local(name), self._local(name + SCALES)
-            out_RO = stored_product(x_RI, counts_e, codes, scales, storage, self.kernel.product, is_transposed)
+            product = self.kernel.product
+            out_RO = stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed, needs_output)
         else:
             weight_eOI = self._by_expert(name, counts_e)
-            out_RO = self.kernel.product(x_RI, counts_e, weight_eOI.transpose(1, 2) if is_transposed else weight_eOI)
+            weight_eOI = weight_eOI.transpose(1, 2) if is_transposed else weight_eOI
+            out_RO = self.kernel.product(x_RI, counts_e, weight_eOI, needs_output=needs_output)
         if self.low_rank is not None:
             a_erI, b_eOr = (self._by_expert(f"{name}_lora_{matrix}", counts_e).to(x_RI.dtype) for matrix in "AB")
             low_Rr = self.kernel.product(F.dropout(x_RI, self.low_rank.dropout, self.training), counts_e, a_erI)
-            out_RO = torch.add(out_RO, self.kernel.product(low_Rr, counts_e, b_eOr), alpha=self.low_rank.scale)
+            update_RO = self.kernel.product(low_Rr, counts_e, b_eOr, needs_output=needs_output)
+            out_RO = torch.add(out_RO, update_RO, alpha=self.low_rank.scale)
         if self.layout.shape.has_bias:
             bias_eO = self._local(f"{name}_bias").view(counts_e.numel(), -1)
-            out_RO = AddBias.apply(out_RO, counts_e, bias_eO)
+            out_RO = AddBias.apply(out_RO, counts_e, bias_eO, needs_output)
         return out_RO
 
     def _by_expert(self, name: str, counts_e: Tensor) -> Tensor:

@@ -5,14 +5,16 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 _rehearsed = False
 
 
 def takes_triton(tensor: Tensor) -> bool:
-    """Whether Triton's kernels compute with `tensor`: on a GPU where triton is installed, or rehearsed as on one."""
-    return (tensor.is_cuda or _rehearsed) and _has_triton()
+    """Whether our Triton kernels compute with `tensor`: on a GPU where triton is installed, or rehearsed as on one; not
+    in fp64, as they sum in fp32."""
+    return (tensor.is_cuda or _rehearsed) and tensor.dtype != torch.float64 and _has_triton()
 
 
 def computes_on_cpu(tensor: Tensor) -> bool:

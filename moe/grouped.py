@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe.replay import placeholder
 from moe.swiglu import swiglu_backward, swiglu_forward
 
 GroupedMatmul = Callable[..., Tensor]
@@ -18,11 +19,17 @@ of a times b_eKN, or b_eNK if trans_b: (R, N). If trans_a, with b_RN: expert by 
 
 
 def grouped_gated_mlp(
-    rows_RD: Tensor, num_experts: int, w1: Tensor, v1: Tensor, w2: Tensor, gmm: GroupedMatmul
+    rows_RD: Tensor,
+    num_experts: int,
+    w1: Tensor,
+    v1: Tensor,
+    w2: Tensor,
+    gmm: GroupedMatmul,
+    needs_output: bool,
 ) -> Tensor:
     """The expert kernel of `moe.kernels` by grouped products, three forward and six backward; weights (e·F, D)."""
     w1_eFD, v1_eFD, w2_eFD = (w.view(num_experts, -1, rows_RD.shape[1]) for w in (w1, v1, w2))
-    return _GroupedGatedMLP.apply(rows_RD, w1_eFD, v1_eFD, w2_eFD, gmm)
+    return _GroupedGatedMLP.apply(rows_RD, w1_eFD, v1_eFD, w2_eFD, gmm, needs_output)
 
 
 class _GroupedGatedMLP(torch.autograd.Function):
@@ -31,17 +38,25 @@ class _GroupedGatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, w1_eFD: Tensor, v1_eFD: Tensor, w2_eFD: Tensor, gmm: GroupedMatmul
+        ctx: Any,
+        rows_RD: Tensor,
+        w1_eFD: Tensor,
+        v1_eFD: Tensor,
+        w2_eFD: Tensor,
+        gmm: GroupedMatmul,
+        needs_output: bool,
     ) -> Tensor:
         gate_RF = gmm(rows_RD, w1_eFD, trans_b=True)
         up_RF = gmm(rows_RD, v1_eFD, trans_b=True)
         ctx.save_for_backward(rows_RD, w1_eFD, v1_eFD, w2_eFD, gate_RF, up_RF)
         ctx.gmm = gmm
+        if not needs_output:
+            return placeholder(rows_RD, *rows_RD.shape)
         return gmm(swiglu_forward(gate_RF, up_RF), w2_eFD)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         rows_RD, w1_eFD, v1_eFD, w2_eFD, gate_RF, up_RF = ctx.saved_tensors
         gmm = ctx.gmm
         # a gradient may come expanded, as that of a sum does, which grouped products do not take
@@ -52,4 +67,4 @@ class _GroupedGatedMLP(torch.autograd.Function):
         grad_w1_eFD = gmm(d_gate_RF, rows_RD, trans_a=True)
         grad_v1_eFD = gmm(d_up_RF, rows_RD, trans_a=True)
         grad_w2_eFD = gmm(hidden_RF, grad_RD, trans_a=True)
-        return grad_rows_RD, grad_w1_eFD, grad_v1_eFD, grad_w2_eFD, None
+        return grad_rows_RD, grad_w1_eFD, grad_v1_eFD, grad_w2_eFD, None, None

@@ -3,18 +3,19 @@
 A kernel has a `product`, of which experts of any family are composed (see `moe.products`), or, for those that are plain
 SwiGLU, all of an expert at once, `fused`, or both:
 
-    fused(rows_RD, counts_e, w1, v1, w2) -> rows_RD
+    fused(rows_RD, counts_e, w1, v1, w2, needs_output=True) -> rows_RD
 
 Row r belongs to the expert in whose run it falls when the rows are cut by counts_e (int64, on the rows' device).
 w1 (gate), v1 (up) and w2 (down, transposed) are each (e·F, D): MegaBlocks' layout, experts concatenated along dim 0.
 For expert i: (silu(x @ w1_i.T) * (x @ v1_i.T)) @ w2_i, as the experts modules of most families in transformers.
+Without `needs_output` the last product is left out, and what is given back is but for its shape and its backward (see
+`moe.replay`).
 
 Shape suffixes: R rows, D model width, F expert width, e experts on this rank.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,13 @@ from moe.megablocks import (
     require,
 )
 from moe.products import Product, compute_dtype, grouped_product, looped_product, runs
+from moe.replay import placeholder
 
-FusedSwiGLU = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+class FusedSwiGLU(Protocol):
+    def __call__(
+        self, rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,9 @@ class ExpertKernel:
     fused: FusedSwiGLU | None
 
 
-def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool = True) -> Tensor:
     """A matmul an expert. The oracle for the other kernels, and the default on CPU."""
-    return _LoopedGatedMLP.apply(rows_RD, counts_e.tolist(), w1, v1, w2)
+    return _LoopedGatedMLP.apply(rows_RD, counts_e.tolist(), w1, v1, w2, needs_output)
 
 
 class _LoopedGatedMLP(torch.autograd.Function):
@@ -58,9 +64,11 @@ class _LoopedGatedMLP(torch.autograd.Function):
     computed in fp32 one expert at a time instead of by the slow emulated matmul."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows_RD: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool
+    ) -> Tensor:
         dtype = compute_dtype(rows_RD)
-        out_RD = torch.empty_like(rows_RD)
+        out_RD = torch.empty_like(rows_RD) if needs_output else placeholder(rows_RD, *rows_RD.shape)
         kept = []
         weights = zip(*(w.chunk(len(counts)) for w in (w1, v1, w2)), strict=True)
         for rows, (w1_FD, v1_FD, w2_FD) in zip(runs(counts), weights, strict=True):
@@ -69,8 +77,9 @@ class _LoopedGatedMLP(torch.autograd.Function):
             x = pad_rows(rows_RD[rows].to(dtype))
             gate = matmul(x, w1_FD.to(dtype).t())
             up = matmul(x, v1_FD.to(dtype).t())
-            out = matmul(F.silu(gate).mul_(up), w2_FD.to(dtype))
-            out_RD[rows] = out[: rows.stop - rows.start]
+            if needs_output:
+                out = matmul(F.silu(gate).mul_(up), w2_FD.to(dtype))
+                out_RD[rows] = out[: rows.stop - rows.start]
             kept += [gate.to(rows_RD.dtype), up.to(rows_RD.dtype)]
         ctx.save_for_backward(rows_RD, w1, v1, w2, *kept)
         ctx.counts = counts
@@ -78,7 +87,7 @@ class _LoopedGatedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, Tensor, Tensor, Tensor, None]:
         rows_RD, w1, v1, w2, *kept = ctx.saved_tensors
         dtype = compute_dtype(rows_RD)
         grad_rows_RD = torch.empty_like(rows_RD)
@@ -100,10 +109,12 @@ class _LoopedGatedMLP(torch.autograd.Function):
             matmul(d_up.t(), x, dv1_FD)
             d_rows = matmul(d_gate, w1_FD.to(dtype)).add_(matmul(d_up, v1_FD.to(dtype)))
             grad_rows_RD[rows] = d_rows[: rows.stop - rows.start]
-        return grad_rows_RD, None, grad_w1, grad_v1, grad_w2
+        return grad_rows_RD, None, grad_w1, grad_v1, grad_w2, None
 
 
-def torch_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+def torch_grouped(
+    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
     """`torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
 
     Raises:
@@ -111,13 +122,13 @@ def torch_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2:
     """
     num_experts = counts_e.numel()
     _check_grouped_mm(rows_RD.dtype, rows_RD.shape[1], w1.shape[0] // num_experts)
-    return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, _grouped_mm(counts_e))
+    return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, _grouped_mm(counts_e), needs_output)
 
 
-def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
     """As `torch_grouped`, one product."""
     _check_grouped_mm(x_RI.dtype, *weight_eOI.shape[1:])
-    return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e))
+    return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e), needs_output)
 
 
 def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:

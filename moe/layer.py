@@ -66,7 +66,8 @@ class DroplessExperts(nn.Module):
             experts_TK = experts_TK.masked_fill(~is_token_T.unsqueeze(-1), num_experts)
         counts_E = count_experts(experts_TK, num_experts)
         rows_RD, counts_e, plan = self.dispatcher.dispatch(x_TD, experts_TK, counts_E, is_token_T is not None)
-        rows_RD = self.mlp(rows_RD, counts_e)
+        needs_output = self.dispatcher.reads_outputs or self.post_expert_norm is not None
+        rows_RD = self.mlp(rows_RD, counts_e, needs_output)
         if self.post_expert_norm is not None:
             rows_RD = self.post_expert_norm(rows_RD)
         logits_TE, self.logits_TE = self.logits_TE, None

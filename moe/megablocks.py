@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from moe.errors import ExpertMeshError
 from moe.grouped import GroupedMatmul, grouped_gated_mlp
 from moe.products import grouped_product
+from moe.replay import placeholder
 from moe.swiglu import SwiGLU
 
 BLOCK = 128
@@ -37,7 +38,9 @@ _INSTALL = {
 }
 
 
-def megablocks_sparse(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+def megablocks_sparse(
+    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
     """Block-sparse products over all experts at once, as `SparseGLU` in MegaBlocks (Gale et al. 2022).
 
     The hidden activations of all experts are one matrix (P, e·F) whose blocks are zero but where rows and columns
@@ -62,8 +65,10 @@ def megablocks_sparse(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor,
     rows_PD = ops.padded_gather(rows_RD.contiguous(), rows, expert_R, ends_e, padded_ends_e, 1)
     topology = _topology(padded_ends_e, rows_PD.shape[0], width)
     gate, up = stk.ops.sdd(rows_PD, w1.t(), topology), stk.ops.sdd(rows_PD, v1.t(), topology)
-    out_PD = stk.ops.dsd(with_int32_indices(topology, SwiGLU.apply(gate.data, up.data)), w2)
-    return _Unpad.apply(out_PD, rows, expert_R, ends_e, padded_ends_e)
+    out_PD = _LastProduct.apply(
+        SwiGLU.apply(gate.data, up.data), w2, topology.size(), needs_output, *_indices(topology)
+    )
+    return _Unpad.apply(out_PD, rows, expert_R, ends_e, padded_ends_e, needs_output)
 
 
 def _topology(padded_ends_e: Tensor, num_rows: int, width: int) -> Any:
@@ -105,8 +110,38 @@ def with_int32_indices(t: Any, data: Tensor | None = None) -> Any:
     other data if they are given. Indices that are int32 already are shared, not copied."""
     import stk
 
-    indices = (t.row_indices, t.column_indices, t.offsets, t.column_indices_t, t.offsets_t, t.block_offsets_t)
-    return stk.Matrix(t.size(), t.data if data is None else data, *(index.int() for index in indices))
+    return stk.Matrix(t.size(), t.data if data is None else data, *(index.int() for index in _indices(t)))
+
+
+def _indices(t: Any) -> tuple[Tensor, ...]:
+    """In the order in which `stk.Matrix` takes them."""
+    return (t.row_indices, t.column_indices, t.offsets, t.column_indices_t, t.offsets_t, t.block_offsets_t)
+
+
+class _LastProduct(torch.autograd.Function):
+    """`stk.ops.dsd` of the hidden activations and w2, whose result can be left out (see `moe.replay`)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, w2: Tensor, size: torch.Size, needs_output: bool, *indices: Tensor) -> Tensor:
+        import stk
+
+        ctx.save_for_backward(hidden, w2, *indices)
+        ctx.size = size
+        if not needs_output:
+            return placeholder(w2, size[0], w2.shape[1])
+        out_PD: Tensor = stk.ops.dsd(stk.Matrix(size, hidden, *indices), w2)
+        return out_PD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
+        import stk
+
+        hidden, w2, *indices = ctx.saved_tensors
+        matrix = stk.Matrix(ctx.size, hidden, *indices)
+        grad_hidden = stk.ops.sdd(grad_PD, w2.t(), matrix).data
+        grad_w2 = stk.ops.dsd(matrix.t(), grad_PD) if ctx.needs_input_grad[1] else None
+        return grad_hidden, grad_w2, None, None, *(None for _ in indices)
 
 
 class _Unpad(torch.autograd.Function):
@@ -114,23 +149,31 @@ class _Unpad(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, padded_PD: Tensor, rows: Tensor, expert_R: Tensor, ends_e: Tensor, padded_ends_e: Tensor
+        ctx: Any,
+        padded_PD: Tensor,
+        rows: Tensor,
+        expert_R: Tensor,
+        ends_e: Tensor,
+        padded_ends_e: Tensor,
+        needs_output: bool,
     ) -> Tensor:
         from megablocks.backend import kernels
 
         ctx.save_for_backward(rows, expert_R, ends_e, padded_ends_e)
         ctx.padded_shape = padded_PD.shape
+        if not needs_output:
+            return placeholder(padded_PD, rows.numel(), padded_PD.shape[1])
         return kernels.padded_scatter(padded_PD, rows, expert_R, None, ends_e, padded_ends_e, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         rows, expert_R, ends_e, padded_ends_e = ctx.saved_tensors
         # an expert's rows end at ends_e and its padding at padded_ends_e: all padding before an expert shifts its rows
         padding_before_e = torch.cat([ends_e.new_zeros(1), (padded_ends_e - ends_e)[:-1]])
         position_R = rows + padding_before_e.index_select(0, expert_R)
         grad_PD = grad_RD.new_zeros(ctx.padded_shape).index_copy_(0, position_R.long(), grad_RD)
-        return grad_PD, None, None, None, None
+        return grad_PD, None, None, None, None, None
 
 
 def check_megablocks_sparse(model_width: int, width: int) -> None:
@@ -158,7 +201,9 @@ def check_offsets(padded_rows: int, width: int, weight: Tensor) -> None:
         )
 
 
-def megablocks_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+def megablocks_grouped(
+    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
     """Grouped products of the `grouped_gemm` package, as `GroupedGLU` in MegaBlocks. bf16 on a GPU.
 
     The host waits once: the package wants the counts there.
@@ -166,12 +211,14 @@ def megablocks_grouped(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor
     Raises:
         ExpertMeshError: grouped_gemm is not installed.
     """
-    return grouped_gated_mlp(rows_RD, counts_e.numel(), w1, v1, w2, _grouped_gemm(counts_e))
+    return grouped_gated_mlp(rows_RD, counts_e.numel(), w1, v1, w2, _grouped_gemm(counts_e), needs_output)
 
 
-def megablocks_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+def megablocks_grouped_product(
+    x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True
+) -> Tensor:
     """As `megablocks_grouped`, one product (see `moe.products`)."""
-    return grouped_product(x_RI, weight_eOI, _grouped_gemm(counts_e))
+    return grouped_product(x_RI, weight_eOI, _grouped_gemm(counts_e), needs_output)
 
 
 def _grouped_gemm(counts_e: Tensor) -> GroupedMatmul:

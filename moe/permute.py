@@ -1,6 +1,7 @@
 """Row permutations between token order and expert order, each its own autograd.Function.
 
-Every backward is a gather as well: no scatter-add, so the same bits on every run, and no atomics on a GPU.
+In Triton kernels on a GPU (`moe.permute_triton`), else in plain torch. Neither forward nor backward writes a place
+twice: no scatter-add, so the same bits on every run, and no atomics on a GPU.
 
 Shape suffixes: T tokens on this rank, D model width, K experts a token, n routed rows kept (T·K less padding),
 R rows of any kind.
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe.gpu import takes_triton
+from moe.replay import placeholder
+
 
 @dataclass(frozen=True)
 class ExpertOrder:
@@ -20,7 +24,7 @@ class ExpertOrder:
 
     source_n: for each kept row the flat index t·K + k it came from.
     position_TK: for each (token, choice) its place in the sorted order; where `is_kept_TK` is False, any valid index.
-    is_kept_TK: None when every row is kept.
+    is_kept_TK: None when every row is kept; contiguous.
     """
 
     source_n: Tensor
@@ -33,17 +37,20 @@ class ExpertOrder:
 
 
 class TokensToRows(torch.autograd.Function):
-    """rows_nD[i] = x_TD[token of row i]. Backward: each token gathers and sums the gradients of its K rows."""
+    """rows_nD[i] = x_TD[token of row i]. Backward: each token gathers and sums the gradients of its K rows.
+
+    On a GPU, rows that are not kept hold anything. Without `needs_output` no row is made (see `moe.replay`).
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder, needs_output: bool = True) -> Tensor:
         ctx.order = order
-        return x_TD.index_select(0, order.token_n)
+        return spread(x_TD, order) if needs_output else placeholder(x_TD, order.source_n.numel(), x_TD.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None]:
-        return _gather_sum(grad_nD, ctx.order, None), None
+    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None, None]:
+        return gather_sum(grad_nD, ctx.order, None), None, None
 
 
 class RowsToTokens(torch.autograd.Function):
@@ -53,41 +60,67 @@ class RowsToTokens(torch.autograd.Function):
     def forward(ctx: Any, rows_nD: Tensor, weights_TK: Tensor, order: ExpertOrder) -> Tensor:
         ctx.save_for_backward(rows_nD, weights_TK)
         ctx.order = order
-        return _gather_sum(rows_nD, order, weights_TK)
+        return gather_sum(rows_nD, order, weights_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
         rows_nD, weights_TK = ctx.saved_tensors
-        order: ExpertOrder = ctx.order
-        weight_n1 = weights_TK.reshape(-1).index_select(0, order.source_n).unsqueeze(-1)
-        grad_rows_nD = (grad_TD.index_select(0, order.token_n) * weight_n1).to(rows_nD.dtype)
-        grad_weights_TK = torch.zeros_like(weights_TK)
-        if rows_nD.shape[0] > 0:
-            for k in range(weights_TK.shape[1]):
-                chosen_TD = rows_nD.index_select(0, order.position_TK[:, k])
-                grad_weights_TK[:, k] = (chosen_TD.to(_accumulation_dtype(rows_nD)) * grad_TD).sum(dim=-1)
-        if order.is_kept_TK is not None:
-            grad_weights_TK.masked_fill_(~order.is_kept_TK, 0.0)
-        return grad_rows_nD, grad_weights_TK, None
+        return *combine_backward(grad_TD, rows_nD, weights_TK, ctx.order), None
 
 
 class PermuteRows(torch.autograd.Function):
-    """rows_RD[index_R], where `inverse_R` is the inverse permutation and serves the backward."""
+    """rows_RD[index_R], where `inverse_R` is the inverse permutation and serves the backward. Either way each row is
+    read once and written once, which torch's own operator does as well as any. Without `needs_output` no row is moved
+    (see `moe.replay`)."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor, needs_output: bool = True) -> Tensor:
         ctx.inverse_R = inverse_R
-        return rows_RD.index_select(0, index_R)
+        return rows_RD.index_select(0, index_R) if needs_output else placeholder(rows_RD, *rows_RD.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        return grad_RD.index_select(0, ctx.inverse_R), None, None
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad_RD.index_select(0, ctx.inverse_R), None, None, None
 
 
-def _gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) -> Tensor:
+def spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:
+    """rows_nD[i] = x_TD[token of row i]."""
+    if takes_triton(x_TD):
+        from moe.permute_triton import fused_spread
+
+        return fused_spread(x_TD.contiguous(), order.position_TK, order.is_kept_TK, order.source_n.numel())
+    return plain_spread(x_TD, order)
+
+
+def gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) -> Tensor:
     """For each token the sum of its kept rows, weighted where weights are given, accumulated in fp32."""
+    if takes_triton(rows_nD):
+        from moe.permute_triton import fused_gather_sum
+
+        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        return fused_gather_sum(rows_nD.contiguous(), order.position_TK, order.is_kept_TK, weights_TK)
+    return plain_gather_sum(rows_nD, order, weights_TK)
+
+
+def combine_backward(grad_TD: Tensor, rows_nD: Tensor, weights_TK: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and weights of `gather_sum`, the latter summed in fp32; those of choices not kept are 0."""
+    if takes_triton(rows_nD):
+        from moe.permute_triton import fused_combine_backward
+
+        grad_TD, rows_nD, weights_TK = grad_TD.contiguous(), rows_nD.contiguous(), weights_TK.contiguous()
+        return fused_combine_backward(grad_TD, rows_nD, weights_TK, order.position_TK, order.is_kept_TK)
+    return plain_combine_backward(grad_TD, rows_nD, weights_TK, order)
+
+
+def plain_spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:
+    """`spread` in torch's own operations."""
+    return x_TD.index_select(0, order.token_n)
+
+
+def plain_gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) -> Tensor:
+    """`gather_sum` in torch's own operations."""
     num_tokens, top_k = order.position_TK.shape
     dtype = _accumulation_dtype(rows_nD)
     total_TD = torch.zeros(num_tokens, rows_nD.shape[1], dtype=dtype, device=rows_nD.device)
@@ -103,6 +136,22 @@ def _gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) 
         else:
             total_TD.addcmul_(chosen_TD.to(dtype), weights_TK[:, k].unsqueeze(-1))
     return total_TD.to(rows_nD.dtype)
+
+
+def plain_combine_backward(
+    grad_TD: Tensor, rows_nD: Tensor, weights_TK: Tensor, order: ExpertOrder
+) -> tuple[Tensor, Tensor]:
+    """`combine_backward` in torch's own operations."""
+    weight_n1 = weights_TK.reshape(-1).index_select(0, order.source_n).unsqueeze(-1)
+    grad_rows_nD = (grad_TD.index_select(0, order.token_n) * weight_n1).to(rows_nD.dtype)
+    grad_weights_TK = torch.zeros_like(weights_TK)
+    if rows_nD.shape[0] > 0:
+        for k in range(weights_TK.shape[1]):
+            chosen_TD = rows_nD.index_select(0, order.position_TK[:, k])
+            grad_weights_TK[:, k] = (chosen_TD.to(_accumulation_dtype(rows_nD)) * grad_TD).sum(dim=-1)
+    if order.is_kept_TK is not None:
+        grad_weights_TK.masked_fill_(~order.is_kept_TK, 0.0)
+    return grad_rows_nD, grad_weights_TK
 
 
 def _accumulation_dtype(rows: Tensor) -> torch.dtype:

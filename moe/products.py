@@ -1,16 +1,16 @@
 """One product of all experts, each with its own rows: what experts are composed of that are no plain SwiGLU.
 
-    product(x_RI, counts_e, weight_eOI) -> x_RO
+    product(x_RI, counts_e, weight_eOI, needs_output=True) -> x_RO
 
 Row r belongs to the expert in whose run it falls when the rows are cut by counts_e. The weight may be a transposed view
-of one that lies in memory as (e, I, O); its gradient then has the same strides.
+of one that lies in memory as (e, I, O); its gradient then has the same strides. Without `needs_output` nothing is
+multiplied, and what is given back is but for its shape and its backward (see `moe.replay`).
 
 Shape suffixes: R rows, e experts on this rank, I and O the widths of a product's input and output.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,22 +19,27 @@ from torch.autograd.function import once_differentiable
 from moe.gpu import computes_on_cpu
 from moe.grouped import GroupedMatmul
 from moe.matmul import matmul, pad_rows
+from moe.replay import placeholder
 
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class Product(Protocol):
+    def __call__(self, x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor: ...
 
 
-def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor) -> Tensor:
+def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
     """A matmul an expert."""
-    out_RO: Tensor = _LoopedProduct.apply(x_RI, counts_e.tolist(), weight_eOI)
+    out_RO: Tensor = _LoopedProduct.apply(x_RI, counts_e.tolist(), weight_eOI, needs_output)
     return out_RO
 
 
 class _LoopedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
+    def forward(ctx: Any, x_RI: Tensor, counts: list[int], weight_eOI: Tensor, needs_output: bool) -> Tensor:
         # a frozen weight has no gradient that the input would be needed for
         ctx.save_for_backward(x_RI if ctx.needs_input_grad[2] else None, weight_eOI)
         ctx.counts, ctx.input_shape = counts, x_RI.shape
+        if not needs_output:
+            return placeholder(x_RI, x_RI.shape[0], weight_eOI.shape[1])
         dtype = compute_dtype(x_RI)
         out_RO = x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
         for rows, weight_OI in zip(runs(counts), weight_eOI, strict=True):
@@ -45,10 +50,10 @@ class _LoopedProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         x_RI, weight_eOI = ctx.saved_tensors
         dtype = compute_dtype(grad_RO)
-        x_needs, _, weight_needs = ctx.needs_input_grad
+        x_needs, _, weight_needs, _ = ctx.needs_input_grad
         grad_x_RI = grad_RO.new_empty(ctx.input_shape) if x_needs else None
         grad_weight_eOI = torch.empty_like(weight_eOI) if weight_needs else None
         for expert, rows in enumerate(runs(ctx.counts)):
@@ -60,7 +65,7 @@ class _LoopedProduct(torch.autograd.Function):
                 _weight_gradient(grad, pad_rows(x_RI[rows].to(dtype)), grad_weight_eOI[expert])
             elif grad_weight_eOI is not None:
                 grad_weight_eOI[expert].zero_()
-        return grad_x_RI, None, grad_weight_eOI
+        return grad_x_RI, None, grad_weight_eOI, None
 
 
 def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, place_OI: Tensor) -> None:
@@ -71,29 +76,31 @@ def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, place_OI: Tensor) -> None:
         matmul(x_RI.t(), grad_RO, place_OI.t())
 
 
-def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:
+def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul, needs_output: bool) -> Tensor:
     """All experts in one call of `gmm` (see `moe.grouped`), two more in backward."""
-    out_RO: Tensor = _GroupedProduct.apply(x_RI, weight_eOI, gmm)
+    out_RO: Tensor = _GroupedProduct.apply(x_RI, weight_eOI, gmm, needs_output)
     return out_RO
 
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul) -> Tensor:
+    def forward(ctx: Any, x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul, needs_output: bool) -> Tensor:
         ctx.save_for_backward(x_RI if ctx.needs_input_grad[1] else None, weight_eOI)
         ctx.gmm = gmm
+        if not needs_output:
+            return placeholder(x_RI, x_RI.shape[0], weight_eOI.shape[1])
         if weight_eOI.is_contiguous():
             return gmm(x_RI, weight_eOI, trans_b=True)
         return gmm(x_RI, weight_eOI.transpose(1, 2))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_RI, weight_eOI = ctx.saved_tensors
         gmm = ctx.gmm
         # a gradient may come expanded, as that of a sum does, which grouped products do not take
         grad_RO = grad_RO.contiguous()
-        x_needs, weight_needs, _ = ctx.needs_input_grad
+        x_needs, weight_needs, *_ = ctx.needs_input_grad
         grad_x_RI = grad_weight_eOI = None
         if weight_eOI.is_contiguous():
             grad_x_RI = gmm(grad_RO, weight_eOI) if x_needs else None
@@ -102,7 +109,7 @@ class _GroupedProduct(torch.autograd.Function):
             weight_eIO = weight_eOI.transpose(1, 2)
             grad_x_RI = gmm(grad_RO, weight_eIO, trans_b=True) if x_needs else None
             grad_weight_eOI = gmm(x_RI, grad_RO, trans_a=True).transpose(1, 2) if weight_needs else None
-        return grad_x_RI, grad_weight_eOI, None
+        return grad_x_RI, grad_weight_eOI, None, None
 
 
 class AddBias(torch.autograd.Function):
@@ -110,22 +117,25 @@ class AddBias(torch.autograd.Function):
     run."""
 
     @staticmethod
-    def forward(ctx: Any, x_RO: Tensor, counts_e: Tensor, bias_eO: Tensor) -> Tensor:
+    def forward(ctx: Any, x_RO: Tensor, counts_e: Tensor, bias_eO: Tensor, needs_output: bool = True) -> Tensor:
         ctx.save_for_backward(counts_e)
         ctx.bias_dtype = bias_eO.dtype
+        if not needs_output:
+            return placeholder(x_RO, *x_RO.shape)
         return x_RO + bias_eO.repeat_interleave(counts_e, dim=0, output_size=x_RO.shape[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor | None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         (counts_e,) = ctx.saved_tensors
         if not ctx.needs_input_grad[2]:
-            return grad_RO, None, None
+            return grad_RO, None, None, None
         if grad_RO.shape[0] == 0:
-            return grad_RO, None, grad_RO.new_zeros((counts_e.numel(), *grad_RO.shape[1:]), dtype=ctx.bias_dtype)
+            zeros_eO = grad_RO.new_zeros((counts_e.numel(), *grad_RO.shape[1:]), dtype=ctx.bias_dtype)
+            return grad_RO, None, zeros_eO, None
         grad = grad_RO.to(torch.promote_types(grad_RO.dtype, torch.float32))
         sums_eO = torch.segment_reduce(grad, "sum", lengths=counts_e, axis=0, unsafe=True, initial=0)
-        return grad_RO, None, sums_eO.to(ctx.bias_dtype)
+        return grad_RO, None, sums_eO.to(ctx.bias_dtype), None
 
 
 def runs(counts: list[int]) -> list[slice]:

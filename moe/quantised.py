@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from moe.matmul import matmul, pad_rows
 from moe.products import runs
+from moe.replay import placeholder
 
 Kind = Literal["fp8", "nf4"]
 
@@ -160,13 +161,14 @@ def stored_product(
     storage: Storage,
     product: Product,
     is_transposed: bool,
+    needs_output: bool = True,
 ) -> Tensor:
     """`product` (see `moe.products`) of experts whose weights (e · rows, columns) are stored so.
 
     Args:
         is_transposed: whether an expert multiplies by the transpose of its rows.
     """
-    out_RO: Tensor = _StoredProduct.apply(x_RI, counts_e, codes, scales, storage, product, is_transposed)
+    out_RO: Tensor = _StoredProduct.apply(x_RI, counts_e, codes, scales, storage, product, is_transposed, needs_output)
     return out_RO
 
 
@@ -181,9 +183,13 @@ class _StoredProduct(torch.autograd.Function):
         storage: Storage,
         product: Product,
         is_transposed: bool,
+        needs_output: bool,
     ) -> Tensor:
         ctx.save_for_backward(counts_e, codes, scales)
         ctx.storage, ctx.product, ctx.is_transposed = storage, product, is_transposed
+        if not needs_output:
+            width = storage.columns if is_transposed else codes.shape[0] // counts_e.numel()
+            return placeholder(x_RI, x_RI.shape[0], width)
         return _by_few(x_RI, counts_e, codes, scales, storage, product, is_transposed)
 
     @staticmethod
@@ -191,7 +197,7 @@ class _StoredProduct(torch.autograd.Function):
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
         counts_e, codes, scales = ctx.saved_tensors
         grad_x_RI = _by_few(grad_RO, counts_e, codes, scales, ctx.storage, ctx.product, not ctx.is_transposed)
-        return grad_x_RI, None, None, None, None, None, None
+        return grad_x_RI, None, None, None, None, None, None, None
 
 
 @torch.no_grad()

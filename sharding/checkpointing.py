@@ -3,12 +3,13 @@
 from collections import deque
 from collections.abc import Set
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from moe.replay import ROWS_ARE_KEPT
 from sharding.choices import Checkpointing
 
 _ROUTING = frozenset(
@@ -38,10 +39,10 @@ def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
 
     `full` keeps a layer's input alone, for a model of width D that is D numbers a token. `selective` keeps also what is
     dear to repeat: the rows that came by the two all-to-alls (2·K·D a token of K experts), attention's output (D; not
-    with dropout, nor compiled), the router's choice and the exchanged counts. Backward then sends no row twice and does
-    not wait for the device to tell counts, and its routing is that of the forward by construction. With Mixtral's K = 2
-    that is 6·D a token and layer; on one ep rank, without an all-to-all, 2·D. Without checkpointing it is 27·D, or more
-    where experts are wider than Mixtral's 3.5·D.
+    with dropout, nor compiled), the router's choice and the exchanged counts. Backward then sends no row twice, nor
+    computes what would be sent (each expert's last product), and does not wait for the device to tell counts, and its
+    routing is that of the forward by construction. With Mixtral's K = 2 that is 6·D a token and layer; on one ep rank,
+    without an all-to-all, 2·D. Without checkpointing it is 27·D, or more where experts are wider than Mixtral's 3.5·D.
     """
     if mode == "none":
         return
@@ -90,7 +91,16 @@ class _Keep(TorchDispatchMode):
 
 
 class _Reuse(_Keep):
-    """Takes the results of some operators from `results`, instead of calling them."""
+    """Takes the results of some operators from `results`, instead of calling them. What only they would have read is
+    not computed (see `moe.replay`)."""
+
+    def __enter__(self) -> Self:
+        self.token = ROWS_ARE_KEPT.set(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        ROWS_ARE_KEPT.reset(self.token)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator.name() in self.operators:

@@ -12,7 +12,6 @@ Shape suffixes: R rows of a parameter on this rank, D its columns, B blocks a ro
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from math import prod
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moe.gpu import takes_triton
 from sharding import local_tensor, zeros_by_rows
 
 BLOCK = 256
@@ -111,12 +111,7 @@ class _AdamW(Optimizer):
 
 def takes_kernel(*tensors: Tensor) -> bool:
     """Whether a kernel of `training.low_bit_triton` can update these."""
-    return all(t.is_cuda and t.is_contiguous() for t in tensors) and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return all(takes_triton(t) and t.is_contiguous() for t in tensors)
 
 
 class AdamW8bit(_AdamW):

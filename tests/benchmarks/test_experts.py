@@ -101,7 +101,9 @@ def test_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_wrong_kernel_makes_the_run_void(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def forgets_v1(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
+    def forgets_v1(
+        rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+    ) -> Tensor:
         out_RD = fused("loop")(rows_RD, counts_e, w1, v1.detach(), w2)
         return out_RD + 0 * v1.sum()
 

@@ -2,21 +2,27 @@
 
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from moe import take_stats
+from moe.dispatch import AllToAllDispatcher
 from sharding import Checkpointing, Topology, local_tensor
+from sharding.checkpointing import _ROUTING, _selective_contexts
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, my_batches, random_samples, sharded_model
-from tests.tiny import save_model
+from tests.distributed.reference import Case, hf_model, my_batches, random_samples, sharded_model
+from tests.interpreter import interpreted, prepare_megablocks
+from tests.tiny import save_model, tiny_block
 from training.step import token_loss_sum
 
 LAYERS, WIDTH = 12, 32
@@ -26,6 +32,19 @@ COUNTED = {
     "expertmesh::exchange_counts": "counts",
     "aten::topk": "routing",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "aten::_grouped_mm": "products",
+    "aten::index_select": "gathers",
+}
+SAMPLES = random_samples([5, 9, 7, 3])
+MEGABLOCKS: dict[str, Any] = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_local_experts=4)
+KINDS: dict[str, dict[str, Any]] = {
+    "loop": dict(kernel="loop"),
+    "torch-grouped": dict(kernel="torch-grouped"),
+    "an expert a rank": dict(kernel="torch-grouped", changes={"num_local_experts": 2}),
+    "biases": dict(family="gpt_oss"),
+    "biases, grouped": dict(family="gpt_oss", kernel="torch-grouped"),
+    "adapters": dict(family="gpt_oss", settings={"adapter": "lora", "lora_rank": 4, "lora_dropout": 0.2}),
+    "adapters beside fp8": dict(settings={"adapter": "lora", "lora_rank": 4, "base_dtype": "fp8"}),
 }
 
 
@@ -67,11 +86,12 @@ class Measured:
 def test_what_is_repeated_and_held(ranks: RankPool, tmp_path: Path, jitter: float) -> None:
     save_model(tmp_path, num_hidden_layers=LAYERS, router_jitter_noise=jitter)
     for none, full, selective in ranks.run(_measure, 2, tmp_path):
-        once = dict.fromkeys(COUNTED.values(), LAYERS)
-        assert none.forward == full.forward == selective.forward == {**once, "rows": 2 * LAYERS}
-        assert none.backward == {"rows": 2 * LAYERS}
-        assert full.backward == {**once, "rows": 4 * LAYERS}
-        assert selective.backward == {"rows": 2 * LAYERS}
+        once = dict.fromkeys(("rows", "counts", "routing", "attention"), LAYERS)
+        forwards = [_without_products(measured.forward) for measured in (none, full, selective)]
+        assert forwards == [{**once, "rows": 2 * LAYERS}] * 3
+        assert _without_products(none.backward) == {"rows": 2 * LAYERS}
+        assert _without_products(full.backward) == {**once, "rows": 4 * LAYERS}
+        assert _without_products(selective.backward) == {"rows": 2 * LAYERS}
 
         assert selective.held < none.held
         # rows received, rows that came back, attention's output; with its logsumexp and the choice of experts on top
@@ -79,17 +99,100 @@ def test_what_is_repeated_and_held(ranks: RankPool, tmp_path: Path, jitter: floa
         assert selective.held - full.held == pytest.approx(4 * WIDTH * numbers, rel=0.15)
 
         for other in (full, selective):
-            differing = [name for name, grad in none.grads.items() if not torch.equal(grad, other.grads[name])]
-            assert not differing
+            assert not _differing(none.grads, other.grads)
+
+
+def _without_products(calls: dict[str, int]) -> dict[str, int]:
+    return {kind: count for kind, count in calls.items() if kind not in ("products", "gathers")}
 
 
 def _measure(path: Path) -> list[Measured]:
-    samples = random_samples([40 + i for i in range(8)])
-    return [_measure_mode(path, Case(samples, gradient_checkpointing=mode)) for mode in MODES]
+    case = Case(random_samples([40 + i for i in range(8)]))
+    return [_measure_mode(path, Topology(2, 2), replace(case, gradient_checkpointing=mode)) for mode in MODES]
 
 
-def _measure_mode(path: Path, case: Case) -> Measured:
-    topology, rank = Topology(2, 2), torch.distributed.get_rank()
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_what_would_be_sent_is_not_computed_again(ranks: RankPool, tmp_path: Path, ep_size: int) -> None:
+    """Of an expert's three products the last, whose result only its all-to-all reads; tokens as rows, which another
+    reads; and those results in the order of their sources. On one ep rank the results are weighted and summed."""
+    save_model(tmp_path)
+    for none, full, selective in ranks.run(_measure_products, 2, tmp_path, ep_size):
+        layers = none.forward["products"] // 3
+        assert layers > 0
+        again = {
+            mode: {kind: (modes.backward[kind] - none.backward[kind]) / layers for kind in ("products", "gathers")}
+            for mode, modes in (("full", full), ("selective", selective))
+        }
+        if ep_size == 1:
+            # tokens as rows, and two rows of each token
+            assert again["full"] == again["selective"] == {"products": 3, "gathers": 1 + 2}
+        else:
+            # also rows by expert and back, and two for the indices of these
+            assert again["full"] == {"products": 3, "gathers": 1 + 2 + 2 + 2}
+            assert again["selective"] == {"products": 2, "gathers": 2 + 1 + 2}
+        assert not _differing(none.grads, selective.grads)
+
+
+def _measure_products(path: Path, ep_size: int) -> list[Measured]:
+    case = Case(SAMPLES, kernel="torch-grouped")
+    return [_measure_mode(path, Topology(2, ep_size), replace(case, gradient_checkpointing=mode)) for mode in MODES]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_experts_of_all_kinds(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    case = Case(SAMPLES, **KINDS[kind])
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    for none, selective in ranks.run(_gradients, 2, tmp_path, case):
+        assert none
+        assert not _differing(none, selective)
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", ["megablocks-sparse", "megablocks-grouped"])
+def test_gradients_by_megablocks(ranks: RankPool, tmp_path: Path, kernel: str) -> None:
+    save_model(tmp_path, **MEGABLOCKS)
+    for none, selective in ranks.run(_gradients, 2, tmp_path, Case(SAMPLES, kernel=kernel)):
+        assert not _differing(none, selective)
+
+
+def _gradients(path: Path, case: Case) -> list[dict[str, Tensor]]:
+    if case.kernel.startswith("megablocks"):
+        prepare_megablocks()
+    modes: tuple[Checkpointing, ...] = ("none", "selective")
+    return [_measure_mode(path, Topology(2, 2), replace(case, gradient_checkpointing=mode)).grads for mode in modes]
+
+
+def test_a_norm_behind_each_expert_has_its_input(ranks: RankPool) -> None:
+    for plain, repeated in ranks.run(_norm_behind_each_expert, 2):
+        assert plain["x"].any()
+        assert not _differing(plain, repeated)
+
+
+def _norm_behind_each_expert() -> list[dict[str, Tensor]]:
+    world: Any = group.WORLD
+    contexts = partial(_selective_contexts, _ROUTING)
+    found = []
+    for run in (lambda layer, x: layer(x), partial(checkpoint, use_reentrant=False, context_fn=contexts)):
+        layer = tiny_block()
+        for name, weight in list(layer.experts.mlp.named_parameters()):
+            mine = weight.detach().chunk(world.size())[world.rank()].clone()
+            setattr(layer.experts.mlp, name, torch.nn.Parameter(mine))
+        layer.experts.dispatcher = AllToAllDispatcher(layer.experts.shape.num_experts, world)
+        layer.experts.post_expert_norm = torch.nn.RMSNorm(layer.experts.shape.model_width)
+        torch.manual_seed(world.rank())
+        x_BSD = torch.randn(1, 7, layer.experts.shape.model_width, requires_grad=True)
+        run(layer, x_BSD).square().sum().backward()
+        found.append({name: p.grad for name, p in (*layer.named_parameters(), ("x", x_BSD))})
+    return found
+
+
+def _differing(grads: dict[str, Tensor], others: dict[str, Tensor]) -> list[str]:
+    assert grads.keys() == others.keys()
+    return [name for name, grad in grads.items() if not torch.equal(grad, others[name])]
+
+
+def _measure_mode(path: Path, topology: Topology, case: Case) -> Measured:
+    rank = torch.distributed.get_rank()
     model, _, _ = sharded_model(path, topology, case)
     (batch,) = my_batches(case, topology, rank)
     torch.manual_seed(rank)
@@ -99,5 +202,5 @@ def _measure_mode(path: Path, case: Case) -> Measured:
     held = forward.held()
     with Watch() as backward:
         loss.backward()
-    grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters()}
+    grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     return Measured(dict(forward.calls), dict(backward.calls), held, rows, batch.num_tokens, grads)

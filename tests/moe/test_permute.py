@@ -1,0 +1,134 @@
+"""The permutations' Triton kernels against plain torch, forward and backward."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe import permute
+from moe.dispatch import _expert_order, _without_padding
+from moe.permute import ExpertOrder, RowsToTokens, TokensToRows
+from tests.interpreter import interpreted
+from tests.tiny import relative_error
+
+E = 5
+SHAPES = {
+    "one expert a token": (6, 1, 32),
+    "two": (7, 2, 48),
+    "a width of no power of two": (3, 3, 1100),
+    "an odd width": (4, 8, 77),
+    "more experts than a power of two": (2, 9, 16),
+    "a row over three blocks": (2, 2, 2049),
+    "one token": (1, 6, 1),
+    "no token": (0, 2, 16),
+}
+PADDING = {"no padding": 0.0, "some": 0.5, "nothing but padding": 1.0}
+
+
+def order_of(num_tokens: int, top_k: int, padding: float, device: str) -> ExpertOrder:
+    """The last tokens are padding, and the rows of the others are left."""
+    torch.manual_seed(num_tokens)
+    experts_TK = torch.randint(E, (num_tokens, top_k))
+    if padding == 0:
+        return _expert_order(experts_TK.to(device), None)
+    experts_TK[round((1 - padding) * num_tokens) :] = E
+    num_kept = int((experts_TK < E).sum())
+    return _without_padding(_expert_order(experts_TK.to(device), E), num_kept)
+
+
+def results(order: ExpertOrder, width: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """What tokens become as rows, what rows become as tokens, and the gradients of tokens, rows and weights."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    (num_tokens, top_k), num_rows = order.position_TK.shape, order.source_n.numel()
+    x_TD, rows_nD = random(num_tokens, width).requires_grad_(), random(num_rows, width).requires_grad_()
+    weights_TK = random(num_tokens, top_k).float().requires_grad_()
+    spread_nD, out_TD = TokensToRows.apply(x_TD, order), RowsToTokens.apply(rows_nD, weights_TK, order)
+    assert spread_nD.dtype == out_TD.dtype == dtype
+    (grad_x_TD,) = torch.autograd.grad(spread_nD, x_TD, random(num_rows, width))
+    grads = torch.autograd.grad(out_TD, (rows_nD, weights_TK), random(num_tokens, width))
+    return [spread_nD.detach(), out_TD.detach(), grad_x_TD, *grads]
+
+
+def check(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    assert torch.equal(found[0], expected[0])
+    for mine, plain in zip(found, expected, strict=True):
+        assert (mine.dtype, mine.shape) == (plain.dtype, plain.shape)
+        torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Until undone, tensors on a CPU go to the kernels too."""
+    monkeypatch.setattr(permute, "takes_triton", lambda tensor: True)
+    return monkeypatch
+
+
+# The interpreter cuts bf16 off where a GPU rounds: one unit in the last place.
+@interpreted
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)], ids=str)
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_equals_plain(
+    shape: tuple[int, int, int], padding: float, dtype: torch.dtype, tolerance: float, fused: pytest.MonkeyPatch
+) -> None:
+    num_tokens, top_k, width = shape
+    order = order_of(num_tokens, top_k, padding, "cpu")
+    found = results(order, width, dtype, "cpu")
+    fused.undo()
+    check(found, results(order, width, dtype, "cpu"), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (3000, 2, 4096), (1000, 22, 2880)], ids=str)
+def test_equals_plain_on_gpu(shape: tuple[int, int, int], padding: float, dtype: torch.dtype) -> None:
+    num_tokens, top_k, width = shape
+    found, again = (results(order_of(num_tokens, top_k, padding, "cuda"), width, dtype, "cuda") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    exact = results(order_of(num_tokens, top_k, padding, "cpu"), width, dtype, "cpu")
+    for mine, plain in zip(found, exact, strict=True):
+        assert relative_error(mine.cpu().float(), plain.float()) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@interpreted
+@pytest.mark.usefixtures("fused")
+def test_weights_of_padding_may_be_anything() -> None:
+    order = order_of(6, 2, 0.5, "cpu")
+    rows_nD = torch.randn(order.source_n.numel(), 8)
+    weights_TK = torch.rand(6, 2)
+    weights_TK[3:] = torch.nan
+    out_TD = permute.gather_sum(rows_nD, order, weights_TK)
+    assert out_TD[:3].isfinite().all()
+    assert (out_TD[3:] == 0).all()
+    grad_nD, grad_TK = permute.combine_backward(
+        torch.full((6, 8), torch.nan).index_fill(0, torch.arange(3), 1.0), rows_nD, weights_TK, order
+    )
+    assert grad_nD.isfinite().all()
+    assert grad_TK[:3].isfinite().all()
+    assert (grad_TK[3:] == 0).all()
+
+
+@interpreted
+@pytest.mark.usefixtures("fused")
+def test_rows_of_padding_are_left_alone() -> None:
+    """Before an all-to-all they come last, and are cut off."""
+    experts_TK = torch.tensor([[1, 0], [E, E], [0, 2]])
+    order = _expert_order(experts_TK, E)
+    x_TD = torch.arange(3.0).unsqueeze(1).expand(3, 4)
+    assert permute.spread(x_TD, order)[:4, 0].tolist() == [0, 2, 0, 2]
+    grad_nD = torch.full((6, 4), torch.nan).index_fill(0, torch.arange(4), 1.0)
+    assert permute.gather_sum(grad_nD, order, None)[:, 0].tolist() == [2, 0, 2]
+
+
+@interpreted
+@pytest.mark.usefixtures("fused")
+def test_expanded_gradient() -> None:
+    order = order_of(4, 2, 0.0, "cpu")
+    rows_nD, weights_TK = torch.randn(8, 16, requires_grad=True), torch.rand(4, 2, requires_grad=True)
+    RowsToTokens.apply(rows_nD, weights_TK, order).sum().backward()
+    assert weights_TK.grad is not None
+    torch.testing.assert_close(weights_TK.grad, rows_nD.detach().sum(dim=1)[order.position_TK])
