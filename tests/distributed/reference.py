@@ -1,19 +1,29 @@
 """The yardstick: a family's own class in one process on the whole batch, and the same figures from our ranks."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from checkpoints import open_source, shard_and_load
 from moe import KERNELS, build_model, store_frozen, use_kernel
-from sharding import Checkpointing, Topology, build_mesh, fill_adapters, parameters_of, set_parameter_dtype
+from sharding import (
+    Checkpointing,
+    Topology,
+    build_mesh,
+    fill_adapters,
+    local_tensor,
+    parameters_of,
+    set_parameter_dtype,
+)
 from tests.families.configs import tiny_model
 from tests.tiny import our_rows, tiny_mixtral
 from training import TrainConfig, attach_loss_head, compile_layers
@@ -22,7 +32,7 @@ from training.balance import LossWeights
 from training.data import Batch, DataOrder, Sample, collate
 from training.freezing import freeze
 from training.optimizer import build_optimizer
-from training.step import compute_gradients, train_step
+from training.step import train_step
 
 STEPS = 3
 MAX_GRAD_NORM = 0.5
@@ -270,21 +280,25 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
     model.train()
     config = train_config(**case.settings)
     optimizer = build_optimizer(model, config, mesh)
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     batches = my_batches(case, topology, rank)
     weights = LossWeights(case.balance, case.z, config.router_aux_loss_per_layer)
-    first = compute_gradients(model, batches, weights)
-    grads = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    losses, grad_norms = [], []
-    for _ in range(case.steps):
-        result = train_step(model, optimizer, batches, mesh, weights, MAX_GRAD_NORM)
-        losses.append(result.loss)
-        grad_norms.append(result.grad_norm)
-    final = {n: full(p) for n, p in model.named_parameters()}
+    grads: dict[str, Tensor] = {}
+
+    def take_grads(doing: str) -> None:
+        if doing == "the gradient norm" and not grads:
+            grads.update(in_full({n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+
+    # the first step's gradients are taken before it clips them
+    results = [train_step(model, optimizer, batches, mesh, weights, MAX_GRAD_NORM, at=take_grads)]
+    for _ in range(1, case.steps):
+        results.append(train_step(model, optimizer, batches, mesh, weights, MAX_GRAD_NORM))
+    final = in_full(dict(model.named_parameters()))
     if rank > 0:
         return None
     assert all(optimizer.state[p] == {} for p in model.parameters() if not p.requires_grad)
-    return Figures(losses, first.balance_loss, first.z_loss, grad_norms, grads, final)
+    losses, grad_norms = [result.loss for result in results], [result.grad_norm for result in results]
+    return Figures(losses, results[0].balance_loss, results[0].z_loss, grad_norms, grads, final)
 
 
 def my_batches(case: Case, topology: Topology, rank: int) -> list[Batch]:
@@ -293,5 +307,44 @@ def my_batches(case: Case, topology: Topology, rank: int) -> list[Batch]:
     return [collate([[case.samples[row]] for row in rows]) for rows in order.micro_batches(0, rank)]
 
 
-def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def in_full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors put together from their parts on all ranks, on rank 0; the others get none.
+
+    All at once: a `full_tensor` of each is one collective a tensor and mesh dimension, which costs more than a step.
+    """
+    locals_ = {name: local_tensor(tensor.detach()).contiguous() for name, tensor in tensors.items()}
+    # as arrays of bytes, which are pickled ten times as fast as tensors
+    sent = {name: (part.shape, part.flatten().view(torch.uint8).numpy()) for name, part in locals_.items()}
+    received: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(sent, received if dist.get_rank() == 0 else None)
+    if dist.get_rank() > 0:
+        return {}
+    whole = {}
+    for name, tensor in tensors.items():
+        parts = [_of_bytes(sent_by[name], tensor.dtype) for sent_by in received]
+        whole[name] = _joined(parts, tensor) if isinstance(tensor, DTensor) else parts[0]
+    return whole
+
+
+def _of_bytes(sent: tuple[torch.Size, np.ndarray], dtype: torch.dtype) -> Tensor:
+    shape, content = sent
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(content))
+    return tensor
+
+
+def _joined(parts: Sequence[Tensor], tensor: DTensor) -> Tensor:
+    """`parts`: of all ranks of the process group, in order."""
+    mesh = tensor.device_mesh.mesh
+    # FSDP cuts what a mesh dimension after its own has cut already: a strided shard is a part of a part
+    dims = sorted(range(mesh.dim()), key=lambda dim: type(tensor.placements[dim]) not in (Shard, Replicate))
+    return _join(parts, mesh.permute(dims), [tensor.placements[dim] for dim in dims])
+
+
+def _join(parts: Sequence[Tensor], ranks: Tensor, placements: Sequence[Any]) -> Tensor:
+    if not placements:
+        return parts[int(ranks)]
+    if placements[0].is_replicate():
+        return _join(parts, ranks[0], placements[1:])
+    assert not placements[0].is_partial()
+    return torch.cat([_join(parts, some, placements[1:]) for some in ranks], dim=placements[0].dim)

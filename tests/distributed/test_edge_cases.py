@@ -13,6 +13,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     Case,
     attention_mask,
+    in_full,
     in_our_layout,
     my_batches,
     ours,
@@ -72,7 +73,7 @@ def _with_counts(path: Path, topology: Topology, case: Case) -> Any:
     model, _, _ = sharded_model(path, topology, case)
     batches = my_batches(case, topology, torch.distributed.get_rank())
     result = compute_gradients(model.train(), batches, LossWeights(case.balance, case.z))
-    return over_ranks(result.routing).counts_LE, {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    return over_ranks(result.routing).counts_LE, in_full({n: p.grad for n, p in model.named_parameters()})
 
 
 def _reference_grads(model: Any, case: Case) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe import RouterStats, take_stats
 from sharding import Topology
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, random_samples, sharded_model, train_config
+from tests.distributed.reference import Case, in_full, random_samples, sharded_model, train_config
 from tests.tiny import relative_error, save_model, tiny_mixtral
 from training.attention import PACKED, attention_arguments
 from training.balance import LossWeights
@@ -121,4 +121,4 @@ def _train(
     optimizer = build_optimizer(model.train(), train_config(), mesh)
     batches = [collate(rows[torch.distributed.get_rank() :: topology.world_size])]
     results = [train_step(model, optimizer, batches, mesh, LossWeights(0.0, 0.01), 0.5) for _ in range(2)]
-    return [r.loss for r in results], {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    return [r.loss for r in results], in_full(dict(model.named_parameters()))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from sharding import Topology
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, full, sharded_model
+from tests.distributed.reference import Case, in_full, sharded_model
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
 from tests.encoded import save_fp8, save_mxfp4
@@ -53,7 +53,7 @@ TOKENS_BS = torch.arange(3, 27).view(2, 12)
 def _logits(path: Path, topology: Topology, family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model, _, _ = sharded_model(path, topology, Case([], family=family, changes=WIDTH[family]))
     logits = model.eval()(TOKENS_BS).logits
-    return logits, {name: full(parameter) for name, parameter in model.named_parameters()}
+    return logits, in_full(dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize("family", SAVE)

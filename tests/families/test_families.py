@@ -26,7 +26,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     Case,
     attention_mask,
-    full,
+    in_full,
     in_our_layout,
     loss_of,
     my_batches,
@@ -125,10 +125,10 @@ def _figures_on_ranks(
     for topology in topologies:
         model, _, checkpoint = sharded_model(path, topology, case)
         model.train()
-        weights = {name: full(part.tensor) for name, part in state_of(model).items()}
+        weights = in_full({name: part.tensor for name, part in state_of(model).items()})
         result = compute_gradients(model, my_batches(case, topology, rank), LossWeights(0.0, 0.0))
-        grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        figures.append((weights if rank == 0 else {}, result.loss, grads if rank == 0 else {}))
+        grads = in_full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        figures.append((weights, result.loss, grads))
     export_model(model, checkpoint, topology, out)
     return figures
 

@@ -19,8 +19,8 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     Case,
     Figures,
-    full,
     hf_model,
+    in_full,
     ours,
     random_samples,
     reference,
@@ -124,7 +124,7 @@ def _gradients(
     model.set_attn_implementation(choose_attention("auto", packing, model.config))
     batch = collate(rows[torch.distributed.get_rank() :: topology.world_size])
     result = compute_gradients(model.train(), [batch], LossWeights(0.0, 0.0))
-    return result.loss, {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return result.loss, in_full({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
