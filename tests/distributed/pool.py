@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoints
 import moe
@@ -158,8 +159,19 @@ def _work(connection: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
-        # a model and the hooks on it hold one another, and with them process groups
-        gc.collect()
+        _free_groups()
+
+
+def _free_groups() -> None:
+    """Let go of the process groups of a job that is done, each of which has a thread that looks a hundred times a
+    second whether there is something to do: with a few in each of two dozen idle workers they took as much of the
+    machine as the tests."""
+    # a model and the hooks on it hold one another, and with them process groups
+    gc.collect()
+    # DTensor remembers how it has sharded, and with it the meshes of jobs long done; a mesh holds its groups
+    for thing in gc.get_objects():
+        if type(thing) is DeviceMesh:
+            vars(thing).get("_pg_registry", {}).clear()
 
 
 def _run_job(
