@@ -386,7 +386,7 @@ FAULTS = {
     "freeze": Fault(freezes),
     "nan-stop": Fault(poisons),
     "nan-skip": Fault(poisons_one_step),
-    "bit-flip": Fault(flips, in_short=True),
+    "bit-flip": Fault(flips),
     "sigterm": Fault(is_asked_to_stop),
     "damage": Fault(damages_a_checkpoint),
     "output-gone": Fault(loses_its_output, in_short=True),

@@ -54,7 +54,7 @@ class Case:
     cross_entropy: str = "chunked"
     gradient_checkpointing: Checkpointing = "none"
     compute_dtype: torch.dtype = torch.float32
-    steps: int = STEPS
+    steps: int = STEPS  # at least one
     changes: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     family: str = "mixtral"
@@ -286,7 +286,7 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
     grads: dict[str, Tensor] = {}
 
     def take_grads(doing: str) -> None:
-        if doing == "the gradient norm" and not grads:
+        if doing == "the gradient norm":
             grads.update(in_full({n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
 
     # the first step's gradients are taken before it clips them

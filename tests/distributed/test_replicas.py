@@ -16,6 +16,7 @@ from sharding import Topology, check_replicas, local_tensor, replicas
 from sharding.replicas import checksum, replicated_tensors
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, sharded_model
+from tests.distributed.test_checkpoints import read
 from tests.distributed.test_resume import flags, run, shares
 from tests.distributed.test_train_ep import run_main
 
@@ -134,7 +135,8 @@ def run_flipped(argv: list[str], step: int) -> tuple[int, str]:
 def test_a_run_stops_before_it_saves_bad_replicas(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
-    """Checked every fifth step, and before the save at step 4; then the run goes on from the save at step 2."""
+    """Checked every fifth step, and before the save at step 4; then the run goes on from the save at step 2, to the
+    weights of one that nobody disturbed."""
     argv = flags(tiny_model, tiny_data, tmp_path / "run", *shares(4), "--ep-size", "2", "--dense-shard", "hybrid")
     argv += ["--check-replicas", "5", "--save-steps", "2"]
     results = ranks.run(run_flipped, 4, argv, 3, join_group=False)
@@ -143,6 +145,10 @@ def test_a_run_stops_before_it_saves_bad_replicas(
     assert f"{Q_PROJ} (rank 0 against rank 2)" in results[0][1]
     assert [path.name for path in whole_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000002"]
     run(ranks, 4, [*argv, "--resume", "auto"])
+    run(ranks, 4, [*argv, "--output-dir", str(tmp_path / "undisturbed")])
+    weights, undisturbed = read(tmp_path / "run" / "hf"), read(tmp_path / "undisturbed" / "hf")
+    assert weights.keys() == undisturbed.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in undisturbed.items())
 
 
 def test_checked_every_so_many_steps(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
