@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from moe import decoder_layers, is_adapter, moe_layers
+from moe import decoder_layers, moe_layers
 from moe.adapters import first_values
 from moe.dispatch import AllToAllDispatcher
 from moe.gpu import is_rehearsing_gpu
@@ -77,14 +77,11 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
 
     The outer units are told to ignore the experts' parameters: they are placed already. With one rank in dp there is
     nobody to share experts with, and a unit would only copy them, and their gradients, from buffer to buffer: they have
-    one only where it is to cast them, or to bring them from host memory.
+    one only to bring them from host memory. Kernels round them to the dtype they compute in.
     """
     experts = [layer.mlp for layer in moe_layers(model)]
     expert_parameters = {p for mlp in experts for p in mlp.parameters()}
-    # an adapter brings its numbers to the dtype of what it is added to by itself
-    expert_dtypes = {p.dtype for mlp in experts for name, p in mlp.named_parameters() if not is_adapter(name)}
-    expert_dtypes -= {torch.uint8}  # weights in fewer bits, which are widened where they are multiplied
-    if mesh.dp.size() > 1 or not expert_dtypes <= {precision.param_dtype} or isinstance(placement, CPUOffloadPolicy):
+    if mesh.dp.size() > 1 or isinstance(placement, CPUOffloadPolicy):
         for mlp in experts:
             fully_shard(mlp, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
         expert_parameters = {p for mlp in experts for p in mlp.parameters()}

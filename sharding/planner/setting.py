@@ -102,9 +102,14 @@ class Setting:
 
     @property
     def experts_are_gathered(self) -> bool:
-        """Whether the experts are an FSDP2 unit, which makes copies: to gather them over dp, to cast them, or to bring
-        them from host memory."""
-        return self.dp_size > 1 or self.state_bytes.parameter != self.compute_bytes or self.offload
+        """Whether the experts are an FSDP2 unit, which makes copies: to gather them over dp, or to bring them from host
+        memory."""
+        return self.dp_size > 1 or self.offload
+
+    @property
+    def experts_are_cast(self) -> bool:
+        """Whether kernels round the experts' weights to the dtype they compute in, one matrix at a time."""
+        return not self.experts_are_gathered and self.state_bytes.parameter != self.compute_bytes
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from training.freezing import freeze
 from training.optimizer import build_optimizer
 from training.step import train_step
 
-STEPS = 2  # the second takes up what the first leaves: weights, gradients to be zeroed, the optimizer's state
+STEPS = 3
 MAX_GRAD_NORM = 0.5
 
 

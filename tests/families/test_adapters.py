@@ -74,7 +74,7 @@ def expected(name: str) -> LoraFigures:
 def test_equals_one_process(
     ranks: RankPool, tmp_path: Path, name: str, topology: Topology, more: dict[str, Any]
 ) -> None:
-    """Losses, gradients, norms and, after two clipped updates by AdamW, adapters; all else stays as it was."""
+    """Losses, gradients, norms and, after three clipped updates by AdamW, adapters; all else stays as it was."""
     settings = {**CASES[name], **more}
     settings["settings"] = {**settings["settings"], "adapter": "lora"}
     case = Case(samples=SAMPLES, **settings)

@@ -75,7 +75,7 @@ def expected(family: str, name: str) -> Figures:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
-    """Losses, gradients and, after two clipped updates by AdamW, weights."""
+    """Losses, gradients and, after three clipped updates by AdamW, weights."""
     if name == "auxiliary" and not has_auxiliary_loss(family):
         pytest.skip("transformers has no balancing loss for this family")
     topology, case = CASES[name][0], case_of(family, name)
