@@ -68,6 +68,24 @@ def _update() -> Update:
     return Update(0.1, 0.001, correction, correction, 1e-5, 0.9, 1e-8)
 
 
+def _permute(dtype: torch.dtype) -> None:
+    """With padding, which reads the most."""
+    from moe.permute_triton import fused_combine_backward, fused_gather_sum, fused_spread
+
+    tokens, rows = _empty(dtype, TOKENS, D), _empty(dtype, ROWS, D)
+    position = _empty(torch.int64, TOKENS, TOP_K)
+    is_kept, weights = _empty(torch.bool, TOKENS, TOP_K), _empty(torch.float32, TOKENS, TOP_K)
+    fused_spread(tokens, position, is_kept, ROWS)
+    fused_gather_sum(rows, position, is_kept, weights)
+    fused_combine_backward(tokens, rows, weights, position, is_kept)
+
+
+def _cross_entropy(dtype: torch.dtype) -> None:
+    from training.head_triton import fused_loss_and_gradient
+
+    fused_loss_and_gradient(_empty(dtype, TOKENS, 32000), _empty(torch.int64, TOKENS))
+
+
 def _megablocks_sparse(dtype: torch.dtype) -> None:
     """Forward and backward, on the CPU: MegaBlocks reads counts from the device. Of what has a size, memory is
     touched for a few rows only."""
@@ -83,12 +101,16 @@ ONE = "one number a program"
 SCALES = "one number for 256"
 CODES = "a byte a number, as many a thread as 128 bits of weight have"
 TABLE = "looked up, a number at a time"
+CHOICES = dict.fromkeys(("position", "is_kept", "weights", "grad_weights"), "one number for a row of D")
 CORRECTIONS = {"mean_correction": ONE, "square_correction": ONE}
 COPIES = "one to four numbers a thread in every configuration among which MegaBlocks chooses"
 
 EXAMPLES = [
     Example(_swiglu, torch.bfloat16),
     Example(_swiglu, torch.float32),
+    Example(_permute, torch.bfloat16, CHOICES),
+    Example(_permute, torch.float32, CHOICES),
+    Example(_cross_entropy, torch.bfloat16, {"targets": ONE, "losses": ONE}),
     Example(
         _adamw_8bit,
         torch.float32,

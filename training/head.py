@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe import ExpertMeshError
+from moe.gpu import computes_on_cpu, takes_triton
 from moe.matmul import matmul, pad_rows, suits_onednn
 from sharding.planner.memory import LOGIT_CHUNK_BYTES
 from training.config import CrossEntropy
 from training.data import IGNORED
 
 CHUNK_BYTES = LOGIT_CHUNK_BYTES
-"""What the fp32 logits of one chunk may take: 524 positions at a vocabulary of 32,000."""
+"""What the logits of one chunk may take if they were fp32: on a CPU 524 positions at a vocabulary of 32,000, on a GPU
+4,194, as each chunk reads and writes the weight's gradient once more."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ class _ChunkedLossSum(torch.autograd.Function):
         ctx: Any, rows_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, with_gradients: bool
     ) -> Tensor:
         rows_need, weight_needs, bias_needs = (with_gradients and needs for needs in ctx.needs_input_grad[:3])
-        num_chunks = max(1, math.ceil(len(rows_ND) * len(weight_VD) * 4 / CHUNK_BYTES))
+        chunk_bytes = CHUNK_BYTES["cpu" if computes_on_cpu(rows_ND) else "cuda"]
+        num_chunks = max(1, math.ceil(len(rows_ND) * len(weight_VD) * 4 / chunk_bytes))
         loss = torch.zeros((), dtype=torch.float32, device=rows_ND.device)
         grad_rows: list[Tensor] | None = [] if rows_need else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needs else None
@@ -213,8 +216,13 @@ def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor
     """Sum of cross-entropies in fp32, and its gradient (softmax less one-hot) in the dtype of the logits; zero for
     logits beyond the targets, which are padding.
 
-    Computed in place on the logits, or on an fp32 copy of them: they are the largest tensor there is.
+    Computed in place on the logits, or on an fp32 copy of them: they are the largest tensor there is. In one Triton
+    kernel on a GPU.
     """
+    if takes_triton(logits_CV) and len(targets) == len(logits_CV):
+        from training.head_triton import fused_loss_and_gradient
+
+        return fused_loss_and_gradient(logits_CV, targets)
     all_CV = logits_CV.float()
     all_CV[len(targets) :] = 0
     x_NV, targets_N1 = all_CV[: len(targets)], targets.unsqueeze(1)

@@ -19,7 +19,7 @@ from moe.padding import padded_rows
 from sharding.planner.setting import Setting, Unit, Units, units_of
 from sharding.planner.shapes import ModelShape
 
-LOGIT_CHUNK_BYTES = 64 * 2**20
+LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """What the fp32 logits of one chunk may take under `--cross-entropy chunked`."""
 
 CUDA_CONTEXT = 2**30
@@ -165,14 +165,15 @@ def outside_layers_saved(setting: Setting, model: ModelShape) -> float:
 
 def logits_peak(setting: Setting, model: ModelShape) -> float:
     """While `--cross-entropy chunked` takes the loss: the rows with a target and their gradients (N, D); the weight's
-    gradient in fp32 (V, D); and of a chunk of C rows the logits: once in fp32, where they become the gradient in place,
-    or as bf16, in fp32, and as the gradient in bf16; or then its product with the rows (V, D). The chunk before
-    leaves its gradient until this one's is there."""
+    gradient in fp32 (V, D); and of a chunk of C rows the logits: once in fp32 or on a GPU, where they become the
+    gradient in place, or as bf16, in fp32, and as the gradient in bf16; or then its product with the rows (V, D). The
+    chunk before leaves its gradient until this one's is there."""
     c, V, D = setting.compute_bytes, model.vocabulary, model.moe.model_width
     N = setting.tokens * setting.trained
-    num_chunks = max(1, ceil(N * V * 4 / LOGIT_CHUNK_BYTES))
+    num_chunks = max(1, ceil(N * V * 4 / LOGIT_CHUNK_BYTES[setting.device]))
     CV = N / num_chunks * V
-    chunk = CV * (4 if c == 4 else 4 + 2 * c) + (CV * c if num_chunks > 1 else 0)
+    # on a GPU one kernel puts the gradient in the place of the logits, whatever their dtype
+    chunk = CV * (c if setting.device == "cuda" or c == 4 else 4 + 2 * c) + (CV * c if num_chunks > 1 else 0)
     # for oneDNN, on a CPU in fp32, the gradient is transposed by a copy
     product = CV * c * (2 if setting.device == "cpu" and c == 4 else 1) + V * D * c
     return 2 * N * D * c + V * D * 4 + max(chunk, product)
@@ -198,9 +199,10 @@ def kernel_backward(setting: Setting, model: ModelShape) -> float:
 
 
 def optimizer_temporaries(setting: Setting, model: ModelShape) -> float:
-    """While it updates: torch's fused AdamW nothing; AdamW with 8-bit or bf16 state about 8 tensors in fp32 of the
-    largest parameter on a rank; Muon about 5 of the largest matrix, whole, in the dtype of the iteration."""
-    if setting.optimizer == "adamw_torch_fused":
+    """While it updates: torch's fused AdamW nothing, nor AdamW with 8-bit or bf16 state on a GPU; on a CPU that takes
+    about 8 tensors in fp32 of the largest parameter on a rank; Muon about 5 of the largest matrix, whole, in the dtype
+    of the iteration."""
+    if setting.optimizer == "adamw_torch_fused" or (setting.optimizer != "muon" and setting.device == "cuda"):
         return 0
     if setting.optimizer == "muon":
         matrices = [(rows // model.moe.num_experts, *rest) for rows, *rest in model.experts]
@@ -326,6 +328,9 @@ def _at_experts(model: ModelShape, setting: Setting, units: Units, layer: int) -
         gathered += 4 * units.layer.gathered
     if setting.experts_are_gathered:
         gathered += c * experts.gathered * (2 if setting.reshard_after_forward else 1)
+    elif setting.experts_are_cast:
+        # gradients in the dtype of the rows, and one matrix of the weights
+        gathered += c * experts.gathered * (1 + 1 / len(model.experts))
     else:
         gradients += experts.shard
     returned = setting.compute_bytes * rows_sent(setting, model) * model.moe.model_width
@@ -346,6 +351,10 @@ def _at_reduction(model: ModelShape, setting: Setting, units: Units, layer: int)
         gathered += reduce_peak(units.experts, setting)
     else:
         gradients += units.experts.shard
+        if setting.experts_are_cast:
+            # one matrix's gradient before it is fp32, and where there are gradients already all that are added to them
+            gathered += setting.compute_bytes * units.experts.gathered / len(model.experts)
+            gathered += 4 * units.experts.gathered if setting.accumulation > 1 else 0
     rows = (rows_received(setting, model) + setting.tokens) * model.moe.model_width * setting.compute_bytes
     return Memory(
         **_lasting(setting, units, model.num_layers, gradients),

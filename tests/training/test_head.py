@@ -24,6 +24,7 @@ from sharding import Checkpointing, Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_parity import SAMPLES, assert_same
+from tests.interpreter import interpreted
 from tests.tiny import loaded, relative_error, save_model, tiny_mixtral
 from training import attach_loss_head, choose_cross_entropy
 from training.data import IGNORED, Sample, collate
@@ -66,7 +67,7 @@ def loss_and_gradients(kind: str, given: Inputs) -> list[Tensor]:
 @pytest.mark.parametrize("rows_in_chunk", [1, 7, 1000])
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
 def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, share: float, rows_in_chunk: int, has_bias: bool) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", rows_in_chunk * ROW_BYTES)
+    monkeypatch.setitem(head.CHUNK_BYTES, "cpu", rows_in_chunk * ROW_BYTES)
     found, expected = (loss_and_gradients(kind, inputs(share, has_bias=has_bias)) for kind in ("chunked", "full"))
     assert len(found) == (4 if has_bias else 3)
     for one, other in zip(found, expected, strict=True):
@@ -76,7 +77,7 @@ def test_chunked_equals_full(monkeypatch: pytest.MonkeyPatch, share: float, rows
 @pytest.mark.parametrize(("has_bias", "times"), [(False, 1.5), (True, 2.0)])
 def test_bf16_is_as_near_to_fp32_as_full_is(monkeypatch: pytest.MonkeyPatch, has_bias: bool, times: float) -> None:
     """With a bias, logits are rounded once more than a fused product's."""
-    monkeypatch.setattr(head, "CHUNK_BYTES", 7 * ROW_BYTES)
+    monkeypatch.setitem(head.CHUNK_BYTES, "cpu", 7 * ROW_BYTES)
     given = inputs(0.4, torch.bfloat16, has_bias=has_bias)
     x_BSD, weight_VD, bias_V = (None if t is None else t.detach().float().requires_grad_() for t in given[:3])
     assert x_BSD is not None
@@ -111,7 +112,7 @@ class _LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize(("kind", "within"), [("chunked", True), ("full", False)])
 def test_logits_of_one_chunk_are_the_largest_tensor(monkeypatch: pytest.MonkeyPatch, kind: str, within: bool) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", WIDTH * ROW_BYTES)
+    monkeypatch.setitem(head.CHUNK_BYTES, "cpu", WIDTH * ROW_BYTES)
     with _LargestTensor() as largest:
         loss_and_gradients(kind, inputs(1.0))
     assert (largest.numel <= WIDTH * VOCABULARY) == within
@@ -244,7 +245,7 @@ def test_ranks_with_tokens_and_no_target(ranks: RankPool, model: Path, kind: str
 
 
 def _two_rows_in_a_chunk(path: Path, topology: Topology, case: Case) -> Figures | None:
-    with mock.patch.object(head, "CHUNK_BYTES", 2 * 4 * 320):
+    with mock.patch.dict(head.CHUNK_BYTES, cpu=2 * 4 * 320):
         return ours(path, topology, case)
 
 
@@ -270,3 +271,57 @@ def test_liger_equals_full(share: float, dtype: torch.dtype, has_bias: bool) -> 
     found, expected = (loss_and_gradients(kind, inputs(share, dtype, "cuda", has_bias)) for kind in ("liger", "full"))
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "vocabulary"), [(3, 1), (5, 320), (2, 4096), (7, 9001)])
+def test_fused_cross_entropy(dtype: torch.dtype, num_rows: int, vocabulary: int) -> None:
+    """Against torch's own, also of logits that are far apart, and of tokens that are ruled out."""
+    from training.head_triton import fused_loss_and_gradient
+
+    torch.manual_seed(0)
+    logits_CV = (torch.randn(num_rows, vocabulary) * 20).to(dtype)
+    targets_C = torch.randint(0, vocabulary, (num_rows,))
+    logits_CV[0] = float("-inf")
+    logits_CV[0, targets_C[0]] = -3.0
+    logits_CV[1, targets_C[1]] = 1e4
+    expected_CV = logits_CV.float().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(expected_CV, targets_C, reduction="sum")
+    (gradient_CV,) = torch.autograd.grad(expected, expected_CV)
+    loss, found_CV = fused_loss_and_gradient(logits_CV, targets_C)
+    assert found_CV is logits_CV
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
+    # the interpreter cuts off what bf16 has no room for
+    torch.testing.assert_close(
+        found_CV.float(), gradient_CV, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+    )
+
+
+@interpreted
+def test_fused_cross_entropy_shows_what_is_no_number() -> None:
+    from training.head_triton import fused_loss_and_gradient
+
+    logits_CV = torch.zeros(2, 100)
+    logits_CV[1, 7] = float("nan")
+    loss, gradient_CV = fused_loss_and_gradient(logits_CV, torch.tensor([1, 1]))
+    assert loss.isnan()
+    assert gradient_CV[0].isfinite().all()
+    assert gradient_CV[1].isnan().all()
+    none, _ = fused_loss_and_gradient(torch.zeros(0, 100), torch.zeros(0, dtype=torch.int64))
+    assert none == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_cross_entropy_on_a_gpu(dtype: torch.dtype) -> None:
+    logits_CV = (torch.randn(100, 32000, device="cuda") * 5).to(dtype)
+    targets_C = torch.randint(0, 32000, (100,), device="cuda")
+    expected_CV = logits_CV.float().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(expected_CV, targets_C, reduction="sum")
+    (gradient_CV,) = torch.autograd.grad(expected, expected_CV)
+    loss, found_CV = head._loss_and_logit_gradient(logits_CV, targets_C)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(
+        found_CV.float(), gradient_CV, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+    )
