@@ -28,7 +28,7 @@ from training.data import IGNORED
 
 CHUNK_BYTES = LOGIT_CHUNK_BYTES
 """What the logits of one chunk may take if they were fp32: on a CPU 524 positions at a vocabulary of 32,000, on a GPU
-4,194, as each chunk reads and writes the weight's gradient once more."""
+8,388, as each chunk reads and writes the weight's gradient once more."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,9 @@ class _ChunkedLossSum(torch.autograd.Function):
         num_chunks = max(1, math.ceil(len(rows_ND) * len(weight_VD) * 4 / chunk_bytes))
         loss = torch.zeros((), dtype=torch.float32, device=rows_ND.device)
         grad_rows: list[Tensor] | None = [] if rows_need else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needs else None
+        # one product, rounded to the weight's dtype, is what a sum of one in fp32 would be rounded to
+        is_sum = num_chunks > 1 or weight_VD.dtype == torch.float32
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needs and is_sum else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and bias_needs else None
         for rows_CD, targets_C in zip(rows_ND.chunk(num_chunks), targets_N.chunk(num_chunks), strict=True):
             num_rows = len(rows_CD)
@@ -193,7 +195,9 @@ class _ChunkedLossSum(torch.autograd.Function):
             loss += chunk_loss
             if grad_rows is not None:
                 grad_rows.append(matmul(grad_logits_CV, weight_VD)[:num_rows])
-            if grad_weight_VD is not None:
+            if weight_needs and not is_sum:
+                grad_weight_VD = matmul(grad_logits_CV.t(), rows_CD)
+            elif grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(dim=0, dtype=torch.float32)

@@ -19,7 +19,7 @@ from moe.padding import padded_rows
 from sharding.planner.setting import Setting, Unit, Units, units_of
 from sharding.planner.shapes import ModelShape
 
-LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the fp32 logits of one chunk may take under `--cross-entropy chunked`."""
 
 CUDA_CONTEXT = 2**30
@@ -176,7 +176,9 @@ def logits_peak(setting: Setting, model: ModelShape) -> float:
     chunk = CV * (c if setting.device == "cuda" or c == 4 else 4 + 2 * c) + (CV * c if num_chunks > 1 else 0)
     # for oneDNN, on a CPU in fp32, the gradient is transposed by a copy
     product = CV * c * (2 if setting.device == "cpu" and c == 4 else 1) + V * D * c
-    return 2 * N * D * c + V * D * 4 + max(chunk, product)
+    # a single product in bf16 is the gradient already
+    summed = V * D * 4 if num_chunks > 1 or c == 4 else 0
+    return 2 * N * D * c + summed + max(chunk, product)
 
 
 def kernel_backward(setting: Setting, model: ModelShape) -> float:

@@ -120,6 +120,8 @@ class Recorder(TorchDispatchMode):
     def _record(self, operator: Any, place: Place, args: Any, kwargs: Any, result: Any) -> None:
         event = self._event(operator.name(), place)
         inputs, changed = _inputs(operator, args, kwargs)
+        if operator.name() in _FILLED:
+            inputs = []
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         fresh = [tensor for tensor in results if self._is_fresh(tensor, inputs + changed)]
         if operator.name() in _GATHERS:
@@ -184,6 +186,7 @@ _NO_KERNEL = frozenset(
         "aten::resize_",
         "aten::set_.source_Storage",
         "aten::lift_fresh",
+        "aten::_unsafe_view",
         "aten::record_stream",
         "c10d::barrier",
         "expertmesh::exchange_counts",
@@ -210,6 +213,10 @@ _OVERWRITE = frozenset(
 _GATHERS = frozenset({"aten::index_select", "aten::gather", "aten::embedding", "aten::index.Tensor"})
 """Operators that read as much of their first argument as they give."""
 
+_FILLED = frozenset(
+    {f"aten::{name}" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")}
+)
+"""Operators that make a tensor like another one, of which they read no number."""
 _ONLY_READ = frozenset({("aten::_fused_adamw_", "grads")})
 """Arguments that an operator says it changes, and does not in the way it is called here."""
 _FILLS_A_PART = frozenset({"fsdp::all_gather_copy_in"})
