@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.live import LiveTensors
 from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.traffic import CountTraffic
 from checkpoints import open_source, shard_and_load
@@ -51,6 +50,7 @@ from training import TrainConfig, adapt, attach_loss_head
 from training.balance import LossWeights
 from training.data import Batch, Sample, collate
 from training.optimizer import build_optimizer
+from training.rehearsal.live import LiveTensors
 from training.step import train_step
 
 ARMS = ("full", "lora", "lora-fp8", "lora-nf4", "peft")

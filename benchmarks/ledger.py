@@ -19,14 +19,14 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from moe import ExpertMeshError, count_parameters, training_flops
+from moe import ExpertMeshError, training_flops
 from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding.planner.hardware import DEVICES, LINKS, Hardware, preset
 from sharding.planner.shapes import read_config
 from training import TrainConfig, parse_config
 from training.rehearsal.ledger import Ledger, ledger, sums
-from training.rehearsal.world import rehearse
+from training.rehearsal.world import PeakMemory, rehearse
 
 
 @ends_with_reader
@@ -51,9 +51,14 @@ def main() -> int:
     print_table(account)
     tokens = micro * config.per_device_train_batch_size * config.max_seq_length
     print_forecast(account, hardware, tokens)
+    memory = rehearsed.memory
+    print(
+        f"memory: {memory.peak / 2**30:,.1f} GiB of tensors at the most ({memory.when}), of which {parts_of(memory)}; "
+        f"the card has {hardware.device.memory / 2**30:,.0f} GiB"
+    )
     targets = micro * config.per_device_train_batch_size * (config.max_seq_length - 1)
     pairs = tokens * (config.max_seq_length + 1) // 2
-    formula = training_flops(count_parameters(rehearsed.model), model_config, tokens, targets, pairs)
+    formula = training_flops(rehearsed.counts, model_config, tokens, targets, pairs)
     print(
         f"FLOPs without recomputation: {account.needed / 1e12:,.2f} T recorded, {formula / 1e12:,.2f} T by the closed "
         f"formula ({account.needed / formula - 1:+.2%}). Traced in {time.time() - started:.0f} s."
@@ -87,6 +92,15 @@ def setting(config: TrainConfig, model_config: object, arguments: argparse.Names
         f"{config.gradient_checkpointing}, {config.optim}; {config.gradient_accumulation_steps} x "
         f"{config.per_device_train_batch_size} x {config.max_seq_length} tokens a step and rank"
     )
+
+
+def parts_of(memory: PeakMemory) -> str:
+    parts = {
+        "parameters that are trained": memory.trained,
+        "parameters that are not": memory.parameters - memory.trained,
+        "optimizer state": memory.state,
+    }
+    return ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in parts.items())
 
 
 def print_table(account: Ledger) -> None:

@@ -35,7 +35,7 @@ from moe.megablocks import (
     megablocks_sparse,
     require,
 )
-from moe.products import Product, compute_dtype, grouped_product, looped_product, runs
+from moe.products import Product, compute_dtype, grouped_product, host_counts, looped_product, runs
 from moe.replay import placeholder
 
 
@@ -56,7 +56,7 @@ class ExpertKernel:
 
 def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool = True) -> Tensor:
     """A matmul an expert. The oracle for the other kernels, and the default on CPU."""
-    return _LoopedGatedMLP.apply(rows_RD, counts_e.tolist(), w1, v1, w2, needs_output)
+    return _LoopedGatedMLP.apply(rows_RD, host_counts(counts_e, rows_RD.shape[0]), w1, v1, w2, needs_output)
 
 
 class _LoopedGatedMLP(torch.autograd.Function):

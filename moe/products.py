@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe.gpu import computes_on_cpu
+from moe.gpu import computes_on_cpu, is_rehearsing_gpu
 from moe.grouped import GroupedMatmul
 from moe.matmul import matmul, pad_rows
 from moe.replay import placeholder
@@ -28,7 +28,7 @@ class Product(Protocol):
 
 def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
     """A matmul an expert."""
-    out_RO: Tensor = _LoopedProduct.apply(x_RI, counts_e.tolist(), weight_eOI, needs_output)
+    out_RO: Tensor = _LoopedProduct.apply(x_RI, host_counts(counts_e, x_RI.shape[0]), weight_eOI, needs_output)
     return out_RO
 
 
@@ -137,6 +137,14 @@ class AddBias(torch.autograd.Function):
         sums_eO = torch.segment_reduce(grad, "sum", lengths=counts_e, axis=0, unsafe=True, initial=0)
         # rounded as all gradients of parameters that are computed with in the rows' dtype
         return grad_RO, None, sums_eO.to(grad_RO.dtype).to(ctx.bias_dtype), None
+
+
+def host_counts(counts_e: Tensor, num_rows: int) -> list[int]:
+    """Each expert's number of rows, for which the host waits; as even as can be in a rehearsal, where nobody knows."""
+    if not is_rehearsing_gpu():
+        return counts_e.tolist()
+    each, more = divmod(num_rows, counts_e.numel())
+    return [each + (expert < more) for expert in range(counts_e.numel())]
 
 
 def runs(counts: list[int]) -> list[slice]:

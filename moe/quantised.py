@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moe.gpu import computes_on_cpu
 from moe.matmul import matmul, pad_rows
-from moe.products import runs
+from moe.products import host_counts, runs
 from moe.replay import placeholder
 
 Kind = Literal["fp8", "nf4"]
@@ -110,20 +111,20 @@ def widen(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dtype) -
     num_rows = codes.shape[0]
     wide = torch.empty(num_rows, storage.columns, dtype=dtype, device=codes.device)
     # what lies between codes and numbers takes several times their room
-    step = max(1, _STRIP // storage.columns) if codes.device.type == "cpu" else max(1, num_rows)
+    step = max(1, _STRIP // storage.columns) if computes_on_cpu(codes) else max(1, num_rows)
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
         factors = scales[rows].contiguous().view(torch.float32)
         if storage.kind == "fp8":
             wide[rows] = codes[rows].view(torch.float8_e4m3fn).float().mul_(factors)
             continue
-        values = F.embedding(codes[rows].int(), _pairs(codes.device)).flatten(1)[:, : storage.columns]
+        values = F.embedding(codes[rows].int(), nf4_pairs(codes.device)).flatten(1)[:, : storage.columns]
         wide[rows] = values.mul(factors.repeat_interleave(BLOCK, dim=1)[:, : storage.columns])
     return wide
 
 
 @cache
-def _pairs(device: torch.device) -> Tensor:
+def nf4_pairs(device: torch.device) -> Tensor:
     """The two numbers of each byte, (256, 2)."""
     byte = torch.arange(256)
     return torch.tensor(NF4)[torch.stack([byte & 0xF, byte >> 4], dim=1)].to(device)
@@ -215,7 +216,7 @@ def _by_few(
     rows_an_expert = codes.shape[0] // num_experts
     few = max(1, _WIDENED_BYTES // (rows_an_expert * storage.columns * x_RI.dtype.itemsize))
     outputs = []
-    places = runs(counts_e.tolist()) if few < num_experts else []
+    places = runs(host_counts(counts_e, x_RI.shape[0])) if few < num_experts else []
     for first in range(0, num_experts, few):
         last = min(first + few, num_experts)
         rows = slice(first * rows_an_expert, last * rows_an_expert)

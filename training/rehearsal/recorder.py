@@ -105,6 +105,14 @@ class Recorder(TorchDispatchMode):
         if self.micro is not None:
             self.is_update, self.micro = True, None
 
+    def now(self) -> str:
+        """What the step is at: phase, layer and part of the newest event."""
+        if not self.events:
+            return "the start"
+        newest = self.events[-1]
+        layer = "" if newest.place.layer is None else f" of layer {newest.place.layer}"
+        return f"{newest.phase}{layer}, {newest.place.part}"
+
     def lasting(self) -> set[Key]:
         """Storages that are there at this moment, as they are."""
         return {(number, self._versions[number]) for number in self._storages.values()}

@@ -18,9 +18,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
 import moe.dispatch
-from moe import build_model, choose_kernel, kernel_needs, moe_shape, store_frozen, use_kernel
+from moe import (
+    ParameterCounts,
+    build_model,
+    choose_kernel,
+    count_parameters,
+    kernel_needs,
+    moe_shape,
+    store_frozen,
+    use_kernel,
+)
 from moe.gpu import rehearsing_gpu
-from sharding import Topology, build_mesh, materialize, set_parameter_dtype
+from moe.quantised import nf4_pairs
+from sharding import Topology, build_mesh, local_tensor, materialize, set_parameter_dtype
 from sharding.parallelize import parallelize
 from training.adapters import adapt
 from training.balance import LossWeights
@@ -28,7 +38,9 @@ from training.config import TrainConfig
 from training.data import Batch
 from training.freezing import freeze
 from training.head import attach_loss_head
+from training.low_bit import dynamic_map
 from training.optimizer import build_optimizer
+from training.rehearsal.live import LiveTensors
 from training.rehearsal.parts import Parts
 from training.rehearsal.recorder import Recorder, recording_triton
 from training.step import train_step
@@ -36,10 +48,30 @@ from training.step import train_step
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """recorder: what the step has done, with two forwards and backwards at most. model: whose step it was."""
+    """recorder: what the step has done, with two forwards and backwards at most. model, optimizer: whose step it was.
+    memory: what a rank's tensors hold at most. counts: of its parameters.
+    """
 
     recorder: Recorder
     model: Any
+    optimizer: torch.optim.Optimizer
+    memory: "PeakMemory"
+    counts: ParameterCounts
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes of a rank's tensors, in any step after the first.
+
+    peak: at the most. when: what the step was at then. parameters: of these, all that the model holds; trained: those
+    of them that are trained. state: of the optimizer.
+    """
+
+    peak: int
+    when: str
+    parameters: int
+    trained: int
+    state: int
 
 
 def rehearse(config: TrainConfig, model_config: Any, world_size: int, rank: int = 0) -> Rehearsed:
@@ -62,8 +94,15 @@ def rehearse(config: TrainConfig, model_config: Any, world_size: int, rank: int 
 def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehearsed:
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     model = _build(config, model_config, dtype)
+    counts = count_parameters(model)
+    if config.base_dtype in ("fp8", "nf4"):
+        store_frozen(model, config.base_dtype)
     mesh = build_mesh("cpu", Topology(world_size, config.ep_size, config.dense_shard))
     parallelize(model, mesh, dtype, config.gradient_checkpointing, False, config.reshard_after_forward)
+    # made once in a process: not of tensors that hold no memory
+    for signed in (True, False):
+        dynamic_map(signed, torch.device("cpu"))
+    nf4_pairs(torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         materialize(model, torch.device("cpu"))
         optimizer = build_optimizer(model.train(), config, mesh)
@@ -71,9 +110,28 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehear
         model.register_forward_pre_hook(recorder.next_forward)
         batches = [_batch(config, model_config, fake)] * min(config.gradient_accumulation_steps, 2)
         weights = LossWeights(config.router_aux_loss_coef or 0.0, config.router_z_loss_coef)
-        with _told(config, moe_shape(model).top_k), recording_triton(recorder), recorder:
+        live = LiveTensors([*model.parameters(), *model.buffers()], moment=recorder.now)
+        with _told(config, moe_shape(model).top_k), recording_triton(recorder), live, recorder:
             train_step(model, optimizer, batches, mesh, weights, config.max_grad_norm, at=recorder.moment)
-    return Rehearsed(recorder, model)
+    return Rehearsed(recorder, model, optimizer, _peak_memory(live, model, optimizer), counts)
+
+
+def _peak_memory(live: LiveTensors, model: Any, optimizer: torch.optim.Optimizer) -> PeakMemory:
+    """The optimizer's state is made in the first update, and in later steps is there from the start."""
+    state = sum(
+        local_tensor(value).untyped_storage().nbytes()
+        for of_parameter in optimizer.state.values()
+        for value in of_parameter.values()
+        if isinstance(value, Tensor)
+    )
+    is_update = str(live.when).startswith("update")
+    return PeakMemory(
+        live.peak + (0 if is_update else state),
+        str(live.when),
+        sum(local_tensor(p.detach()).untyped_storage().nbytes() for p in model.parameters()),
+        sum(local_tensor(p.detach()).untyped_storage().nbytes() for p in model.parameters() if p.requires_grad),
+        state,
+    )
 
 
 def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
@@ -88,8 +146,6 @@ def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
         set_parameter_dtype(model, torch.bfloat16)
     elif config.holds_base_in_bf16:
         set_parameter_dtype(model, torch.bfloat16, frozen_alone=True)
-    if config.base_dtype in ("fp8", "nf4"):
-        store_frozen(model, config.base_dtype)
     return model
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.live import LiveTensors
+from training.rehearsal.live import LiveTensors
 
 KB = 1024
 

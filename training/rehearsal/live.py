@@ -1,10 +1,11 @@
 """How much memory tensors hold at once: counted from storages as operators make them and as they go."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -12,13 +13,16 @@ from sharding import local_tensor
 
 
 class LiveTensors(TorchDispatchMode):
-    """Within it, `peak` is the most bytes that storages held at once: of `held`, and of all that operators make.
+    """Within it, `peak` is the most bytes that storages held at once: of `held`, and of all that operators make; `when`
+    is what `moment` said then.
 
     What the C library keeps of memory that was given back, and what is no tensor, is not counted.
     """
 
-    def __init__(self, held: Iterable[Tensor]):
+    def __init__(self, held: Iterable[Tensor], moment: Callable[[], Any] = lambda: None):
         super().__init__()
+        self.moment = moment
+        self.when: Any = None
         self.sizes: dict[int, int] = {}
         self.total = 0
         self.peak = 0
@@ -26,6 +30,8 @@ class LiveTensors(TorchDispatchMode):
             self._add(local_tensor(tensor.detach()))
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+            return NotImplemented  # what it does with its local tensor comes here by itself
         result = operator(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -39,7 +45,8 @@ class LiveTensors(TorchDispatchMode):
         if key not in self.sizes:
             self.sizes[key] = storage.nbytes()
             self.total += storage.nbytes()
-            self.peak = max(self.peak, self.total)
+            if self.total > self.peak:
+                self.peak, self.when = self.total, self.moment()
             weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
