@@ -169,6 +169,8 @@ def build(
         training.check_packing(model)
     if config.compile:
         training.compile_layers(model)
+    if ranks.device.type == "cuda":
+        training.fuse_layers(model)
     training.attach_loss_head(model, training.choose_cross_entropy(config.cross_entropy, ranks.device.type))
     if config.optim == "adamw_bf16":
         sharding.set_parameter_dtype(model, torch.bfloat16)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from training.elastic import fit_to_ranks
     from training.facts import first_lines, left_out
     from training.freezing import freeze
+    from training.fused import fuse_layers
     from training.head import attach_loss_head, choose_cross_entropy
     from training.inputs import Inputs, make_prompts, read_inputs
     from training.log import RunLog
@@ -47,6 +48,7 @@ __all__ = [
     "fit_to_ranks",
     "forecast",
     "freeze",
+    "fuse_layers",
     "left_out",
     "lora_of",
     "make_prompts",

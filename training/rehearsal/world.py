@@ -37,6 +37,7 @@ from training.balance import LossWeights
 from training.config import TrainConfig
 from training.data import Batch
 from training.freezing import freeze
+from training.fused import fuse_layers
 from training.head import attach_loss_head
 from training.low_bit import dynamic_map
 from training.optimizer import build_optimizer
@@ -141,6 +142,7 @@ def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
     elif config.freeze:
         freeze(model, config.freeze)
     use_kernel(model, choose_kernel(_kernel(config), kernel_needs(model, "cpu", dtype)).kernel)
+    fuse_layers(model)
     attach_loss_head(model, "chunked")
     if config.optim == "adamw_bf16":
         set_parameter_dtype(model, torch.bfloat16)
