@@ -118,7 +118,7 @@ def _enough(recorder: Recorder) -> dict[Instance, float]:
     read_by: dict[Key, set[str | None]] = defaultdict(set)
     sizes: dict[Key, int] = {}
     enters: dict[Instance, dict[Key, int]] = defaultdict(dict)
-    uses_forward: set[Instance] = set()
+    of_forward: dict[Instance, dict[Key, int]] = defaultdict(dict)
     for event in recorder.events:
         here = _instance(event)
         for key, size in event.reads.items():
@@ -127,15 +127,17 @@ def _enough(recorder: Recorder) -> dict[Instance, float]:
             if maker is None or maker[0] != here[0]:
                 enters[here][key] = max(size, enters[here].get(key, 0))
             elif maker != here:
-                uses_forward.add(here)
+                of_forward[here][key] = max(size, of_forward[here].get(key, 0))
         for key, size in event.writes.items():
             made_by[key], sizes[key] = here, size
     total: dict[Instance, float] = defaultdict(float)
     for here, keys in enters.items():
         part, layer, phase, number = here
-        if here in uses_forward and phase in ("backward", "recomputation"):
-            keys = enters.get((part, layer, "forward", number), {}) | keys
         total[here] += sum(keys.values())
+        if phase in ("backward", "recomputation"):
+            inputs = enters.get((part, layer, "forward", number), {})
+            again = sum(size for key, size in inputs.items() if key not in keys)
+            total[here] += min(sum(of_forward[here].values()), again)
     lasting = recorder.lasting()
     for key, here in made_by.items():
         if read_by[key] - {here[0]} or (not read_by[key] and key in lasting):
