@@ -20,7 +20,7 @@ from checkpoints import open_source, shard_and_load
 from moe import ExpertMeshError, choose_kernel, kernel_needs, use_kernel
 from moe.matmul import Library, Product, use_libraries
 from sharding import Checkpointing, Ranks, Topology, build_mesh, set_parameter_dtype, settle_malloc
-from training import TrainConfig, attach_loss_head, choose_cross_entropy, compile_layers
+from training import TrainConfig, attach_loss_head, choose_cross_entropy, compile_layers, fuse_layers
 from training.balance import LossWeights
 from training.data import Batch
 from training.optimizer import build_optimizer
@@ -96,6 +96,8 @@ def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
     use_kernel(model, choose_kernel("auto", kernel_needs(model, device, dtype)).kernel)
     if work.compile:
         compile_layers(model)
+    if device == "cuda":
+        fuse_layers(model)
     attach_loss_head(model, choose_cross_entropy("auto", device))
     if work.pure_bf16:
         set_parameter_dtype(model, torch.bfloat16)

@@ -46,6 +46,7 @@ def test_family(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     assert not calls
     with rehearsing_gpu():
         found = figures(model, tokens_BS)
+    assert found.keys() == expected.keys()
     assert ("FusedNorm" in calls) == (family not in NO_NORMS)
     assert ("FusedRotary" in calls) == (family not in NO_ROTATION)
     floor = 1e-3 * torch.stack([x.norm() for x in expected.values()]).norm().item()
