@@ -14,7 +14,9 @@ _rehearsed = False
 def takes_triton(tensor: Tensor) -> bool:
     """Whether our Triton kernels compute with `tensor`: on a GPU where triton is installed, or rehearsed as on one; not
     in fp64, as they sum in fp32."""
-    return (tensor.is_cuda or _rehearsed) and tensor.dtype != torch.float64 and _has_triton()
+    # a model is probed on the meta device also where a GPU is rehearsed
+    is_gpus = tensor.is_cuda or (_rehearsed and not tensor.is_meta)
+    return is_gpus and tensor.dtype != torch.float64 and _has_triton()
 
 
 def computes_on_cpu(tensor: Tensor) -> bool:

@@ -261,6 +261,7 @@ def test_replaced_function(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(found, want)
         assert calls["FusedRotary"] == 2
         ours(q_BHSA.double(), k_BGSA, cos_BST, sin_BST)
+        ours(*(x.to("meta") for x in (q_BHSA, k_BGSA, cos_BST, sin_BST)))
         ours(q_BHSA, k_BGSA, cos_BST.clone().requires_grad_(), sin_BST)
         ours(q_BHSA[:, 0], k_BGSA[:, 0], cos_BST[0], sin_BST[0], unsqueeze_dim=0)
     assert calls["FusedRotary"] == 2
