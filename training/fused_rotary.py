@@ -76,34 +76,40 @@ def fuse_rotary(modules: set[str]) -> list[str]:
 
 @torch.no_grad()
 def try_rotary(function: Callable[..., Any]) -> Rotation | None:
-    """What a function (q, k, cos, sin, ...) or (x, cos, sin, ...) computes; None if it is no rotation that we know."""
+    """What a function (q, k, cos, sin, ..., unsqueeze_dim) or (x, cos, sin, ..., unsqueeze_dim) computes; None if it is
+    no rotation that we know."""
     names = list(inspect.signature(function).parameters)
-    if "cos" not in names or names.index("cos") not in (1, 2) or names[names.index("cos") + 1] != "sin":
+    num_inputs = names.index("cos") if "cos" in names else 0
+    is_like = names[num_inputs : num_inputs + 2] == ["cos", "sin"] and "unsqueeze_dim" in names
+    if num_inputs not in (1, 2) or not is_like:
         return None
     generator = torch.Generator().manual_seed(0)
-    x_BHSA = torch.randn(2, 3, 5, 32, generator=generator)
-    inputs = [x_BHSA, x_BHSA[:, :1] + 1][: names.index("cos")]
+    inputs_BHSA = [torch.randn(2, heads, 5, 32, generator=generator) for heads in (3, 1)[:num_inputs]]
 
     def tables(width: int) -> list[Tensor]:
         return list(torch.randn(2, 2, 5, width, generator=torch.Generator().manual_seed(width)))
 
-    def results(inputs: list[Tensor], tables: list[Tensor]) -> list[Tensor]:
+    def results(inputs: list[Tensor], tables: list[Tensor], heads_dim: int) -> list[Tensor]:
         try:
-            result = function(*inputs, *tables)
+            result = function(*inputs, *tables, unsqueeze_dim=heads_dim)
         except Exception:
             return []
         return [result] if isinstance(result, Tensor) else list(result)
 
     def is_this(rotation: Rotation, width: int) -> bool:
-        found = results(inputs, tables(width))
-        cos_B1ST, sin_B1ST = (table.unsqueeze(1) for table in tables(width))
-        expected = [plain_rotate(x, cos_B1ST, sin_B1ST, rotation) for x in inputs]
-        return len(found) == len(expected) and all(map(_close, found, expected))
+        for heads_dim in (1, 2):
+            inputs = [x_BHSA.movedim(1, heads_dim) for x_BHSA in inputs_BHSA]
+            found = results(inputs, tables(width), heads_dim)
+            cos, sin = (table.unsqueeze(heads_dim) for table in tables(width))
+            expected = [plain_rotate(x, cos, sin, rotation) for x in inputs]
+            if len(found) != len(expected) or not all(map(_close, found, expected)):
+                return False
+        return True
 
     for rotation in _KNOWN:
         width = 16 if rotation.tables == "half" else 32
         if is_this(rotation, width):
-            rounded = results([x.bfloat16() for x in inputs], tables(width))
+            rounded = results([x_BHSA.bfloat16() for x_BHSA in inputs_BHSA], tables(width), 1)
             keeps_dtype = all(x.dtype == torch.bfloat16 for x in rounded)
             return replace(rotation, takes_parts=is_this(rotation, width // 2), keeps_dtype=keeps_dtype)
     return None
@@ -148,7 +154,7 @@ def _fused(function: Callable[..., Any], rotation: Rotation) -> Callable[..., An
         bound.apply_defaults()
         rest = dict(bound.arguments)
         tensors = [rest.pop(name) for name in inputs]
-        cos, sin, dim = rest.pop("cos"), rest.pop("sin"), rest.pop("unsqueeze_dim", None)
+        cos, sin, dim = rest.pop("cos"), rest.pop("sin"), rest.pop("unsqueeze_dim")
         is_known = all(value is None for value in rest.values()) and dim in (1, 2)
         if not is_known or not all(_takes_kernel(x, cos, sin, dim, rotation) for x in tensors):
             return function(*args, **kwargs)

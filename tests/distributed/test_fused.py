@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 5e-5
 
 
-def fused(path: Path, topology: Topology, case: Case) -> Figures:
+def fused(path: Path, topology: Topology, case: Case) -> Figures | None:
     """As `ours`, with Triton's kernels for norms and rotary positions alone."""
 
     def fuse_and_attach(model: Any, kind: Any) -> None:

@@ -189,8 +189,11 @@ def test_rotations_are_known(kind: str) -> None:
 
 def test_what_is_no_rotation_is_left() -> None:
     assert try_rotary(modeling_gpt_oss._apply_rotary_emb) is None
-    assert try_rotary(lambda q, k, cos, sin: (q * cos, k * sin)) is None
-    assert try_rotary(lambda hidden, position_ids: hidden) is None
+    assert try_rotary(lambda q, k, cos, sin, unsqueeze_dim=1: (q * cos, k * sin)) is None
+    # of heads in the second dimension alone
+    first = modeling_mixtral.apply_rotary_pos_emb
+    assert try_rotary(lambda q, k, cos, sin, unsqueeze_dim=1: first(q, k, cos, sin)) is None
+    assert try_rotary(lambda hidden, position_ids, cos: hidden) is None
 
 
 @interpreted
