@@ -86,6 +86,24 @@ def _cross_entropy(dtype: torch.dtype) -> None:
     fused_loss_and_gradient(_empty(dtype, TOKENS, 32000), _empty(torch.int64, TOKENS))
 
 
+def _norms(dtype: torch.dtype) -> None:
+    """Of the residual stream, and of heads."""
+    from training.fused_norm_triton import norm_backward, norm_forward
+
+    for rows, width in ((TOKENS, D), (32 * TOKENS, 128)):
+        x, weight = _empty(dtype, rows, width), _empty(dtype, width)
+        norm_forward(x, weight, 1e-5, "rounded")
+        norm_backward(x, x, weight, _empty(torch.float32, rows), "rounded", weight_needs=True)
+
+
+def _rotary(dtype: torch.dtype) -> None:
+    from training.fused_rotary_triton import rotate
+
+    heads, table = _empty(dtype, 1, TOKENS, 32, 128), _empty(dtype, 1, TOKENS, 128)
+    for backwards in (False, True):
+        rotate(heads, table, table, heads, 128, "whole", pairs_in=False, pairs_out=False, backwards=backwards)
+
+
 def _megablocks_sparse(dtype: torch.dtype) -> None:
     """Forward and backward, on the CPU: MegaBlocks reads counts from the device. Of what has a size, memory is
     touched for a few rows only."""
@@ -102,6 +120,7 @@ SCALES = "one number for 256"
 CODES = "a byte a number, as many a thread as 128 bits of weight have"
 TABLE = "looked up, a number at a time"
 CHOICES = dict.fromkeys(("position", "is_kept", "weights", "grad_weights"), "one number for a row of D")
+NORMS = {"factor": "one number a row", **dict.fromkeys(("weight", "sums"), "of a head's 128 numbers, one a thread")}
 CORRECTIONS = {"mean_correction": ONE, "square_correction": ONE}
 COPIES = "one to four numbers a thread in every configuration among which MegaBlocks chooses"
 
@@ -110,6 +129,8 @@ EXAMPLES = [
     Example(_swiglu, torch.float32),
     Example(_permute, torch.bfloat16, CHOICES),
     Example(_permute, torch.float32, CHOICES),
+    Example(_norms, torch.bfloat16, NORMS),
+    Example(_rotary, torch.bfloat16),
     Example(_cross_entropy, torch.bfloat16, {"targets": ONE, "losses": ONE}),
     Example(
         _adamw_8bit,
