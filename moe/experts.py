@@ -21,6 +21,7 @@ from moe.kernels import LOOP, ExpertKernel
 from moe.products import AddBias
 from moe.quantised import SCALES, storages_of, stored_product
 from moe.shape import MoEShape
+from moe.working import WorkingWeights
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class ExpertMLP(nn.Module):
         layout: its parameters; each is an attribute of that name.
         kernel: how it computes.
         low_rank: of its adapters, beside each matrix; None without any.
+        working: weights in the rows' dtype, where they are held in another.
     """
 
     def __init__(self, layout: ExpertLayout, activation: Activation, kernel: ExpertKernel = LOOP):
@@ -127,6 +129,7 @@ class ExpertMLP(nn.Module):
         self.activation = activation
         self.kernel = kernel
         self.low_rank: LowRank | None = None
+        self.working = WorkingWeights()
         for parameter in layout.parameters:
             size = (layout.shape.num_experts * parameter.rows_an_expert, *parameter.row)
             self.register_parameter(parameter.name, nn.Parameter(torch.empty(size)))
@@ -142,7 +145,7 @@ class ExpertMLP(nn.Module):
         # what is fused takes the gradients of all weights, frozen or not
         is_trained = any(weight.requires_grad for weight in self.parameters()) or self.kernel.product is None
         if self.is_swiglu and self.kernel.fused is not None and is_trained and self.low_rank is None:
-            w1, v1, w2 = self._local("w1"), self._local("v1"), self._local("w2")
+            w1, v1, w2 = (self._in(name, rows_RD.dtype) for name in ("w1", "v1", "w2"))
             return self.kernel.fused(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
         gate_RF = self._product("w1", rows_RD, counts_e)
         up_RF = self._product("v1", rows_RD, counts_e) if self.layout.shape.has_gate else None
@@ -158,7 +161,7 @@ class ExpertMLP(nn.Module):
             product = self.kernel.product
             out_RO = stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed, needs_output)
         else:
-            weight_eOI = self._by_expert(name, counts_e)
+            weight_eOI = self._by_expert(name, counts_e, x_RI.dtype)
             weight_eOI = weight_eOI.transpose(1, 2) if is_transposed else weight_eOI
             out_RO = self.kernel.product(x_RI, counts_e, weight_eOI, needs_output=needs_output)
         if self.low_rank is not None:
@@ -167,13 +170,18 @@ class ExpertMLP(nn.Module):
             update_RO = self.kernel.product(low_Rr, counts_e, b_eOr, needs_output=needs_output)
             out_RO = torch.add(out_RO, update_RO, alpha=self.low_rank.scale)
         if self.layout.shape.has_bias:
-            bias_eO = self._local(f"{name}_bias").view(counts_e.numel(), -1)
+            bias_eO = self._in(f"{name}_bias", x_RI.dtype).view(counts_e.numel(), -1)
             out_RO = AddBias.apply(out_RO, counts_e, bias_eO, needs_output)
         return out_RO
 
-    def _by_expert(self, name: str, counts_e: Tensor) -> Tensor:
-        weight = self._local(name)
+    def _by_expert(self, name: str, counts_e: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        weight = self._local(name) if dtype is None else self._in(name, dtype)
         return weight.view(counts_e.numel(), -1, weight.shape[1])
+
+    def _in(self, name: str, dtype: torch.dtype) -> Tensor:
+        """This rank's part of a weight, in the dtype that is computed with."""
+        weight: Tensor = getattr(self, name)
+        return self._local(name) if weight.dtype == dtype else self.working.take(name, weight, dtype)
 
     def _local(self, name: str) -> Tensor:
         """Experts that have been distributed are DTensors; a kernel computes on this rank's part."""

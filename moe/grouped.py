@@ -34,8 +34,7 @@ def grouped_gated_mlp(
 
 class _GroupedGatedMLP(torch.autograd.Function):
     """Written out by hand so that of four tensors (R, F) two are kept: the activation's result is computed again in
-    backward, in the same pass as its gradients. Weights of another dtype than the rows' are brought to it for as long
-    as a product takes."""
+    backward, in the same pass as its gradients."""
 
     @staticmethod
     def forward(
@@ -47,25 +46,24 @@ class _GroupedGatedMLP(torch.autograd.Function):
         gmm: GroupedMatmul,
         needs_output: bool,
     ) -> Tensor:
-        dtype = rows_RD.dtype
-        gate_RF = gmm(rows_RD, w1_eFD.to(dtype), trans_b=True)
-        up_RF = gmm(rows_RD, v1_eFD.to(dtype), trans_b=True)
+        gate_RF = gmm(rows_RD, w1_eFD, trans_b=True)
+        up_RF = gmm(rows_RD, v1_eFD, trans_b=True)
         ctx.save_for_backward(rows_RD, w1_eFD, v1_eFD, w2_eFD, gate_RF, up_RF)
         ctx.gmm = gmm
         if not needs_output:
             return placeholder(rows_RD, *rows_RD.shape)
-        return gmm(swiglu_forward(gate_RF, up_RF), w2_eFD.to(dtype))
+        return gmm(swiglu_forward(gate_RF, up_RF), w2_eFD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         rows_RD, w1_eFD, v1_eFD, w2_eFD, gate_RF, up_RF = ctx.saved_tensors
-        gmm, dtype = ctx.gmm, rows_RD.dtype
+        gmm = ctx.gmm
         # a gradient may come expanded, as that of a sum does, which grouped products do not take
         grad_RD = grad_RD.contiguous()
-        d_hidden_RF = gmm(grad_RD, w2_eFD.to(dtype), trans_b=True)
+        d_hidden_RF = gmm(grad_RD, w2_eFD, trans_b=True)
         d_gate_RF, d_up_RF, hidden_RF = swiglu_backward(d_hidden_RF, gate_RF, up_RF)
-        grad_rows_RD = gmm(d_gate_RF, w1_eFD.to(dtype)).add_(gmm(d_up_RF, v1_eFD.to(dtype)))
+        grad_rows_RD = gmm(d_gate_RF, w1_eFD).add_(gmm(d_up_RF, v1_eFD))
         grad_w1_eFD = gmm(d_gate_RF, rows_RD, trans_a=True)
         grad_v1_eFD = gmm(d_up_RF, rows_RD, trans_a=True)
         grad_w2_eFD = gmm(hidden_RF, grad_RD, trans_a=True)

@@ -75,11 +75,10 @@ class _LoopedGatedMLP(torch.autograd.Function):
             if rows.stop == rows.start:
                 continue
             x = pad_rows(rows_RD[rows].to(dtype))
-            w1_FD, v1_FD, w2_FD = (w.to(rows_RD.dtype).to(dtype) for w in (w1_FD, v1_FD, w2_FD))
-            gate = matmul(x, w1_FD.t())
-            up = matmul(x, v1_FD.t())
+            gate = matmul(x, w1_FD.to(dtype).t())
+            up = matmul(x, v1_FD.to(dtype).t())
             if needs_output:
-                out = matmul(F.silu(gate).mul_(up), w2_FD)
+                out = matmul(F.silu(gate).mul_(up), w2_FD.to(dtype))
                 out_RD[rows] = out[: rows.stop - rows.start]
             kept += [gate.to(rows_RD.dtype), up.to(rows_RD.dtype)]
         ctx.save_for_backward(rows_RD, w1, v1, w2, *kept)
@@ -92,7 +91,7 @@ class _LoopedGatedMLP(torch.autograd.Function):
         rows_RD, w1, v1, w2, *kept = ctx.saved_tensors
         dtype = compute_dtype(rows_RD)
         grad_rows_RD = torch.empty_like(rows_RD)
-        grad_w1, grad_v1, grad_w2 = (torch.empty_like(w, dtype=rows_RD.dtype) for w in (w1, v1, w2))
+        grad_w1, grad_v1, grad_w2 = torch.empty_like(w1), torch.empty_like(v1), torch.empty_like(w2)
         gates_and_ups = zip(kept[::2], kept[1::2], strict=True)
         weights = zip(*(t.chunk(len(ctx.counts)) for t in (w1, v1, w2, grad_w1, grad_v1, grad_w2)), strict=True)
         for rows, (w1_FD, v1_FD, w2_FD, dw1_FD, dv1_FD, dw2_FD) in zip(runs(ctx.counts), weights, strict=True):
@@ -101,15 +100,14 @@ class _LoopedGatedMLP(torch.autograd.Function):
                 continue
             x, grad = (pad_rows(t[rows].to(dtype)) for t in (rows_RD, grad_RD))
             gate, up = (t.to(dtype) for t in next(gates_and_ups))
-            w1_FD, v1_FD, w2_FD = (w.to(rows_RD.dtype).to(dtype) for w in (w1_FD, v1_FD, w2_FD))
             silu = F.silu(gate)
             matmul((silu * up).t(), grad, dw2_FD)
-            d_hidden = matmul(grad, w2_FD.t())
+            d_hidden = matmul(grad, w2_FD.to(dtype).t())
             d_up = silu.mul_(d_hidden)
             d_gate = torch.ops.aten.silu_backward(d_hidden.mul_(up), gate)
             matmul(d_gate.t(), x, dw1_FD)
             matmul(d_up.t(), x, dv1_FD)
-            d_rows = matmul(d_gate, w1_FD).add_(matmul(d_up, v1_FD))
+            d_rows = matmul(d_gate, w1_FD.to(dtype)).add_(matmul(d_up, v1_FD.to(dtype)))
             grad_rows_RD[rows] = d_rows[: rows.stop - rows.start]
         return grad_rows_RD, None, grad_w1, grad_v1, grad_w2, None
 

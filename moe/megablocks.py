@@ -49,7 +49,6 @@ def megablocks_sparse(
     Raises:
         ExpertMeshError: D or F is no multiple of 128, a tensor is too large, or MegaBlocks is not installed.
     """
-    w1, v1, w2 = (w.to(rows_RD.dtype) for w in (w1, v1, w2))
     width = w1.shape[0] // counts_e.numel()
     check_megablocks_sparse(rows_RD.shape[1], width)
     check_offsets(rows_RD.shape[0] + (BLOCK - 1) * counts_e.numel(), width, w1)

@@ -282,6 +282,13 @@ def _attention_widths(model: nn.Module) -> int:
     return widths
 
 
+def outdate_working_weights(model: nn.Module) -> None:
+    """Have experts that keep their weights in another dtype than they are held in (see `moe.working`) round them anew;
+    to be called after each update."""
+    for layer in moe_layers(model):
+        layer.mlp.working.outdate()
+
+
 def take_stats(model: nn.Module) -> list[RouterStats]:
     """The routing statistics of the latest forward, one entry a MoE layer; call it before `backward`."""
     stats = []

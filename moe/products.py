@@ -44,7 +44,7 @@ class _LoopedProduct(torch.autograd.Function):
         out_RO = x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
         for rows, weight_OI in zip(runs(counts), weight_eOI, strict=True):
             if rows.stop > rows.start:
-                out = matmul(pad_rows(x_RI[rows].to(dtype)), weight_OI.to(x_RI.dtype).to(dtype).t())
+                out = matmul(pad_rows(x_RI[rows].to(dtype)), weight_OI.to(dtype).t())
                 out_RO[rows] = out[: rows.stop - rows.start]
         return out_RO
 
@@ -55,12 +55,12 @@ class _LoopedProduct(torch.autograd.Function):
         dtype = compute_dtype(grad_RO)
         x_needs, _, weight_needs, _ = ctx.needs_input_grad
         grad_x_RI = grad_RO.new_empty(ctx.input_shape) if x_needs else None
-        grad_weight_eOI = torch.empty_like(weight_eOI, dtype=grad_RO.dtype) if weight_needs else None
+        grad_weight_eOI = torch.empty_like(weight_eOI) if weight_needs else None
         for expert, rows in enumerate(runs(ctx.counts)):
             num_rows = rows.stop - rows.start
             grad = pad_rows(grad_RO[rows].to(dtype))
             if grad_x_RI is not None and num_rows:
-                grad_x_RI[rows] = matmul(grad, weight_eOI[expert].to(grad_RO.dtype).to(dtype))[:num_rows]
+                grad_x_RI[rows] = matmul(grad, weight_eOI[expert].to(dtype))[:num_rows]
             if grad_weight_eOI is not None and num_rows:
                 _weight_gradient(grad, pad_rows(x_RI[rows].to(dtype)), grad_weight_eOI[expert])
             elif grad_weight_eOI is not None:
@@ -90,8 +90,8 @@ class _GroupedProduct(torch.autograd.Function):
         if not needs_output:
             return placeholder(x_RI, x_RI.shape[0], weight_eOI.shape[1])
         if weight_eOI.is_contiguous():
-            return gmm(x_RI, weight_eOI.to(x_RI.dtype), trans_b=True)
-        return gmm(x_RI, weight_eOI.transpose(1, 2).to(x_RI.dtype))
+            return gmm(x_RI, weight_eOI, trans_b=True)
+        return gmm(x_RI, weight_eOI.transpose(1, 2))
 
     @staticmethod
     @once_differentiable
@@ -103,10 +103,10 @@ class _GroupedProduct(torch.autograd.Function):
         x_needs, weight_needs, *_ = ctx.needs_input_grad
         grad_x_RI = grad_weight_eOI = None
         if weight_eOI.is_contiguous():
-            grad_x_RI = gmm(grad_RO, weight_eOI.to(grad_RO.dtype)) if x_needs else None
+            grad_x_RI = gmm(grad_RO, weight_eOI) if x_needs else None
             grad_weight_eOI = gmm(grad_RO, x_RI, trans_a=True) if weight_needs else None
         else:
-            weight_eIO = weight_eOI.transpose(1, 2).to(grad_RO.dtype)
+            weight_eIO = weight_eOI.transpose(1, 2)
             grad_x_RI = gmm(grad_RO, weight_eIO, trans_b=True) if x_needs else None
             grad_weight_eOI = gmm(x_RI, grad_RO, trans_a=True).transpose(1, 2) if weight_needs else None
         return grad_x_RI, grad_weight_eOI, None, None
@@ -122,7 +122,7 @@ class AddBias(torch.autograd.Function):
         ctx.bias_dtype = bias_eO.dtype
         if not needs_output:
             return placeholder(x_RO, *x_RO.shape)
-        return x_RO + bias_eO.to(x_RO.dtype).repeat_interleave(counts_e, dim=0, output_size=x_RO.shape[0])
+        return x_RO + bias_eO.repeat_interleave(counts_e, dim=0, output_size=x_RO.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -135,8 +135,7 @@ class AddBias(torch.autograd.Function):
             return grad_RO, None, zeros_eO, None
         grad = grad_RO.to(torch.promote_types(grad_RO.dtype, torch.float32))
         sums_eO = torch.segment_reduce(grad, "sum", lengths=counts_e, axis=0, unsafe=True, initial=0)
-        # rounded as all gradients of parameters that are computed with in the rows' dtype
-        return grad_RO, None, sums_eO.to(grad_RO.dtype).to(ctx.bias_dtype), None
+        return grad_RO, None, sums_eO.to(ctx.bias_dtype), None
 
 
 def host_counts(counts_e: Tensor, num_rows: int) -> list[int]:

@@ -55,6 +55,8 @@ def parallelize(
         _sum_gradients(unit)
         if not reshard_after_forward:
             unit.set_reshard_after_forward(False, recurse=False)
+    for layer in moe_layers(model):
+        layer.mlp.working.are_kept = not reshard_after_forward
     # over gloo nothing overlaps: it would only cost the memory of another layer
     if mesh.grid.device_type == "cuda" or is_rehearsing_gpu():
         prefetch_layers(model)
@@ -77,7 +79,7 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
 
     The outer units are told to ignore the experts' parameters: they are placed already. With one rank in dp there is
     nobody to share experts with, and a unit would only copy them, and their gradients, from buffer to buffer: they have
-    one only to bring them from host memory. Kernels round them to the dtype they compute in.
+    one only to bring them from host memory. They bring themselves to the dtype that is computed in.
     """
     experts = [layer.mlp for layer in moe_layers(model)]
     expert_parameters = {p for mlp in experts for p in mlp.parameters()}

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe import load_balancing_loss, router_z_loss, take_stats
+from moe import load_balancing_loss, outdate_working_weights, router_z_loss, take_stats
 from sharding import Mesh, clip_grad_norm
 from training.attention import attention_arguments
 from training.balance import BiasUpdate, LossWeights
@@ -128,6 +128,7 @@ def train_step(
     at("the optimizer's update")
     if result.is_finite:
         optimizer.step()
+        outdate_working_weights(model)
         if bias_update is not None:
             bias_update.step(result.routing)
     at("what follows the update")

@@ -276,7 +276,13 @@ def _always_gathered(model: ModelShape, setting: Setting, units: Units) -> float
     c = setting.compute_bytes
     kept = 0 if setting.reshard_after_forward else model.num_layers
     experts = units.experts.gathered if setting.experts_are_gathered else 0
-    return c * (units.root.gathered + kept * (units.layer.gathered + experts))
+    cast = model.num_layers * units.experts.gathered if _casts_are_kept(setting) else 0
+    return c * (units.root.gathered + kept * (units.layer.gathered + experts) + cast)
+
+
+def _casts_are_kept(setting: Setting) -> bool:
+    """Whether experts that are no FSDP2 unit keep their weights in the dtype of the rows from forward to backward."""
+    return setting.experts_are_cast and (not setting.reshard_after_forward or setting.checkpointing == "none")
 
 
 def _at_loss(model: ModelShape, setting: Setting, units: Units) -> Memory:
@@ -331,8 +337,8 @@ def _at_experts(model: ModelShape, setting: Setting, units: Units, layer: int) -
     if setting.experts_are_gathered:
         gathered += c * experts.gathered * (2 if setting.reshard_after_forward else 1)
     elif setting.experts_are_cast:
-        # gradients in the dtype of the rows, and one matrix of the weights
-        gathered += c * experts.gathered * (1 + 1 / len(model.experts))
+        # gradients in the dtype of the rows, and weights, unless all are kept
+        gathered += c * experts.gathered * (1 if _casts_are_kept(setting) else 2)
     else:
         gradients += experts.shard
     returned = setting.compute_bytes * rows_sent(setting, model) * model.moe.model_width
@@ -354,9 +360,8 @@ def _at_reduction(model: ModelShape, setting: Setting, units: Units, layer: int)
     else:
         gradients += units.experts.shard
         if setting.experts_are_cast:
-            # one matrix's gradient before it is fp32, and where there are gradients already all that are added to them
+            # one matrix's gradient before it is added to the one in fp32
             gathered += setting.compute_bytes * units.experts.gathered / len(model.experts)
-            gathered += 4 * units.experts.gathered if setting.accumulation > 1 else 0
     rows = (rows_received(setting, model) + setting.tokens) * model.moe.model_width * setting.compute_bytes
     return Memory(
         **_lasting(setting, units, model.num_layers, gradients),

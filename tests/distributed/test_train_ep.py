@@ -163,6 +163,16 @@ def test_all_modes_at_once(ranks: RankPool, tiny_model: Path, tiny_data: Path, t
     assert max(relative_error(found[name], plain[name]) for name in plain) < 2e-2
 
 
+def test_working_weights_that_are_kept(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Experts that no rank shares, in bf16: rounded anew in each forward, or once an update; the same bits."""
+    flags = ("--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "2", "--ep-size", "2", "--bf16")
+    anew = train(ranks, 2, tiny_model, tiny_data, tmp_path / "anew", *flags, "--gradient-checkpointing", "selective")
+    kept = train(ranks, 2, tiny_model, tiny_data, tmp_path / "kept", *flags, "--reshard-after-forward", "false")
+    assert all(torch.equal(kept[name], anew[name]) for name in anew)
+    before = read(tiny_model)
+    assert not all(torch.equal(anew[name], before[name]) for name in anew if "experts" in name)
+
+
 def test_config_that_asks_for_router_logits(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     """Models saved after training with HF's balancing loss say so in their config; ours is then on by default."""
     save_model(tmp_path / "model", output_router_logits=True)
