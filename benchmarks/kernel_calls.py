@@ -80,6 +80,14 @@ def _permute(dtype: torch.dtype) -> None:
     fused_combine_backward(tokens, rows, weights, position, is_kept)
 
 
+def _widening(dtype: torch.dtype) -> None:
+    from moe.widen_triton import fused_fp8, fused_nf4
+
+    fused_fp8(_empty(torch.uint8, F, D), _empty(torch.float32, F, 1), dtype)
+    pairs = _empty(torch.float32, 256, 2)
+    fused_nf4(_empty(torch.uint8, F, D // 2), _empty(torch.float32, F, D // 64), pairs, D, dtype)
+
+
 def _cross_entropy(dtype: torch.dtype) -> None:
     from training.head_triton import fused_loss_and_gradient
 
@@ -131,6 +139,7 @@ EXAMPLES = [
     Example(_permute, torch.float32, CHOICES),
     Example(_norms, torch.bfloat16, NORMS),
     Example(_rotary, torch.bfloat16),
+    Example(_widening, torch.bfloat16, {"codes": CODES, "scales": SCALES, "pairs": TABLE}),
     Example(_cross_entropy, torch.bfloat16, {"targets": ONE, "losses": ONE}),
     Example(
         _adamw_8bit,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from moe.gpu import computes_on_cpu
+from moe.gpu import computes_on_cpu, takes_triton
 from moe.matmul import matmul, pad_rows
 from moe.products import host_counts, runs
 from moe.replay import placeholder
@@ -107,7 +107,15 @@ def quantise(rows: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
 
 
 def widen(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dtype) -> Tensor:
-    """The rows that codes and scales stand for: products in fp32, rounded once; some at a time, on a CPU."""
+    """The rows that codes and scales stand for: products in fp32, rounded once. In one Triton kernel on a GPU; some at
+    a time on a CPU."""
+    if takes_triton(codes):
+        from moe.widen_triton import fused_fp8, fused_nf4
+
+        factors = scales.contiguous().view(torch.float32)
+        if storage.kind == "fp8":
+            return fused_fp8(codes.contiguous(), factors, dtype)
+        return fused_nf4(codes.contiguous(), factors, nf4_pairs(codes.device), storage.columns, dtype)
     num_rows = codes.shape[0]
     wide = torch.empty(num_rows, storage.columns, dtype=dtype, device=codes.device)
     # what lies between codes and numbers takes several times their room

@@ -68,7 +68,7 @@ def test_kernels_are_fine(rows: list[dict[str, Any]]) -> None:
         assert row["loads"]
         assert row["stores"]
         if row["module"].endswith("_triton"):
-            assert row["loads"].get("128", 0) > 0
+            assert row["loads"].keys() & {"128", "64"}  # codes of 4 bits are half as wide as what they make
             assert row["stores"].get("128", 0) > 0
     tensor_cores = {row["capability"]: set(row["tensor_core"]) for row in rows if row["kernel"] == "_sdd_kernel"}
     assert tensor_cores == {80: {"HMMA"}, 90: {"HGMMA"}, 100: {"UTCHMMA"}}

@@ -7,7 +7,8 @@ import torch
 
 from moe import KERNELS
 from moe.products import looped_product
-from moe.quantised import BLOCK, NF4, Storage, fill, quantise, stored_linear, stored_product, widen
+from moe.quantised import BLOCK, NF4, Kind, Storage, fill, nf4_pairs, quantise, stored_linear, stored_product, widen
+from tests.interpreter import interpreted
 
 KINDS: list[Any] = ["fp8", "nf4"]
 
@@ -101,3 +102,48 @@ def test_experts_a_few_at_a_time(
     out.backward(grad)
     want.backward(grad)
     torch.testing.assert_close(x_1.grad, x_2.grad)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["fp8", "nf4"])
+@pytest.mark.parametrize(("num_rows", "columns"), [(3, 64), (2, 100), (5, 4160), (1, 9001)])
+def test_widening_kernels(kind: Kind, dtype: torch.dtype, num_rows: int, columns: int) -> None:
+    """Every number as torch's own operators make it, also the smallest, and of rows of zeros."""
+    from moe.widen_triton import fused_fp8, fused_nf4
+
+    torch.manual_seed(0)
+    storage = Storage(kind, columns)
+    values = torch.randn(num_rows, columns) * torch.logspace(-3, 0, columns)
+    values[1:2] = 0
+    codes, scales = quantise(values, storage)
+    factors = scales.contiguous().view(torch.float32)
+    if kind == "fp8":
+        found = fused_fp8(codes, factors, dtype)
+    else:
+        found = fused_nf4(codes.contiguous(), factors, nf4_pairs(codes.device), columns, dtype)
+    expected = widen(codes, scales, storage, dtype)
+    # the interpreter cuts off what half precision has no room for
+    rtol = 0.0 if dtype == torch.float32 else 2**-10
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0 if dtype == torch.float32 else 1e-7)
+
+
+@interpreted
+def test_every_code_of_fp8() -> None:
+    from moe.widen_triton import fused_fp8
+
+    codes = torch.arange(256, dtype=torch.uint8).unsqueeze(0)
+    found = fused_fp8(codes, torch.ones(1, 1), torch.float32)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    is_number = ~expected.isnan()  # of which quantising makes none
+    assert torch.equal(found[is_number], expected[is_number])
+    assert fused_fp8(codes[:0], torch.ones(0, 1), torch.float32).shape == (0, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp8", "nf4"])
+def test_widening_on_a_gpu(kind: Kind) -> None:
+    storage = Storage(kind, 4160)
+    codes, scales = quantise(torch.randn(64, 4160), storage)
+    expected = widen(codes, scales, storage, torch.bfloat16)
+    assert torch.equal(widen(codes.cuda(), scales.cuda(), storage, torch.bfloat16).cpu(), expected)

@@ -24,6 +24,7 @@ _BY_FILE = {
     "/moe/megablocks.py": "experts' products",
     "/moe/experts.py": "experts' products",
     "/moe/quantised.py": "widening",
+    "/moe/widen_triton.py": "widening",
     "/moe/adapters.py": "adapters",
     "/moe/routing.py": "router",
     "/moe/losses.py": "router",
