@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -11,11 +12,13 @@ from sharding.topology import Topology
 
 @dataclass(frozen=True)
 class Mesh:
-    """grid: the (dp, ep) mesh. all_ranks: the same ranks in one dimension, "fsdp"."""
+    """grid: the (dp, ep) mesh. all_ranks: the same ranks in one dimension, "fsdp". exchange: the ranks of `ep`, in a
+    group whose collectives do not stand in line with FSDP's."""
 
     topology: Topology
     grid: DeviceMesh
     all_ranks: DeviceMesh
+    exchange: dist.ProcessGroup
 
     @property
     def dp(self) -> DeviceMesh:
@@ -44,9 +47,22 @@ def build_mesh(device_type: str, topology: Topology, timeout_seconds: int | None
     """
     shape = (topology.dp_size, topology.ep_size)
     grid = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "ep"))
-    mesh = Mesh(topology, grid, grid._flatten("fsdp"))
+    mesh = Mesh(topology, grid, grid._flatten("fsdp"), _exchange_group(topology, grid["ep"]))
     if timeout_seconds is not None:
         # the groups of a mesh do not inherit the time limit of the default group
-        for part in (mesh.dp, mesh.ep, mesh.all_ranks):
-            _set_pg_timeout(timedelta(seconds=timeout_seconds), part.get_group())
+        for group in (*(part.get_group() for part in (mesh.dp, mesh.ep, mesh.all_ranks)), mesh.exchange):
+            _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
     return mesh
+
+
+def _exchange_group(topology: Topology, ep: DeviceMesh) -> dist.ProcessGroup:
+    """A group of its own where FSDP has that of `ep` too: there NCCL would make rows wait for gathered parameters, and
+    the other way round, as it runs the collectives of one group one after the other."""
+    if topology.ep_size == 1 or (topology.ep_size < topology.world_size and topology.dense_shard == "full"):
+        return ep.get_group()
+    starts = range(0, topology.world_size, topology.ep_size)
+    groups = [list(range(start, start + topology.ep_size)) for start in starts]
+    # named as torch names that of the mesh, which is what is told of its collectives
+    group, _ = dist.new_subgroups_by_enumeration(groups, group_desc="mesh_ep")
+    assert group is not None
+    return group

@@ -71,7 +71,7 @@ def place_experts(model: nn.Module, mesh: Mesh) -> None:
             placed = distribute_tensor(weight.detach(), mesh.ep, [Shard(0)])
             layer.mlp.register_parameter(name, nn.Parameter(placed, requires_grad=weight.requires_grad))
         if mesh.topology.ep_size > 1:
-            layer.dispatcher = AllToAllDispatcher(layer.shape.num_experts, mesh.ep.get_group())
+            layer.dispatcher = AllToAllDispatcher(layer.shape.num_experts, mesh.exchange)
 
 
 def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:

@@ -50,14 +50,13 @@ def check_groups(mesh: Mesh, row_bytes: int, device: torch.device) -> list[Group
         ExpertMeshError: a collective failed or did not finish in the process group's time limit; names the group.
     """
     large = NCCL_BYTES if device.type == "cuda" else GLOO_BYTES
-    exchanges: dict[str, tuple[Any, Callable[[Tensor, dist.ProcessGroup], None]]] = {
-        "ep": (mesh.ep, _all_to_all),
-        "dp": (mesh.dp, _all_reduce),
-        "all": (mesh.all_ranks, _all_reduce),
+    exchanges: dict[str, tuple[dist.ProcessGroup, Callable[[Tensor, dist.ProcessGroup], None]]] = {
+        "ep": (mesh.exchange, _all_to_all),
+        "dp": (mesh.dp.get_group(), _all_reduce),
+        "all": (mesh.all_ranks.get_group(), _all_reduce),
     }
     own: list[GroupSpeed] = []
-    for name, (part, exchange) in exchanges.items():
-        group = part.get_group()
+    for name, (group, exchange) in exchanges.items():
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1:
             own.append(_measure(name, ranks, group, exchange, row_bytes, large, device))

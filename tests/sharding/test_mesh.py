@@ -1,0 +1,60 @@
+"""Which process groups a mesh has: rows never stand in line with what FSDP sends."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from sharding import Mesh, Topology, build_mesh
+from sharding.collectives import recorded_collectives
+from tests.distributed.pool import RankPool
+
+TOPOLOGIES = [
+    Topology(1, 1),
+    Topology(4, 4),
+    Topology(8, 8),
+    Topology(8, 4),
+    Topology(8, 1),
+    Topology(8, 4, "hybrid"),
+    Topology(8, 8, "hybrid"),
+]
+
+
+@contextmanager
+def fake_mesh(topology: Topology, rank: int) -> Iterator[Mesh]:
+    """Of a world whose collectives send nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=topology.world_size, store=FakeStore())
+    try:
+        yield build_mesh("cpu", topology)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_rows_travel_in_a_group_of_their_own(topology: Topology) -> None:
+    rank = topology.world_size - 1
+    with fake_mesh(topology, rank) as mesh:
+        block = rank // topology.ep_size * topology.ep_size
+        assert dist.get_process_group_ranks(mesh.exchange) == list(range(block, block + topology.ep_size))
+        if topology.ep_size == 1:  # nothing travels
+            return
+        of_fsdp = [*mesh.dense.get_all_groups(), mesh.dp.get_group()]
+        assert mesh.exchange.group_name not in [group.group_name for group in of_fsdp]
+
+
+def test_its_time_limit_and_its_name(ranks: RankPool) -> None:
+    for topology in (Topology(4, 4), Topology(4, 2, "hybrid"), Topology(4, 2)):
+        told = (timedelta(seconds=77), "all_gather over ep of Float [2]")
+        assert ranks.run(_gather, 4, topology) == [told] * 4
+
+
+def _gather(topology: Topology) -> tuple[timedelta, str]:
+    mesh = build_mesh("cpu", topology, timeout_seconds=77)
+    parts = [torch.empty(2) for _ in range(topology.ep_size)]
+    dist.all_gather(parts, torch.zeros(2), group=mesh.exchange)
+    options = mesh.exchange._get_backend(torch.device("cpu")).options
+    return options._timeout, str(recorded_collectives()[-1]).partition(", called")[0]
