@@ -18,6 +18,19 @@ GroupedMatmul = Callable[..., Tensor]
 of a times b_eKN, or b_eNK if trans_b: (R, N). If trans_a, with b_RN: expert by expert a.T times b: (e, K, N)."""
 
 
+def for_any_rows(gmm: GroupedMatmul, num_experts: int) -> GroupedMatmul:
+    """`gmm` for as few rows as none, with which it is not called: kernels are not made for that."""
+
+    def product(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        if a.shape[0]:
+            return gmm(a, b, trans_a=trans_a, trans_b=trans_b)
+        if trans_a:
+            return a.new_zeros(num_experts, a.shape[1], b.shape[1])
+        return a.new_empty(0, b.shape[1 if trans_b else 2])
+
+    return product
+
+
 def grouped_gated_mlp(
     rows_RD: Tensor,
     num_experts: int,
@@ -29,7 +42,7 @@ def grouped_gated_mlp(
 ) -> Tensor:
     """The expert kernel of `moe.kernels` by grouped products, three forward and six backward; weights (e·F, D)."""
     w1_eFD, v1_eFD, w2_eFD = (w.view(num_experts, -1, rows_RD.shape[1]) for w in (w1, v1, w2))
-    return _GroupedGatedMLP.apply(rows_RD, w1_eFD, v1_eFD, w2_eFD, gmm, needs_output)
+    return _GroupedGatedMLP.apply(rows_RD, w1_eFD, v1_eFD, w2_eFD, for_any_rows(gmm, num_experts), needs_output)
 
 
 class _GroupedGatedMLP(torch.autograd.Function):

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.errors import ExpertMeshError
+from moe.gpu import computes_on_cpu
 from moe.grouped import GroupedMatmul, grouped_gated_mlp
 from moe.kernel_names import check_kernel_name
 from moe.matmul import matmul, pad_rows
@@ -118,16 +119,20 @@ def torch_grouped(
     """`torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
 
     Raises:
-        ExpertMeshError: D or F times the element size is no multiple of 16 bytes, or the dtype is fp64.
+        ExpertMeshError: D or F times the element size is no multiple of 16 bytes, the dtype is fp64, or on a GPU
+            R times D or F reaches 2^31.
     """
     num_experts = counts_e.numel()
-    _check_grouped_mm(rows_RD.dtype, rows_RD.shape[1], w1.shape[0] // num_experts)
+    width = w1.shape[0] // num_experts
+    _check_grouped_mm(rows_RD.dtype, rows_RD.shape[1], width)
+    _check_rows(rows_RD, width)
     return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, _grouped_mm(counts_e), needs_output)
 
 
 def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
     """As `torch_grouped`, one product."""
     _check_grouped_mm(x_RI.dtype, *weight_eOI.shape[1:])
+    _check_rows(x_RI, weight_eOI.shape[1])
     return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e), needs_output)
 
 
@@ -135,9 +140,30 @@ def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
 
     def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-        return F.grouped_mm(a.t() if trans_a else a, b.transpose(1, 2) if trans_b else b, offs=ends_e)
+        product = F.grouped_mm(a.t() if trans_a else a, b.transpose(1, 2) if trans_b else b, offs=ends_e)
+        if trans_a and _leaves_empty_groups(a.device):
+            product.masked_fill_((counts_e == 0)[:, None, None], 0)
+        return product
 
     return gmm
+
+
+def _leaves_empty_groups(device: torch.device) -> bool:
+    """Whether `grouped_mm` leaves weight gradients of experts without rows as it found the memory, instead of setting
+    them to zero: on GPUs of compute capability 10 (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def _check_rows(rows_RI: Tensor, other_width: int) -> None:
+    """`grouped_mm` on a GPU counts elements of rows in 32 bits (torchtitan#1932). Shapes are on the host: no wait."""
+    num_rows, width = rows_RI.shape
+    elements = num_rows * max(width, other_width)
+    if elements >= 2**31 and not computes_on_cpu(rows_RI):
+        raise ExpertMeshError(
+            f"--expert-kernel torch-grouped cannot take 2^31 elements; {num_rows} rows on this rank, {width} and "
+            f"{other_width} wide, have {elements}; use a smaller --per-device-train-batch-size (and a larger "
+            "--gradient-accumulation-steps), a smaller --max-seq-length, or --expert-kernel loop"
+        )
 
 
 def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
@@ -221,9 +247,10 @@ def _choose(needs: Needs) -> tuple[str, str]:
 
 
 def _has_grouped_mm() -> bool:
-    """Whether this GPU has a kernel for `grouped_mm`: those before Hopper (compute capability 9) do without, and torch
-    then loops over the experts, waiting for the device each time (`_grouped_mm_fallback` in ATen)."""
-    return torch.cuda.get_device_capability() >= (9, 0)
+    """Whether this GPU has a kernel for `grouped_mm`: those of compute capability 9 (Hopper) and 10 (Blackwell for
+    servers) do. On others, 12 among them, torch loops over the experts, waiting for the device each time
+    (`_grouped_mm_fallback` in ATen)."""
+    return torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def _can_compute(name: str, needs: Needs) -> bool:

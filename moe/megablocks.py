@@ -197,7 +197,7 @@ def check_offsets(padded_rows: int, width: int, weight: Tensor) -> None:
     if largest >= 2**31:
         raise ExpertMeshError(
             f"--expert-kernel megablocks-sparse reaches 2^31 elements of a tensor; with {padded_rows} rows and weights "
-            f"{tuple(weight.shape)} on this rank one has {largest}; use --expert-kernel torch-grouped, or fewer tokens"
+            f"{tuple(weight.shape)} on this rank one has {largest}; use --expert-kernel loop, or fewer tokens"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.gpu import computes_on_cpu, is_rehearsing_gpu
-from moe.grouped import GroupedMatmul
+from moe.grouped import GroupedMatmul, for_any_rows
 from moe.matmul import matmul, pad_rows
 from moe.replay import placeholder
 
@@ -78,7 +78,7 @@ def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, place_OI: Tensor) -> None:
 
 def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul, needs_output: bool) -> Tensor:
     """All experts in one call of `gmm` (see `moe.grouped`), two more in backward."""
-    out_RO: Tensor = _GroupedProduct.apply(x_RI, weight_eOI, gmm, needs_output)
+    out_RO: Tensor = _GroupedProduct.apply(x_RI, weight_eOI, for_any_rows(gmm, weight_eOI.shape[0]), needs_output)
     return out_RO
 
 

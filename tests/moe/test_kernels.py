@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe import KERNEL_NAMES, KERNELS, ExpertMeshError, Needs, choose_kernel, matmul
-from moe.kernels import FusedSwiGLU
+from moe.kernels import FusedSwiGLU, _leaves_empty_groups
 
 D, WIDTH = 16, 24
 CPU_KERNELS = ["loop", "torch-grouped"]
@@ -158,6 +158,67 @@ def test_grouped_refuses_what_it_cannot_do() -> None:
         fused("torch-grouped")(torch.zeros(2, 6).double(), torch.tensor([2]), weight, weight, weight)
 
 
+def test_grouped_refuses_2_to_the_31_elements() -> None:
+    """On the meta device, which stands for a GPU's: the rows of Mixtral 8x7B, one too many."""
+    rows, fits = 149_797, 149_796
+    weights = [torch.empty(14336, 4096, dtype=torch.bfloat16, device="meta") for _ in range(3)]
+
+    def run(num_rows: int) -> Tensor:
+        rows_RD = torch.empty(num_rows, 4096, dtype=torch.bfloat16, device="meta")
+        return fused("torch-grouped")(rows_RD, torch.tensor([num_rows], device="meta"), *weights)
+
+    with pytest.raises(
+        ExpertMeshError, match=r"149797 rows .* have 2147489792; use a smaller --per-device-train-batch"
+    ):
+        run(rows)
+    assert run(fits).shape == (fits, 4096)
+
+
+def garbage_for_empty_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the GPUs that do not write to them."""
+    grouped_mm = F.grouped_mm
+
+    def leaving(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        out = grouped_mm(a, b, offs=offs)
+        if out.dim() == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = math.nan
+        return out
+
+    monkeypatch.setattr(F, "grouped_mm", leaving)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_weight_gradients_of_empty_groups_are_zero(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+    garbage_for_empty_groups(monkeypatch)
+    monkeypatch.setattr("moe.kernels._leaves_empty_groups", lambda device: True)
+    check("torch-grouped", counts, torch.float32, "cpu", 1e-5)
+
+
+@pytest.mark.parametrize(("capability", "leaves"), [((8, 0), False), ((9, 0), False), ((10, 0), True), ((10, 3), True)])
+def test_which_gpus_leave_empty_groups(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], leaves: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert _leaves_empty_groups(torch.device("cuda", 0)) == leaves
+    assert not _leaves_empty_groups(torch.device("cpu"))
+
+
+def no_kernel_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped_mm = F.grouped_mm
+
+    def refusing(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        assert a.numel() > 0
+        return grouped_mm(a, b, offs=offs)
+
+    monkeypatch.setattr(F, "grouped_mm", refusing)
+
+
+@pytest.mark.parametrize("counts", [[0], [0, 0, 0]])
+def test_no_kernel_is_called_without_rows(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+    no_kernel_without_rows(monkeypatch)
+    check("torch-grouped", counts, torch.float32, "cpu", 1e-5)
+
+
 def needs(device: str, width: int, expert_width: int, dtype: torch.dtype = torch.bfloat16) -> Needs:
     return Needs(device, dtype, ((width, expert_width),))
 
@@ -173,6 +234,19 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_kernel("torch-grouped", needs("cuda", 64, 60))
     with pytest.raises(ExpertMeshError, match="magic is unknown; use auto, loop"):
         choose_kernel("magic", needs("cpu", 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_grouped"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((12, 0), False)],
+)
+def test_choice_by_compute_capability(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_grouped: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr("moe.megablocks.find_spec", lambda name: name)
+    expected = "torch-grouped" if is_grouped else "megablocks-sparse"
+    assert choose_kernel("auto", needs("cuda", 128, 256)).name == expected
 
 
 def test_choice_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,14 @@ from torch import Tensor
 from moe import KERNELS, ExpertMeshError
 from moe.products import AddBias, Product
 from tests.interpreter import interpreted, prepare_megablocks
-from tests.moe.test_kernels import COUNTS, CPU_KERNELS, fused, library  # noqa: F401
+from tests.moe.test_kernels import (
+    COUNTS,
+    CPU_KERNELS,
+    fused,
+    garbage_for_empty_groups,
+    library,  # noqa: F401
+    no_kernel_without_rows,
+)
 from tests.moe.test_kernels import inputs as swiglu_inputs
 from tests.tiny import relative_error
 
@@ -123,6 +130,35 @@ def test_grouped_refuses_what_it_cannot_do() -> None:
         product_of("torch-grouped")(torch.zeros(2, 6), torch.tensor([2]), torch.zeros(1, 8, 6))
     with pytest.raises(ExpertMeshError, match="float64"):
         product_of("torch-grouped")(torch.zeros(2, 8).double(), torch.tensor([2]), torch.zeros(1, 8, 8).double())
+
+
+@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
+def test_grouped_refuses_2_to_the_31_elements(is_transposed: bool) -> None:
+    weight = torch.empty(1, *((16, 1024) if is_transposed else (1024, 16)), dtype=torch.bfloat16, device="meta")
+    weight_eOI = weight.transpose(1, 2) if is_transposed else weight
+    x_RI = torch.empty(2**21, 16, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ExpertMeshError, match="2097152 rows on this rank, 16 and 1024 wide"):
+        product_of("torch-grouped")(x_RI, torch.tensor([2**21], device="meta"), weight_eOI)
+    assert product_of("torch-grouped")(x_RI[1:], torch.tensor([2**21 - 1], device="meta"), weight_eOI).shape[1] == 1024
+
+
+@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_weight_gradients_of_empty_groups_are_zero(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], is_transposed: bool
+) -> None:
+    garbage_for_empty_groups(monkeypatch)
+    monkeypatch.setattr("moe.kernels._leaves_empty_groups", lambda device: True)
+    check("torch-grouped", counts, is_transposed, torch.float32, "cpu", 1e-5)
+
+
+@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("counts", [[0], [0, 0, 0]])
+def test_no_kernel_is_called_without_rows(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], is_transposed: bool
+) -> None:
+    no_kernel_without_rows(monkeypatch)
+    check("torch-grouped", counts, is_transposed, torch.float32, "cpu", 1e-5)
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
