@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoints.check_model(config.model)
         if sharding.device_type(config.use_cpu) == "cpu":
             sharding.settle_malloc()
+        if config.tf32:
+            training.compute_in_tf32(sharding.device_type(config.use_cpu))
         if config.deterministic:
             training.compute_deterministically()
         # nobody at a debugger is to be hurried by a time limit

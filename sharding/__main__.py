@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--gradient-accumulation-steps", type=int, default=1, help="forwards a step")
     plan.add_argument("--optimizer", "--optim", default="adamw_torch_fused", choices=list(OPTIMIZERS))
     plan.add_argument("--fp32", action="store_true", help="compute in fp32, not in bf16")
+    plan.add_argument("--tf32", action="store_true", help="with --fp32: its products in TF32")
     plan.add_argument(
         "--imbalance", type=float, default=1.2, help="tokens of the busiest expert over the mean (default 1.2)"
     )
@@ -102,6 +103,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         _check_positive(arguments, "micro_batch")
     if arguments.imbalance < 1:
         raise ExpertMeshError(f"--imbalance {arguments.imbalance:g}: the busiest expert has at least the mean, 1")
+    if arguments.tf32 and not arguments.fp32:
+        raise ExpertMeshError("--tf32: says how products run in fp32, and this plan is for bf16; add --fp32")
     config, where = read_config(arguments.model)
     model = shape_of_config(config, where)
     hardware = preset(arguments.gpu, arguments.network)
@@ -118,6 +121,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         seq_length=arguments.seq_length,
         accumulation=arguments.gradient_accumulation_steps,
         bf16=not arguments.fp32,
+        tf32=arguments.tf32,
         optimizer=arguments.optimizer,
         expert_kernel="loop" if arguments.fp32 else "torch-grouped",
         imbalance=arguments.imbalance,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from training.memory import beside, forecast, measured_peak
     from training.products import choose_products
     from training.schedule import check_schedule
+    from training.tf32 import compute_in_tf32
 else:
     __getattr__ = import_on_demand(__name__)
 
@@ -42,6 +43,7 @@ __all__ = [
     "choose_products",
     "compile_layers",
     "compute_deterministically",
+    "compute_in_tf32",
     "correction_biases",
     "data_order",
     "first_lines",

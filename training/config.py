@@ -108,6 +108,9 @@ class TrainConfig:
     )
     compile: bool = _flag(False, "Compile attention and norms by torch.compile.", aliases=["--torch-compile"])
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
+    tf32: bool = _flag(
+        False, "Multiply fp32 matrices in TF32: faster, with 10 bits of mantissa; for GPUs from Ampere on."
+    )
     use_cpu: bool = _flag(False, "Stay on the CPU even where there is a GPU.")
     force: bool = _flag(False, "Start even where the memory forecast says that it cannot fit.")
     ddp_timeout: int = _flag(

@@ -34,6 +34,7 @@ def first_lines(
         *(memory.lines() if memory is not None else [_no_forecast(config, source)]),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
         f"attention {_attention(model)}, cross-entropy {loss_head(model).kind}"
+        + (", fp32 products in TF32" if config.tf32 else "")
         + (", compiled attention and norms" if config.compile else "")
         + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing"),
         *how,

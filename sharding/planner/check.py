@@ -135,7 +135,7 @@ def mark_slow(speeds: Sequence[GroupSpeed]) -> list[GroupSpeed]:
 
 def measured_hardware(speeds: Sequence[GroupSpeed], gpus_per_node: int, device: torch.device) -> Hardware:
     """This machine for the cost model, every rate as attained: of the groups inside a node and across nodes the slowest
-    (of one kind of link, where there is no other), a bf16 (on a CPU fp32) matrix product, and a copy."""
+    (of one kind of link, where there is no other), matrix products in bf16 (on a CPU fp32) and fp32, and a copy."""
     inside = [s for s in speeds if not _crosses(s, gpus_per_node)]
     between = [s for s in speeds if _crosses(s, gpus_per_node)]
     links = [_link(some or speeds) for some in (inside, between)]
@@ -157,11 +157,14 @@ def measure_device(device: torch.device) -> Device:
     """Rates of this rank's device while every rank measures its own, and its memory."""
     is_gpu = device.type == "cuda"
     side = 8192 if is_gpu else 1024
-    dtype = torch.bfloat16 if is_gpu else torch.float32
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    matrix = 2 * side**3 / _seconds(lambda: a @ b, device)
+    a, b = (torch.randn(side, side, device=device) for _ in range(2))
+    fp32 = 2 * side**3 / _seconds(lambda: a @ b, device)
+    matrix = fp32
+    if is_gpu:
+        a, b = a.bfloat16(), b.bfloat16()
+        matrix = 2 * side**3 / _seconds(lambda: a @ b, device)
     large = torch.zeros((NCCL_BYTES if is_gpu else 8 * GLOO_BYTES) * 4, dtype=torch.uint8, device=device)
     copy = torch.empty_like(large)
     bandwidth = 2 * large.nbytes / _seconds(lambda: copy.copy_(large), device)
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else 0.0
-    return Device(matrix, bandwidth, memory)
+    return Device(matrix, fp32, bandwidth, memory)

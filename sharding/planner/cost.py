@@ -18,7 +18,7 @@ from sharding.planner.setting import Setting, units_of
 from sharding.planner.shapes import ModelShape
 from sharding.planner.traffic import Traffic, between_nodes, group_ranks, ranks_a_node, step_traffic
 
-FP32_SLOWDOWN = 2.0
+TF32_SLOWDOWN = 2.0
 """TF32 products run at half the bf16 rate (the data sheets in `hardware`)."""
 
 
@@ -106,13 +106,20 @@ def _matrix_seconds(model: ModelShape, setting: Setting, hardware: Hardware) -> 
     imbalance = rows_received(setting, model) / (setting.tokens * model.moe.top_k) - 1
     flops += imbalance * 6 * setting.tokens * model.counts.experts * model.moe.top_k / model.moe.num_experts
     flops *= 1 if setting.checkpointing == "none" else 4 / 3
-    rate = hardware.device.matrix * hardware.matrix_share / (1 if setting.bf16 else FP32_SLOWDOWN)
+    rate = matrix_rate(setting, hardware)
     # a product reads its weights: with few tokens this takes longer than the operations
     units = units_of(model, setting)
     weights = model.num_layers * (units.layer.gathered + units.experts.gathered) + units.root.gathered
     passes = 3 if setting.checkpointing == "none" else 4
     reading = passes * weights * setting.compute_bytes / (hardware.device.memory_bandwidth * hardware.memory_share)
     return setting.accumulation * max(flops / rate, reading)
+
+
+def matrix_rate(setting: Setting, hardware: Hardware) -> float:
+    """Operations a second that matrix products attain in the dtype they run in."""
+    device = hardware.device
+    dense = device.matrix if setting.bf16 else device.matrix / TF32_SLOWDOWN if setting.tf32 else device.fp32
+    return dense * hardware.matrix_share
 
 
 def _elementwise_bytes(model: ModelShape, setting: Setting) -> float:

@@ -19,9 +19,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """matrix: dense bf16 operations a second. memory_bandwidth: bytes a second. memory: bytes."""
+    """matrix: dense bf16 operations a second. fp32: the same in fp32, without TF32. memory_bandwidth: bytes a second.
+    memory: bytes."""
 
     matrix: float
+    fp32: float
     memory_bandwidth: float
     memory: float
 
@@ -29,15 +31,17 @@ class Device:
 GB, GIB, TERA = 1e9, 2**30, 1e12
 
 DEVICES = {
-    # NVIDIA A100 Tensor Core GPU datasheet (nvidia-us-2188504, 2022), SXM: 312 TFLOP/s dense bf16, 2,039 GB/s, 80 GB
-    "A100": Device(312 * TERA, 2039 * GB, 80 * GIB),
-    # NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 1,979 TFLOP/s with sparsity, half of it dense, 3.35 TB/s, 80 GB
-    "H100": Device(989 * TERA, 3350 * GB, 80 * GIB),
+    # NVIDIA A100 Tensor Core GPU datasheet (nvidia-us-2188504, 2022), SXM: 312 TFLOP/s dense bf16, 19.5 fp32,
+    # 2,039 GB/s, 80 GB
+    "A100": Device(312 * TERA, 19.5 * TERA, 2039 * GB, 80 * GIB),
+    # NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 1,979 TFLOP/s with sparsity, half of it dense, 67 fp32,
+    # 3.35 TB/s, 80 GB
+    "H100": Device(989 * TERA, 67 * TERA, 3350 * GB, 80 * GIB),
     # NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: as H100, 4.8 TB/s, 141 GB (10^9)
-    "H200": Device(989 * TERA, 4800 * GB, 141 * GB),
+    "H200": Device(989 * TERA, 67 * TERA, 4800 * GB, 141 * GB),
     # NVIDIA DGX B200 datasheet (2024): 72 PFLOP/s of fp8 with sparsity for 8 GPUs, so 2.25 PFLOP/s dense bf16 each;
-    # 64 TB/s and 1,440 GB for 8
-    "B200": Device(2250 * TERA, 8000 * GB, 180 * GB),
+    # 64 TB/s and 1,440 GB for 8. NVIDIA Blackwell datasheet (2024), HGX B200: 75 TFLOP/s fp32
+    "B200": Device(2250 * TERA, 75 * TERA, 8000 * GB, 180 * GB),
 }
 
 LINKS = {

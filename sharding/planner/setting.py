@@ -45,6 +45,7 @@ class Setting:
         accumulation: forwards and backwards a step.
         checkpointing: what backward computes again (see `sharding.checkpointing`).
         bf16: whether forward and backward compute in bf16; else in fp32.
+        tf32: whether fp32 products are computed in TF32.
         optimizer: a key of OPTIMIZERS.
         expert_kernel: see `moe.KERNELS`.
         reshard_after_forward: whether gathered parameters are given up between forward and backward.
@@ -65,6 +66,7 @@ class Setting:
     accumulation: int = 1
     checkpointing: Checkpointing = "none"
     bf16: bool = True
+    tf32: bool = False
     optimizer: str = "adamw_torch_fused"
     expert_kernel: str = "torch-grouped"
     reshard_after_forward: bool = True

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from moe.terminal import folded
 from sharding.planner.columns import Column, print_table
+from sharding.planner.cost import matrix_rate
 from sharding.planner.memory import Memory
 from sharding.planner.search import ARMS, Cluster, Plan, Point
 from sharding.planner.setting import Setting
@@ -70,14 +71,20 @@ def assumptions(name: str, model: ModelShape, setting: Setting, cluster: Cluster
         f"{name}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active a token",
         f"{setting.world_size} GPUs, {cluster.gpus_per_node} a node, {cluster.memory / GIB:,.1f} GiB each",
         f"{hardware.name}, attained: "
-        f"{hardware.device.matrix * hardware.matrix_share / 1e12:,.4g} TFLOP/s, "
+        f"{matrix_rate(setting, hardware) / 1e12:,.4g} TFLOP/s, "
         f"{hardware.device.memory_bandwidth * hardware.memory_share / 1e9:,.4g} GB/s memory, "
         f"{hardware.inside.bandwidth * hardware.link_share / 1e9:,.3g} GB/s inside and "
         f"{hardware.between.bandwidth * hardware.link_share / 1e9:,.3g} between nodes",
         f"rows of {setting.seq_length:,} tokens, {setting.accumulation} forwards a step, "
-        f"{'bf16' if setting.bf16 else 'fp32'}, {setting.optimizer}; "
+        f"{_dtype(setting)}, {setting.optimizer}; "
         f"the busiest expert has {setting.imbalance:g} x the mean",
     ]
+
+
+def _dtype(setting: Setting) -> str:
+    if setting.bf16:
+        return "bf16"
+    return "fp32 with products in TF32" if setting.tf32 else "fp32"
 
 
 def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
@@ -160,7 +167,8 @@ def launch_line(name: str, setting: Setting, gpus_per_node: int) -> str:
         "optim": setting.optimizer,
     }
     given = " ".join(f"--{flag} {value}".rstrip() for flag, value in flags.items())
-    return f"torchrun {across}--nproc-per-node {here} train_ep.py {given}{' --bf16' if setting.bf16 else ''}"
+    precision = " --bf16" if setting.bf16 else " --tf32" if setting.tf32 else ""
+    return f"torchrun {across}--nproc-per-node {here} train_ep.py {given}{precision}"
 
 
 def what_would_fit(plan: Plan, memory: float) -> str:

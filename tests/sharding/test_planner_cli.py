@@ -101,12 +101,41 @@ def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
+    ("flags", "rate", "precision", "command"),
+    [
+        ([], 642.9, "bf16", "--bf16"),
+        (["--fp32"], 43.55, "fp32", ""),
+        (["--fp32", "--tf32"], 321.4, "fp32 with products in TF32", "--tf32"),
+    ],
+)
+def test_plan_in_a_precision(
+    config_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    rate: float,
+    precision: str,
+    command: str,
+) -> None:
+    """The rate that products attain, and the flag that the run is started with."""
+    assert main(["plan", "--model", str(config_file), "--gpus", "64", "--micro-batch", "1", *flags]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"attained: {rate} TFLOP/s" in out
+    assert f" {precision}, adamw_torch_fused" in out
+    given = out[out.index("torchrun ") :]
+    assert ["--bf16" in given, "--tf32" in given] == [command == "--bf16", command == "--tf32"]
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--model", "/nowhere"], "--model /nowhere: no such file"),
         (["--model", "no/such-model"], "--model no/such-model is no directory, and the hub gives no config.json"),
         (["--model", "CONFIG", "--gpus", "0"], "--gpus 0: must be 1 or more"),
         (["--model", "CONFIG", "--gpu", "P100"], "--gpu P100 is unknown; use A100"),
+        (
+            ["--model", "CONFIG", "--tf32"],
+            "--tf32: says how products run in fp32, and this plan is for bf16; add --fp32",
+        ),
         (["--model", "CONFIG", "--network", "string"], "--network string is unknown"),
         (["--model", "CONFIG", "--gpu-memory", "much"], "--gpu-memory much: write it like"),
         (["--model", "CONFIG", "--imbalance", "0.5"], "--imbalance 0.5: the busiest expert has at least the mean"),

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from sharding.planner.cost import collective_time, model_flops, step_time
-from sharding.planner.hardware import Device, Hardware, Link
+from sharding.planner.hardware import DEVICES, Device, Hardware, Link
 from sharding.planner.setting import Setting
 from sharding.planner.traffic import Traffic, between_nodes, by_link, step_traffic
 from tests.sharding.planned import model_shape
 
-MACHINE = Hardware("round numbers", Device(1e12, 1e11, 8e10), Link(1e9, 1e-6), Link(1e8, 1e-5), 1.0, 1.0, 1.0)
+MACHINE = Hardware("round numbers", Device(1e12, 1e11, 1e11, 8e10), Link(1e9, 1e-6), Link(1e8, 1e-5), 1.0, 1.0, 1.0)
 
 
 def test_a_ring_sends_one_rank_in_k_across_nodes() -> None:
@@ -46,6 +46,22 @@ def test_a_lone_rank_only_computes() -> None:
     assert time.matrices == pytest.approx(model_flops(model_shape(), setting) / 1e12)
     full = step_time(model_shape(), replace(setting, checkpointing="full"), MACHINE, 8)
     assert full.matrices == pytest.approx(4 / 3 * time.matrices)
+
+
+def test_products_run_at_the_rate_of_their_dtype() -> None:
+    """Compute-bound: in bf16 at 1e12 operations a second, in TF32 at half of it, in fp32 at 1e11."""
+    bf16 = Setting(1, 1, seq_length=512, checkpointing="none")
+    seconds = [
+        step_time(model_shape(), setting, MACHINE, 8).matrices
+        for setting in (bf16, replace(bf16, bf16=False, tf32=True), replace(bf16, bf16=False), replace(bf16, tf32=True))
+    ]
+    assert [s / seconds[0] for s in seconds] == pytest.approx([1, 2, 10, 1])
+
+
+@pytest.mark.parametrize("gpu", DEVICES)
+def test_fp32_is_far_slower_than_bf16(gpu: str) -> None:
+    device = DEVICES[gpu]
+    assert 14 <= device.matrix / device.fp32 <= 30
 
 
 @pytest.mark.parametrize(

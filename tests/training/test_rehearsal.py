@@ -20,7 +20,7 @@ from training.rehearsal.world import Rehearsed, rehearse
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 TOKENS = 512
-HARDWARE = Hardware("a card", Device(1e12, 1e9, 0), Link(1e8, 0), Link(1e8, 0), 1.0, 1.0, 1.0)
+HARDWARE = Hardware("a card", Device(1e12, 1e11, 1e9, 0), Link(1e8, 0), Link(1e8, 0), 1.0, 1.0, 1.0)
 
 
 class Anywhere:
