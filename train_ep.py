@@ -11,6 +11,7 @@ is told before torch is loaded.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -33,6 +34,7 @@ STOPPED = 75
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit code is 0, 2 after a mistake of the user's (reported once a node), or STOPPED."""
+    sharding.let_segments_grow(os.environ)
     _, _, local_rank = sharding.read_environment()
     try:
         config = training.parse_config(argv)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
+    from sharding.allocator import let_segments_grow
     from sharding.checkpointing import checkpoint_layers
     from sharding.choices import Checkpointing
     from sharding.clipping import clip_grad_norm
@@ -63,6 +64,7 @@ __all__ = [
     "end_process_group",
     "fill_adapters",
     "fsdp_units",
+    "let_segments_grow",
     "local_tensor",
     "materialize",
     "parameters_of",
