@@ -223,7 +223,7 @@ def export(
     checkpoints.export_adapter(model, checkpoint, topology, adapter, lora, config.model, form, tokenizer)
     if not config.merge:
         return [adapter]
-    with sharding.raise_together():
+    with sharding.raise_together(patient=ranks):
         if ranks.rank == 0:
             how = checkpoints.HowToWrite(config.shard_bytes, workers=1, overwrite=True)
             checkpoints.merge_adapter(checkpoint.source.path, adapter, hf, how)

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from sharding.torchrun import read_environment
 
 # what torch's flight recorder keeps, to be told when a rank stands still; see sharding.collectives
 _RECORDED_COLLECTIVES = 500
+
+_MEETINGS = "expertmesh/meetings"
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,32 @@ def end_process_group() -> None:
     dist.destroy_process_group()
 
 
+def wait_for_all(ranks: Ranks) -> None:
+    """Until all ranks have come here, however long that takes: a collective would give up after its time limit.
+
+    They meet at the store. A rank that waits is no part of any collective, and ends like one that computes once the
+    watchdog hears of a failure or misses another rank.
+    """
+    came = ranks.store.add(f"{_MEETINGS}/came", 1)
+    # nobody comes to a meeting before all have come to the one before
+    meeting = f"{_MEETINGS}/{(came - 1) // ranks.world_size}"
+    if came % ranks.world_size == 0:
+        ranks.store.set(meeting, "")
+    begun = time.monotonic()
+    while not ranks.store.check([meeting]):
+        # in hundreds of ranks' long wait the store is not asked all the time
+        time.sleep(min(0.01 + (time.monotonic() - begun) / 20, 1.0))
+
+
 @contextmanager
-def raise_together() -> Iterator[None]:
+def raise_together(patient: Ranks | None = None) -> Iterator[None]:
     """Around work that may fail on some ranks only, so that no rank goes on to wait for one that has failed.
 
     The work may use collectives only if a rank that meets an error still takes part in all of them.
+
+    Args:
+        patient: these ranks, where the work may take some of them longer than a collective's time limit; the others
+            then wait for them without limit (see `wait_for_all`).
 
     Raises:
         ExpertMeshError: on every rank, when one met an error; the message is that of the lowest such rank. A rank
@@ -98,6 +122,8 @@ def raise_together() -> Iterator[None]:
     problem = None if caught is None else str(caught)
     if caught is not None and not isinstance(caught, ExpertMeshError):
         problem = f"rank {dist.get_rank()} failed: {type(caught).__name__}: {caught}"
+    if patient is not None:
+        wait_for_all(patient)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if caught is not None and not isinstance(caught, ExpertMeshError):

@@ -40,14 +40,15 @@ class Inputs:
 
 
 def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Inputs:
-    """Rank 0 goes first and fills the cache that the others then read. All ranks call it together."""
+    """Rank 0 goes first and fills the cache that the others then read, however long it takes. All ranks call it
+    together."""
     import datasets
 
     if ranks.rank > 0 or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     inputs = Inputs(None, None, "", None, None)
     for first in (True, False):
-        with raise_together():
+        with raise_together(patient=ranks):
             if first == (ranks.rank == 0):
                 inputs = _read(config, source)
     return inputs

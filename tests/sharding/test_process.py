@@ -1,10 +1,23 @@
-"""malloc, as `settle_malloc` leaves it."""
+"""malloc, as `settle_malloc` leaves it; ranks that wait for one another without a collective."""
 
 import platform
 import subprocess
 import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from moe import ExpertMeshError
+from sharding import Ranks, Watchdog, end_process_group, raise_together, start_process_group, watchdog
+from sharding.failures import Notice
+from sharding.process import wait_for_all
+from tests.distributed.pool import RankPool
 
 PROGRAM = """
 import ctypes, sys
@@ -35,3 +48,84 @@ def test_large_tensors_get_pages_of_their_own(how: str, own_pages: int) -> None:
     command = [sys.executable, "-c", PROGRAM, how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert int(done.stdout) == own_pages
+
+
+def ranks_at_one_store(world_size: int) -> list[Ranks]:
+    store = dist.HashStore()
+    return [Ranks(rank, world_size, torch.device("cpu"), store) for rank in range(world_size)]
+
+
+def test_nobody_goes_on_before_all_have_come() -> None:
+    """Three meetings, one rank late for each: what the others do after it comes after what that one does before."""
+    everybody, told = ranks_at_one_store(3), []
+
+    def work(ranks: Ranks) -> None:
+        for meeting in range(3):
+            if ranks.rank == meeting:
+                time.sleep(0.2)
+            told.append((meeting, "before"))
+            wait_for_all(ranks)
+            told.append((meeting, "after"))
+
+    threads = [threading.Thread(target=work, args=(ranks,)) for ranks in everybody]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 18
+    for meeting in range(3):
+        assert told.index((meeting, "after")) > max(i for i, t in enumerate(told) if t == (meeting, "before"))
+
+
+def test_a_slow_rank_is_waited_for_past_the_time_limit(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_first_rank_is_slow, 2, tmp_path, join_group=False) == ["read", "read"]
+
+
+def test_its_error_reaches_those_who_wait(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_first_rank_is_slow, 2, tmp_path, "no such file", join_group=False) == ["no such file"] * 2
+
+
+def _first_rank_is_slow(directory: Path, error: str = "") -> str:
+    """Rank 0 takes twice as long as a collective may; what came of it."""
+    group = start_process_group(use_cpu=True, timeout_seconds=60)
+    _set_pg_timeout(timedelta(seconds=2))
+    found = "read"
+    try:
+        with raise_together(patient=group):
+            if group.rank == 0:
+                time.sleep(4)
+                if error:
+                    raise ExpertMeshError(error)
+                (directory / "cache").touch()
+        assert (directory / "cache").exists()
+    except ExpertMeshError as raised:
+        found = str(raised)
+    _set_pg_timeout(timedelta(seconds=60))
+    end_process_group()
+    return found
+
+
+def test_who_waits_ends_once_another_rank_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog, "NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "end_at_once", lambda code: ended.set())
+    failing, waiting = ranks_at_one_store(2)
+    threading.Thread(target=wait_for_all, args=(waiting,), daemon=True).start()
+    with Watchdog(waiting, 1800).watching():
+        Watchdog(failing, 1800).notices.post(Notice(0, "error", "OSError, while it read the data"))
+        assert ended.wait(60)
+    wait_for_all(failing)  # lets the thread go
+
+
+def test_who_waits_misses_a_rank_that_gives_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    for name in ("NOTICE_SECONDS", "FAREWELL_SECONDS", "SILENT_SECONDS"):
+        monkeypatch.setattr(watchdog, name, 0.05)
+    monkeypatch.setattr(watchdog, "end_at_once", lambda code: ended.set())
+    gone, waiting = ranks_at_one_store(2)
+    Watchdog(gone, 1800).notices.give_sign("its last")
+    threading.Thread(target=wait_for_all, args=(waiting,), daemon=True).start()
+    with Watchdog(waiting, 1800).watching():
+        assert ended.wait(60)
+    wait_for_all(gone)
