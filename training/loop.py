@@ -16,6 +16,7 @@ from sharding import Mesh, Ranks, Watchdog, check_replicas
 from training.adapter_norms import adapter_norms, norms_line
 from training.alarms import Alarms
 from training.balance import Balance, BiasUpdate
+from training.collector import SteadyCollector
 from training.compiling import Compilation, compilation
 from training.config import TrainConfig
 from training.data import Batch, DataOrder, Rows, collate
@@ -104,7 +105,7 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
     guard, alarms = NonFiniteGuard(config, run.model, log), Alarms(config, run.balance, run.top_k, groups, log)
     meter = Meter(run.counts, run.model.config.get_text_config(), run.top_k, run.ranks.device, config.bf16)
     bias_update = BiasUpdate(run.model, run.balance.bias_rate) if run.balance.bias_rate else None
-    with StopRequest() as stop:
+    with StopRequest() as stop, SteadyCollector() as collector:
         for step in log.steps(log.num_steps if enough else first_step):
             done = step + 1
             watchdog.at("reading the batch", done)
@@ -118,6 +119,7 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
             guard.check(done, result)
             alarms.step(done, result)
             meter.add(result)
+            collector.step(done)
             paused = time.perf_counter()
             if config.compile and compiled is None:
                 compiled = compilation()

@@ -1,6 +1,7 @@
 """train_ep.py run whole: the same exported weights at any arrangement, and one clear error for every bad input."""
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import train_ep
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.tiny import relative_error, save_model, save_tokenizer
+from training.step import train_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -213,6 +216,31 @@ def test_no_export(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path:
     assert not (tmp_path / "hf").exists()
 
 
+def test_the_collector_rests_while_a_run_trains(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """And works again afterwards, also where training ends in an error."""
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--no-export"]
+    argv += ["--use-cpu", "--max-steps", "2", "--save-steps", "0", "--overwrite-output-dir"]
+    (found,) = ranks.run(run_and_look_at_the_collector, 1, argv, join_group=False)
+    assert found == (0, [False, False], True)
+    (found,) = ranks.run(run_and_look_at_the_collector, 1, [*argv, "--learning-rate", "1e30"], join_group=False)
+    assert found == (2, [False, False], True)
+
+
+def run_and_look_at_the_collector(argv: list[str]) -> tuple[int, list[bool], bool]:
+    """(exit code, whether Python's garbage collector was on in each step, and after the run)."""
+    seen: list[bool] = []
+
+    def step(*arguments: Any, **named: Any) -> Any:
+        seen.append(gc.isenabled())
+        return train_step(*arguments, **named)
+
+    with mock.patch("training.loop.train_step", step):
+        code, _ = run_main(argv)
+    return code, seen, gc.isenabled()
+
+
 # Bad input. Each function spoils a copy of a good model or data file and gives further flags.
 
 
@@ -330,6 +358,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "tracker not installed": (_flags("--report-to", "wandb"), ["--report-to wandb: not installed"]),
     "attention": (_flags("--attn-implementation", "magic"), ["--attn-implementation magic"]),
     "attention not installed": (_flags("--attn-implementation", "flash_attention_2"), ["flash_attention_2"]),
+    "TF32 on a CPU": (_flags("--tf32"), ["--tf32 needs a GPU, and this run is on cpu; leave it out"]),
     "seed": (_flags("--seed", str(2**80)), [f"--seed {2**80}: must be below"]),
     "all cut off": (_flags("--max-seq-length", "2"), ["no row has a token to learn within --max-seq-length 2"]),
     "schedule": (
