@@ -30,7 +30,7 @@ def test_it_runs_when_told_and_not_by_itself() -> None:
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0
         cycle = weakref.ref(Cycle())
-        kept = [[] for _ in range(100_000)]  # of which the collector would have run many times
+        kept: list[list[int]] = [[] for _ in range(100_000)]  # of which the collector would have run many times
         collector.step(EVERY - 1)
         assert cycle() is not None
         collector.step(EVERY)
