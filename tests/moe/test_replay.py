@@ -53,6 +53,12 @@ def check(run: Callable[[bool], Tensor], inputs: list[Tensor]) -> tuple[Calls, C
     return calls[0], calls[1]
 
 
+def number_of_launches(kernel: str, counts: list[int]) -> int:
+    """For one product of all experts: of a grouped kernel one, if there are rows."""
+    experts = sum(count > 0 for count in counts)
+    return min(experts, 1) if kernel == "torch-grouped" else experts
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
@@ -61,7 +67,7 @@ def test_fused(kernel: str, counts: list[int], dtype: torch.dtype) -> None:
     all_of_it, less = check(
         lambda needed: fused(kernel)(tensors[0], counts_e, *tensors[1:], needs_output=needed), tensors
     )
-    launches = 1 if kernel == "torch-grouped" else sum(count > 0 for count in counts)
+    launches = number_of_launches(kernel, counts)
     assert (all_of_it.products(), less.products()) == (3 * launches, 2 * launches)
 
 
@@ -89,7 +95,7 @@ def test_megablocks(kernel: str, counts: list[int], monkeypatch: pytest.MonkeyPa
         return out_RD
 
     check(run, tensors)
-    assert products == [3, 2]
+    assert products == ([0, 0] if kernel == "megablocks-grouped" and not any(counts) else [3, 2])
 
 
 @pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
@@ -104,7 +110,7 @@ def test_product(kernel: str, counts: list[int], is_transposed: bool) -> None:
         return product_of(kernel)(x_RI, counts_e, weight_eOI, needs_output=needs_output)
 
     all_of_it, less = check(run, [x_RI, weight])
-    assert all_of_it.products() == (1 if kernel == "torch-grouped" else sum(count > 0 for count in counts))
+    assert all_of_it.products() == number_of_launches(kernel, counts)
     assert less.products() == 0
 
 
