@@ -94,6 +94,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     inputs = training.read_inputs(config, source, ranks)
     order = training.data_order(config, inputs.training, ranks.world_size)
     training.check_schedule(config, training.number_of_steps(config, order), config.evaluates)
+    training.check_profile(config, training.number_of_steps(config, order), ranks.world_size)
     memory = training.forecast(model, source, topology, kernel, config, inputs, ranks)
     if ranks.rank == 0:
         how = [balance.line(), *trained]
@@ -288,7 +289,8 @@ def prepare_output(config: training.TrainConfig, ranks: sharding.Ranks) -> Path:
     output_dir = Path(config.output_dir)
     with sharding.raise_together(), checkpoints.write_errors(output_dir):
         if ranks.rank == 0:
-            taken = [name for name in ("hf", "adapter", "metrics.jsonl", "config.yaml") if (output_dir / name).exists()]
+            named = ("hf", "adapter", "metrics.jsonl", "config.yaml", "profile")
+            taken = [name for name in named if (output_dir / name).exists()]
             # a new run clears away all of checkpoints/, be it an earlier run's or something else
             taken += sorted(path.name for path in (output_dir / "checkpoints").glob("*"))
             if taken and not config.overwrite_output_dir and not _goes_on(config, output_dir):

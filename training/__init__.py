@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from training.loop import Run, data_order, number_of_steps, train
     from training.memory import beside, forecast, measured_peak
     from training.products import choose_products
+    from training.profiling import check_profile
     from training.schedule import check_schedule
     from training.tf32 import compute_in_tf32
 else:
@@ -36,6 +37,7 @@ __all__ = [
     "attach_loss_head",
     "beside",
     "check_packing",
+    "check_profile",
     "check_schedule",
     "choose_attention",
     "choose_balance",

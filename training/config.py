@@ -33,6 +33,8 @@ SCHEDULES = (
 """The values of `transformers.SchedulerType`."""
 OnSaveError = Literal["stop", "continue"]
 OnNonfinite = Literal["stop", "skip"]
+MOST_PROFILED = 32
+"""Steps that --profile takes at most: a step of a large model is some hundred thousand events of its trace."""
 
 
 def _flag(default: Any, help: str, **metadata: Any) -> Any:
@@ -201,6 +203,13 @@ class TrainConfig:
         "Load of the fullest expert over the mean that is warned of. Default: halfway from 1, even, to the greatest "
         "there can be, experts / experts a token.",
     )
+    profile: list[str] = _list(
+        "Steps to profile, counted from 1: 5, 5-7 or 5,9. Traces, and what each part of a step took, go to "
+        "OUTPUT_DIR/profile, and into the report."
+    )
+    profile_ranks: list[str] = field(
+        default_factory=lambda: ["0"], metadata={"help": "Ranks that --profile looks at: numbers, or all."}
+    )
     deterministic: bool = _flag(False, "The same bits on each run of one arrangement, by slower algorithms on a GPU.")
     seed: int = _flag(42, "Seed of the data order and of dropout and jitter.")
 
@@ -240,6 +249,8 @@ class TrainConfig:
         # as PEFT's users write them: attention,experts; a comma within braces is a pattern's own
         parts = [part for entry in self.lora_targets for part in re.split(r",(?![^{]*\})", entry)]
         self.lora_targets = [part for part in parts if part]
+        self.profile = [part for entry in self.profile for part in entry.split(",") if part]
+        self.profile_ranks = [part for entry in self.profile_ranks for part in entry.split(",") if part]
         for name, low in _AT_LEAST.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:  # not true of NaN
@@ -321,10 +332,44 @@ class TrainConfig:
             raise ExpertMeshError("--elastic: what is it to go on from? Give --resume auto")
         if self.detect_anomaly and self.compile:
             raise ExpertMeshError("--detect-anomaly: does not see into what --compile compiles; leave out one of them")
+        if self.profile and self.compile:
+            raise ExpertMeshError("--profile: does not see into what --compile compiles; leave out one of them")
+        if self.profile_ranks != ["0"] and not self.profile:
+            raise ExpertMeshError(f"--profile-ranks {' '.join(self.profile_ranks)}: of which steps? Give --profile")
+        self._check_profile()
         if self.router_warn_load is not None and self.router_warn_steps == 0:
             raise ExpertMeshError("--router-warn-load: --router-warn-steps 0 watches no router; give a number of steps")
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: --save-steps 0 saves no checkpoint to load it from")
+
+    def _check_profile(self) -> None:
+        flag = f"--profile {','.join(self.profile)}"
+        if not all(re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})?", entry) for entry in self.profile):
+            raise ExpertMeshError(f"{flag}: give steps, counted from 1, and ranges of them: 5, 5-7 or 5,9")
+        for entry in self.profile:
+            first, _, last = entry.partition("-")
+            if last and int(last) < int(first):
+                raise ExpertMeshError(f"{flag}: {entry} ends before it begins")
+        if (number := sum(map(len, self.profiled_steps))) > MOST_PROFILED:
+            raise ExpertMeshError(
+                f"{flag}: are {number:,} steps; more than {MOST_PROFILED} make traces that nothing can show; give fewer"
+            )
+        is_list = all(re.fullmatch("[0-9]{1,9}", rank) for rank in self.profile_ranks)
+        if self.profile_ranks != ["all"] and not (self.profile_ranks and is_list):
+            raise ExpertMeshError(f"--profile-ranks {' '.join(self.profile_ranks)}: give numbers of ranks, or all")
+
+    @property
+    def profiled_steps(self) -> list[range]:
+        """The stretches of steps that --profile names, counted from 1, in order; none overlaps or follows directly on
+        the one before."""
+        stretches: list[range] = []
+        bounds = [[int(step) for step in entry.split("-")] for entry in self.profile]
+        for first, last in sorted((steps[0], steps[-1]) for steps in bounds):
+            if stretches and first <= stretches[-1].stop:
+                stretches[-1] = range(stretches[-1].start, max(stretches[-1].stop, last + 1))
+            else:
+                stretches.append(range(first, last + 1))
+        return stretches
 
     @property
     def evaluates(self) -> bool:

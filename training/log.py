@@ -7,6 +7,7 @@ Only the main process writes.
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ from sharding import Ranks, raise_together
 from training.config import TrainConfig
 from training.environment import environment, write_environment
 from training.products import ProductLibraries
-from training.report import State, read_record, sweep_reports, write_report
+from training.report import PROFILES, State, read_record, sweep_reports, write_report
 
 
 class RunLog:
@@ -64,6 +65,8 @@ class RunLog:
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 sweep_reports(self.output_dir)
+                if not self.config.resume:
+                    shutil.rmtree(self.output_dir / PROFILES, ignore_errors=True)
                 self.config.save(self.output_dir / "config.yaml")
                 write_environment(self.output_dir, facts)
                 # a resumed run keeps what the one before it has logged: see keep_until

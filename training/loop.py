@@ -28,6 +28,7 @@ from training.meter import Meter
 from training.nonfinite import NonFiniteGuard
 from training.optimizer import build_optimizer
 from training.preemption import StopRequest
+from training.profiling import StepProfiler
 from training.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
 from training.step import train_step
 
@@ -105,16 +106,18 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
     guard, alarms = NonFiniteGuard(config, run.model, log), Alarms(config, run.balance, run.top_k, groups, log)
     meter = Meter(run.counts, run.model.config.get_text_config(), run.top_k, run.ranks.device, config.bf16)
     bias_update = BiasUpdate(run.model, run.balance.bias_rate) if run.balance.bias_rate else None
-    with StopRequest() as stop, SteadyCollector() as collector:
+    profiler = StepProfiler(config, run.model, run.ranks, log.output_dir, log.line)
+    with StopRequest() as stop, SteadyCollector() as collector, profiler:
         for step in log.steps(log.num_steps if enough else first_step):
             done = step + 1
             watchdog.at("reading the batch", done)
             learning_rate = scheduler.get_last_lr()[0]
             batches = _batches(run, step)
-            result = train_step(
-                *(run.model, optimizer, batches, run.mesh, run.balance.weights, config.max_grad_norm, bias_update),
-                at=watchdog.at,
-            )
+            with profiler.step(done):
+                result = train_step(
+                    *(run.model, optimizer, batches, run.mesh, run.balance.weights, config.max_grad_norm, bias_update),
+                    at=watchdog.at,
+                )
             tokens += result.tokens
             guard.check(done, result)
             alarms.step(done, result)
@@ -129,6 +132,8 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
             evaluates, saves = _evaluates_at(done, run), run.saver is not None and done % config.save_steps == 0
             if evaluates or saves or _is_due(done, config.logging_steps, run):
                 _log_step(run, meter, alarms, done, learning_rate)
+            if profiler.is_due:
+                _write_profile(run, profiler)
             eval_loss, is_better = None, False
             if evaluates:
                 eval_loss = _evaluate(run, done)
@@ -156,6 +161,7 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
             if stopping or enough:
                 break
             meter.pause(time.perf_counter() - paused)
+        _write_profile(run, profiler)
         if compiled is not None and compilation().is_more_than(compiled):
             log.line(f"compiled {compilation()} in the whole run")
         if enough:
@@ -211,6 +217,12 @@ def _log_step(run: Run, meter: Meter, alarms: Alarms, done: int, learning_rate: 
     metrics = {"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.balance.weights)
     run.log.step(metrics)
     alarms.interval(done, metrics)
+
+
+def _write_profile(run: Run, profiler: StepProfiler) -> None:
+    """Of the steps since the last one was written, if any was profiled."""
+    run.watchdog.at("the profile", limited=False)
+    profiler.finish()
 
 
 def _evaluate(run: Run, done: int) -> float:

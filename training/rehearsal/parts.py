@@ -75,10 +75,11 @@ class Parts:
         """Of the operator whose `__torch_dispatch__` has called this."""
         node = torch._C._current_autograd_node()
         place = self._of_frames(sys._getframe(2), in_backward=node is not None)
-        if node is None or place.is_recomputed:
+        if node is None:
             # the node that an operator's forward has made is the newest one
             self.of_node[torch._C._autograd._get_sequence_nr() - 1] = place
-        elif place.part is None:
+        # no backward goes through what is recomputed, whose nodes another thread may number, from 0 again
+        elif place.part is None and not place.is_recomputed:
             if "AccumulateGrad" in node.name():
                 return Place("gradients added up", None)
             return self.of_node.get(node._sequence_nr(), Place("other", None))

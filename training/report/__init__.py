@@ -7,7 +7,17 @@ from moe.lazy import import_on_demand
 if TYPE_CHECKING:
     from training.report.history import History, read_history, read_record
     from training.report.page import State, sweep_reports, write_report
+    from training.report.profiles import BETWEEN, PROFILES
 else:
     __getattr__ = import_on_demand(__name__)
 
-__all__ = ["History", "State", "read_history", "read_record", "sweep_reports", "write_report"]
+__all__ = [
+    "BETWEEN",
+    "PROFILES",
+    "History",
+    "State",
+    "read_history",
+    "read_record",
+    "sweep_reports",
+    "write_report",
+]

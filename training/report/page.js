@@ -559,6 +559,129 @@ function expertLoad() {
   return element("section", "", element("h2", "", "Expert load"), card);
 }
 
+// ---- Profiles
+
+const HUES = 8; // colours of parts in page.css; parts beyond them share one
+const BAR = 22; // pixels of a profile's bar, and of the space below it
+const SCALES = {
+  "Seconds a step": { figure: "seconds", a_step: true, format: seconds },
+  "Memory at the steps' peak": { figure: "peak_bytes", a_step: false, format: bytes },
+};
+
+function seconds(value) {
+  return value >= 1 ? number(value) + " s" : number(value * 1000) + " ms";
+}
+
+function bytes(value) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const unit = Math.min(units.length - 1, Math.max(0, Math.floor(Math.log10(Math.max(value, 1)) / 3)));
+  return `${number(value / 1000 ** unit)} ${units[unit]}`;
+}
+
+function nameOf(profile) {
+  return `rank ${profile.rank}, ${stepRange(profile.steps[0], profile.steps.at(-1))}`;
+}
+
+// The names of all parts, those with the most time first, and last what is no part's.
+function partNames() {
+  const sums = {};
+  for (const profile of run.profiles) {
+    for (const [name, figures] of Object.entries(profile.parts)) sums[name] = (sums[name] ?? 0) + figures.seconds;
+  }
+  const names = Object.keys(sums).filter((name) => name !== run.between);
+  names.sort((a, b) => sums[b] - sums[a]);
+  return run.between in sums ? [...names, run.between] : names;
+}
+
+// A bar for each profile, cut into its parts. `choose` is called with the profile that is pressed.
+function bars(title, { figure, a_step, format }, names, kindOf, choose) {
+  const picture = document.createElementNS(DRAWING, "svg");
+  picture.setAttribute("role", "img");
+  picture.setAttribute("aria-label", title);
+  picture.setAttribute("class", "bars");
+  picture.style.height = `${run.profiles.length * 2 * BAR}px`;
+  const value = (profile, name) => (profile.parts[name]?.[figure] ?? 0) / (a_step ? profile.steps.length : 1);
+  const total = (profile) => names.reduce((sum, name) => sum + value(profile, name), 0);
+  const most = Math.max(...run.profiles.map(total)) || 1;
+
+  drawings.push(() => {
+    const width = picture.clientWidth;
+    picture.replaceChildren();
+    run.profiles.forEach((profile, row) => {
+      const top = row * 2 * BAR;
+      const all = total(profile);
+      const bar = drawn(picture, "g", "", {});
+      drawn(bar, "text", "", { x: 0, y: top + BAR - 6 }, `${nameOf(profile)}: ${format(all)}`);
+      let left = 0;
+      for (const name of names.filter((name) => value(profile, name) > 0)) {
+        const size = (value(profile, name) / most) * width;
+        const place = { x: left, y: top + BAR, width: Math.max(size - 1, 0.5), height: BAR - 6 };
+        const part = drawn(bar, "rect", kindOf(name), place);
+        drawn(part, "title", "", {}, `${name}: ${format(value(profile, name))}, ${percent(value(profile, name) / all)}`);
+        left += size;
+      }
+      bar.addEventListener("click", () => choose(row));
+    });
+  });
+  return element("div", "", element("h3", "", title), picture);
+}
+
+function profileTable(profile, names, kindOf) {
+  const steps = profile.steps.length;
+  const all = Object.values(profile.parts).reduce((sum, figures) => sum + figures.seconds, 0) || 1;
+  const row = (kind, cells) => element("tr", "", ...cells.map((cell) => element(kind, "", cell)));
+  const head = row("th", ["", "time a step", "share", "calls a step", "allocated a step", "at the peak"]);
+  const rows = names
+    .filter((name) => profile.parts[name])
+    .sort((a, b) => (a === run.between) - (b === run.between) || profile.parts[b].seconds - profile.parts[a].seconds)
+    .map((name) => {
+      const part = profile.parts[name];
+      const made = row("td", [
+        name,
+        seconds(part.seconds / steps),
+        percent(Math.round((1000 * part.seconds) / all) / 1000),
+        name === run.between ? "" : number(part.calls / steps),
+        bytes(part.allocated_bytes / steps),
+        bytes(part.peak_bytes),
+      ]);
+      made.firstChild.prepend(element("span", `swatch ${kindOf(name)}`));
+      return made;
+    });
+  return element("table", "figures", element("thead", "", head), element("tbody", "", ...rows));
+}
+
+function profiles() {
+  if (run.profiles.length === 0) return null;
+  const names = partNames();
+  const kindOf = (name) => {
+    const place = names.indexOf(name);
+    return name === run.between ? "part-between" : place < HUES ? `part-${place}` : "part-more";
+  };
+  const [when, remark, table] = [element("h3"), element("p", "remark quiet"), element("div", "wide")];
+  function choose(at) {
+    const profile = run.profiles[at];
+    position.value = at;
+    when.textContent = nameOf(profile);
+    table.replaceChildren(profileTable(profile, names, kindOf));
+    const onCpu = "Time of operators; waiting for other ranks within one counts as its part's. Between operators: ";
+    const onGpu = "Time of kernels: those that run at once count each. Between operators: time beyond that of all kernels. ";
+    remark.textContent =
+      (profile.device === "cpu" ? onCpu + "Python, waiting, and the profiler itself. " : onGpu) +
+      "Memory: what these steps allocated themselves, at the moment when it was most; weights and state come on top.";
+  }
+  const count = run.profiles.length;
+  const position = slider(count, "profile", choose);
+  position.value = 0;
+  const pictures = Object.entries(SCALES).map(([title, scale]) => bars(title, scale, names, kindOf, choose));
+  choose(0);
+  const controls = element("div", "controls", count > 1 ? position : null, when);
+  const card = element("div", "card", element("div", "charts", ...pictures), controls, table, remark);
+  if (run.profiles_not_shown) {
+    card.append(element("p", "remark quiet", `${whole(run.profiles_not_shown)} more profiles are in the directory.`));
+  }
+  return element("section", "", element("h2", "", "Where time and memory went"), card);
+}
+
 // ---- Generations, settings
 
 function generations() {
@@ -616,7 +739,7 @@ function footer() {
 }
 
 const nothing = Object.keys(run.curves).length === 0 ? element("p", "quiet", "No step has been logged yet.") : null;
-const sections = [header(), warnings(), nothing, curves(), expertLoad(), adapters(), generations(), settings(), footer()];
+const sections = [header(), warnings(), nothing, curves(), expertLoad(), profiles(), adapters(), generations(), settings(), footer()];
 document.getElementById("report").replaceChildren(...sections.filter((section) => section !== null));
 
 function drawAll() {

@@ -20,6 +20,7 @@ from moe import ExpertMeshError
 from moe.whole import PARTIAL, whole
 from training.config import TrainConfig
 from training.report.history import Curve, History, read_history
+from training.report.profiles import BETWEEN, read_profiles
 
 State = Literal["running", "stopped", "finished"]
 
@@ -36,7 +37,8 @@ MAX_TEXT = 4000
 
 
 def write_report(output_dir: Path, state: State | None = None) -> Path:
-    """Write OUTPUT_DIR/report.html from the run's metrics.jsonl and, if there, config.yaml and environment.json.
+    """Write OUTPUT_DIR/report.html from the run's metrics.jsonl and, if there, its config.yaml, environment.json and
+    profiles.
 
     It appears whole or not at all; an earlier one is replaced.
 
@@ -52,11 +54,13 @@ def write_report(output_dir: Path, state: State | None = None) -> Path:
     """
     history = read_history(output_dir / "metrics.jsonl")
     config = _read_table(output_dir / "config.yaml")
-    content = render(_content(history, config, _read_table(output_dir / "environment.json"), state))
+    profiles, unshown = read_profiles(output_dir)
+    content = _content(history, config, _read_table(output_dir / "environment.json"), state)
+    page = render(content | {"profiles": profiles, "profiles_not_shown": unshown, "between": BETWEEN})
     report = output_dir / REPORT
     # a run writes it while somebody has it made again
     with write_errors(report), whole(report, writer=str(os.getpid())) as partial:
-        partial.write_bytes(content)
+        partial.write_bytes(page)
     return report
 
 

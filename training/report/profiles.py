@@ -1,0 +1,59 @@
+"""What `--profile` has left in OUTPUT_DIR/profile: a file a rank and stretch of steps, with what each part took."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+PROFILES = "profile"
+FIGURES = ("seconds", "calls", "allocated_bytes", "peak_bytes")
+"""Of a part, over all profiled steps; peak_bytes at the moment when the step's own memory was most."""
+BETWEEN = "between operators"
+"""The part that is no operator's."""
+
+MAX_PROFILES = 64
+"""Profiles that are shown: the first ranks of each stretch of steps."""
+MAX_PARTS = 64
+_MAX_BYTES = 2**20
+
+Profile = dict[str, Any]
+
+
+def read_profiles(output_dir: Path) -> tuple[list[Profile], int]:
+    """The profiles of a run, by steps and then ranks, and how many more there are than may be shown.
+
+    Returns:
+        Of each `rank`, `steps` (their numbers), `device`, `wall_seconds`, and `parts`: by name FIGURES. What is no
+        profile, or was damaged, is passed over.
+    """
+    found = [profile for file in (output_dir / PROFILES).glob("rank-*.json") if (profile := _read(file)) is not None]
+    found.sort(key=lambda profile: (profile["steps"], profile["rank"]))
+    return found[:MAX_PROFILES], max(0, len(found) - MAX_PROFILES)
+
+
+def _read(file: Path) -> Profile | None:
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            return None
+        record = json.loads(file.read_text(encoding="utf-8"))
+        parts = {
+            str(name): {figure: _positive(figures[figure]) for figure in FIGURES}
+            for name, figures in list(record["parts"].items())[:MAX_PARTS]
+        }
+        steps = [int(step) for step in record["steps"]]
+        return {
+            "rank": int(record["rank"]),
+            "steps": steps,
+            "device": str(record["device"]),
+            "wall_seconds": _positive(record["wall_seconds"]),
+            "parts": parts,
+        } if steps and parts else None  # fmt: skip
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{value} is no size")
+    return number
