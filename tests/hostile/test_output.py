@@ -45,7 +45,15 @@ def test_cannot_be_written(ranks: RankPool, tmp_path: Path, arguments: list[str]
 
 
 @pytest.mark.parametrize(
-    "held", ["config.yaml", "metrics.jsonl", "hf/config.json", "checkpoints/last.ckpt", "checkpoints/step-00000005/x"]
+    "held",
+    [
+        "config.yaml",
+        "metrics.jsonl",
+        "hf/config.json",
+        "checkpoints/last.ckpt",
+        "checkpoints/step-00000005/x",
+        "profile/rank-0.step-5.json",
+    ],
 )
 @pytest.mark.parametrize("resume", [None, "elsewhere"])
 def test_nothing_is_overwritten_unasked(

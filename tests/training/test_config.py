@@ -76,6 +76,15 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         (["--warmup-ratio", "5"], "--warmup-ratio 5.0: is a share of all steps"),
         (["--optim", "adam"], "invalid choice: 'adam'"),
         (["--gradient-checkpointing", "some"], "invalid choice: 'some'.*selective"),
+        (["--profile", "5-"], "--profile 5-: give steps, counted from 1, and ranges of them: 5, 5-7 or 5,9"),
+        (["--profile", "0"], "--profile 0: give steps, counted from 1"),
+        (["--profile", "3", "9-5"], "--profile 3,9-5: 9-5 ends before it begins"),
+        (["--profile", "1-1000"], "--profile 1-1000: are 1,000 steps; more than 32"),
+        (["--profile", f"1-{'9' * 18}"], "steps; more than 32"),
+        (["--profile", "5", "--compile"], "--profile: does not see into what --compile compiles"),
+        (["--profile-ranks", "1"], "--profile-ranks 1: of which steps"),
+        (["--profile", "5", "--profile-ranks", "-1"], "--profile-ranks -1: give numbers of ranks, or all"),
+        (["--profile", "5", "--profile-ranks", "all", "1"], "--profile-ranks all 1: give numbers"),
     ],
 )
 def test_bad_flags(flags: list[str], said: str) -> None:
@@ -90,6 +99,18 @@ def test_schedule_arguments_from_yaml(tmp_path: Path) -> None:
         file.write_text(f"lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {text}\n")
         config = parse_config(["--config", str(file), *NEEDED])
         assert scheduler_arguments(config) == {"min_lr": 1e-6, "num_cycles": 0.5}
+
+
+def test_profiled_steps(tmp_path: Path) -> None:
+    """Steps and ranges in any order; what overlaps or follows on is one stretch. In YAML also as numbers."""
+    assert parse_config(NEEDED).profiled_steps == []
+    config = parse_config([*NEEDED, "--profile", "9,5-7", "6", "8", "20", "--profile-ranks", "0,3"])
+    assert config.profiled_steps == [range(5, 10), range(20, 21)]
+    assert config.profile_ranks == ["0", "3"]
+    file = tmp_path / "run.yaml"
+    for text, steps in (("5", [range(5, 6)]), ("5-6", [range(5, 7)]), ("[5, 9]", [range(5, 6), range(9, 10)])):
+        file.write_text(f"profile: {text}\n")
+        assert parse_config(["--config", str(file), *NEEDED]).profiled_steps == steps
 
 
 def test_missing_flags() -> None:

@@ -20,6 +20,7 @@ from training.report import history, read_history, write_report
 from training.report.__main__ import main
 from training.report.history import ExpertLoad, Stretch
 from training.report.page import MAX_TEXT, State
+from training.report.profiles import BETWEEN, MAX_PROFILES
 
 LAYERS, EXPERTS = 2, 4
 
@@ -322,6 +323,54 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monk
         write_report(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["config.yaml", "metrics.jsonl", "report.html"]
     assert (tmp_path / "report.html").read_bytes() == before
+
+
+def profile(rank: int, steps: list[int], **changes: Any) -> dict[str, Any]:
+    parts = {
+        "norms": {"seconds": 0.5, "calls": 12, "allocated_bytes": 4096, "peak_bytes": 1024},
+        BETWEEN: {"seconds": 1.5, "calls": 0, "allocated_bytes": 0, "peak_bytes": 0},
+    }
+    return {"rank": rank, "steps": steps, "device": "cpu", "wall_seconds": 2.0, "parts": parts, **changes}
+
+
+def add_profile(output_dir: Path, name: str, content: str) -> None:
+    (output_dir / "profile").mkdir(exist_ok=True)
+    (output_dir / "profile" / name).write_text(content, encoding="utf-8")
+
+
+def test_profiles_by_steps_and_ranks(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1)])
+    assert report(tmp_path)[1]["profiles"] == []
+    made = [profile(0, [5]), profile(2, [5]), profile(10, [5]), profile(0, [12, 13])]
+    for entry in reversed(made):
+        add_profile(tmp_path, f"rank-{entry['rank']}.{entry['steps'][0]}.json", json.dumps(entry))
+    content = report(tmp_path)[1]
+    assert content["profiles"] == made
+    assert (content["profiles_not_shown"], content["between"]) == (0, BETWEEN)
+
+
+def test_what_is_no_profile_is_passed_over(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1)])
+    add_profile(tmp_path, "rank-0.step-5.json", json.dumps(profile(0, [5])))
+    add_profile(tmp_path, "rank-0.step-5.trace.json.gz", "no trace")
+    broken = [
+        "", "[]", "{}", "[" * 50_000, json.dumps(profile(0, [])), json.dumps(profile(0, [5], parts={})),
+        json.dumps(profile(0, [5], parts={"norms": {"seconds": 1}})), json.dumps(profile(0, [5], parts=[])),
+        json.dumps(profile(0, [5], wall_seconds=-1)), json.dumps(profile(0, [5], wall_seconds=math.nan)),
+        json.dumps({**profile(0, [5]), "rank": None}), json.dumps(profile(0, [5])) + " " * 2**17,
+    ]  # fmt: skip
+    for number, text in enumerate(broken):
+        add_profile(tmp_path, f"rank-{number + 1}.step-5.json", text)
+    assert report(tmp_path)[1]["profiles"] == [profile(0, [5])]
+
+
+def test_number_of_profiles_is_bounded(tmp_path: Path) -> None:
+    make_run(tmp_path, [training(1)])
+    for rank in range(MAX_PROFILES + 3):
+        add_profile(tmp_path, f"rank-{rank}.step-5.json", json.dumps(profile(rank, [5])))
+    content = report(tmp_path)[1]
+    assert [entry["rank"] for entry in content["profiles"]] == list(range(MAX_PROFILES))
+    assert content["profiles_not_shown"] == 3
 
 
 def test_evaluations_alone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ BETWEEN = "between operators"
 MAX_PROFILES = 64
 """Profiles that are shown: the first ranks of each stretch of steps."""
 MAX_PARTS = 64
-_MAX_BYTES = 2**20
+_MAX_BYTES = 2**16
 
 Profile = dict[str, Any]
 

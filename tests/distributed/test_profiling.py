@@ -1,0 +1,191 @@
+"""--profile on ranks: the files, what stands in them, and that training does not notice."""
+
+import contextlib
+import gzip
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train_ep
+from tests.distributed.pool import RankPool
+from tests.distributed.test_checkpoints import read
+from tests.distributed.test_train_ep import FIXED_PRODUCTS
+from training.report import BETWEEN
+
+STEPS = 4
+
+
+def run_telling(argv: list[str]) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of train_ep.py on this rank."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(out):
+        code = train_ep.main([*FIXED_PRODUCTS, *argv])
+    return code, out.getvalue(), errors.getvalue()
+
+
+def run(ranks: RankPool, world_size: int, model: Path, data: Path, out: Path, *flags: str) -> str:
+    """Train and export at ep 2; what rank 0 says."""
+    argv = ["--model", str(model), "--dataset", str(data), "--output-dir", str(out), "--use-cpu", "--ep-size", "2"]
+    argv += ["--per-device-train-batch-size", "4", "--max-steps", str(STEPS), "--learning-rate", "1e-3", *flags]
+    results = ranks.run(run_telling, world_size, argv, join_group=False)
+    assert [code for code, _, _ in results] == [0] * world_size, results
+    return str(results[0][1])
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def names_in(out: Path) -> set[str]:
+    return {file.name for file in (out / "profile").iterdir()}
+
+
+def files_of(*profiles: str) -> set[str]:
+    return {f"{profile}.{kind}" for profile in profiles for kind in ("json", "trace.json.gz")}
+
+
+def profile_of(out: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "profile" / f"{name}.json").read_text())
+    return found
+
+
+def trace_of(out: Path, name: str) -> list[dict[str, Any]]:
+    with gzip.open(out / "profile" / f"{name}.trace.json.gz", "rt", encoding="utf-8") as file:
+        return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+
+
+def is_in(event: dict[str, Any], others: list[dict[str, Any]]) -> bool:
+    """Whether it lies within one of the others."""
+    return any(o["ts"] <= event["ts"] and event["ts"] + event["dur"] <= o["ts"] + o["dur"] for o in others)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (2, ("--gradient-checkpointing", "selective")),
+        (4, ("--gradient-checkpointing", "full", "--router-aux-loss-coef", "0.01")),
+        (4, ("--dense-shard", "hybrid", "--gradient-accumulation-steps", "2", "--optim", "muon")),
+    ],
+    ids=["selective", "full", "hybrid"],
+)
+def test_training_keeps_its_bits(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, world_size: int, flags: tuple[str, ...]
+) -> None:
+    run(ranks, world_size, tiny_model, tiny_data, tmp_path / "plain", *flags)
+    profiled = ("--profile", "1", "3", "--profile-ranks", "1")
+    run(ranks, world_size, tiny_model, tiny_data, tmp_path / "profiled", *flags, *profiled)
+    for name in ("loss", "grad_norm", "expert_tokens"):
+        assert [line[name] for line in lines_of(tmp_path / "plain")] == [
+            line[name] for line in lines_of(tmp_path / "profiled")
+        ]
+    weights, expected = read(tmp_path / "profiled" / "hf"), read(tmp_path / "plain" / "hf")
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert names_in(tmp_path / "profiled") == files_of("rank-1.step-1", "rank-1.step-3")
+    assert not (tmp_path / "plain" / "profile").exists()
+
+
+def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Steps 2 and 3 of two ranks: the trace, the sums made of it, the report and the log."""
+    flags = ("--gradient-checkpointing", "selective", "--profile", "2-3", "--profile-ranks", "all")
+    said = run(ranks, 2, tiny_model, tiny_data, tmp_path, *flags, "--eval-ratio", "0.2", "--eval-steps", "2")
+    assert names_in(tmp_path) == files_of("rank-0.steps-2-3", "rank-1.steps-2-3")
+    assert "profiling steps 2-3 on ranks 0, 1\n" in said
+    for rank in (0, 1):
+        assert f"profiled steps 2-3 on rank {rank}: " in said
+        assert f"{tmp_path}/profile/rank-{rank}.steps-2-3.* (trace.json.gz and json; torch takes memory" in said
+
+    for rank in (0, 1):
+        name = f"rank-{rank}.steps-2-3"
+        profile, trace = profile_of(tmp_path, name), trace_of(tmp_path, name)
+        assert (profile["rank"], profile["steps"], profile["device"]) == (rank, [2, 3], "cpu")
+        parts = profile["parts"]
+        assert {
+            "experts' products", "attention's products", "attention", "dispatch", "permute, combine", "router", "norms",
+            "rotary", "residuals", "embedding", "head, loss", "FSDP", "clipping", "update", "gradients added up",
+        } <= parts.keys()  # fmt: skip
+        assert "lasting" not in parts
+        steps = [event for event in trace if event["name"] in ("step 2", "step 3")]
+        assert len(steps) == 2
+        assert sum(event["dur"] for event in steps) / 1e6 == pytest.approx(profile["wall_seconds"], rel=1e-3)
+        ranges = [event for event in trace if event["name"] in parts]
+        for part in parts.keys() - {BETWEEN}:
+            mine = [event["dur"] for event in ranges if event["name"] == part]
+            assert len(mine) == parts[part]["calls"]
+            assert sum(mine) / 1e6 == pytest.approx(parts[part]["seconds"], rel=1e-3, abs=1e-6)
+        assert all(is_in(event, steps) for event in ranges)
+        assert sum(figures["seconds"] for figures in parts.values()) == pytest.approx(profile["wall_seconds"])
+
+        # a product of a step is called in a range, or calls, as autograd does, in one; those of the evaluation between
+        # the steps have none
+        products = [event for event in trace if event["name"] in ("aten::mm", "aten::addmm", "aten::bmm")]
+        own = [event for event in products if is_in(event, steps)]
+        assert 0 < len(own) < len(products)
+        assert all(is_in(event, ranges) or any(is_in(called, [event]) for called in ranges) for event in own)
+        known = sum(figures["calls"] for figures in parts.values())
+        assert parts.get("other", {"calls": 0})["calls"] < 0.1 * known
+
+        assert parts["experts' products"]["peak_bytes"] > 0
+        assert all(f["peak_bytes"] <= f["allocated_bytes"] for f in parts.values())
+
+    page = (tmp_path / "report.html").read_text()
+    shown = json.loads(page.partition('id="run">')[2].partition("</script>")[0])["profiles"]
+    assert [(entry["rank"], entry["steps"]) for entry in shown] == [(0, [2, 3]), (1, [2, 3])]
+    assert shown[0]["parts"] == profile_of(tmp_path, "rank-0.steps-2-3")["parts"]
+
+
+def test_a_resumed_run_passes_over_what_is_behind_it(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    saving = ("--save-steps", "2")
+    run(ranks, 2, tiny_model, tiny_data, tmp_path, *saving, "--profile", "1-2")
+    shutil.rmtree(tmp_path / "hf")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    said = run(ranks, 2, tiny_model, tiny_data, tmp_path, *saving, "--profile", "1-3", "--resume", "auto")
+    assert "resumed from" in said
+    assert "profiling step 3 on rank 0\n" in said
+    assert "warning" not in said
+    assert names_in(tmp_path) == files_of("rank-0.steps-1-2", "rank-0.step-3")
+
+    # a new run begins with none
+    run(ranks, 2, tiny_model, tiny_data, tmp_path, "--overwrite-output-dir", "--profile", "4", "--no-export")
+    assert names_in(tmp_path) == files_of("rank-0.step-4")
+
+
+def test_a_run_that_ends_early_leaves_what_it_has(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Stopped by evaluations that are not better, in the middle of a stretch."""
+    evaluating = ("--eval-ratio", "0.2", "--eval-steps", "1")
+    stopping = ("--early-stopping-patience", "1", "--early-stopping-threshold", "100")
+    said = run(ranks, 2, tiny_model, tiny_data, tmp_path, *evaluating, *stopping, "--profile", "1-3")
+    assert "stopped early" in said
+    last = lines_of(tmp_path)[-1]["step"]
+    assert last < 3
+    assert names_in(tmp_path) == files_of("rank-0.steps-1-2" if last == 2 else "rank-0.step-1")
+
+
+def test_a_profile_that_cannot_be_written_stops_nothing(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "profile").write_text("in the way")
+    said = run(ranks, 2, tiny_model, tiny_data, tmp_path, "--overwrite-output-dir", "--profile", "2")
+    assert "warning: rank 0 has no profile of step 2: " in said
+    assert "File exists" in said
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+def test_steps_and_ranks_that_are_not_there(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--use-cpu"]
+    for flags, told in (
+        (["--max-steps", "3", "--profile", "3-4"], "--profile 3-4: there will be no step 4: the run has 3"),
+        (["--profile", "1", "--profile-ranks", "2"], "--profile-ranks 2: the ranks are 0 to 1"),
+    ):
+        for code, _, errors in ranks.run(run_telling, 2, [*argv, *flags], join_group=False):
+            assert code == 2
+            assert not errors or told in errors

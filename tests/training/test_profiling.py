@@ -1,0 +1,206 @@
+"""--profile without ranks: what is ascribed to which part, and what is refused."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe import ExpertMeshError
+from training import TrainConfig, check_profile
+from training.profiling import Cost, _add_memory, _Recording, _write_trace, costs_of, steps_in_words
+from training.rehearsal.parts import Place
+from training.report import BETWEEN
+
+
+class Told:
+    """Parts that the test names."""
+
+    def __init__(self) -> None:
+        self.part: str | None = None
+
+    def here(self) -> Place:
+        return Place(self.part, None)
+
+
+def recorded(run: Any, *, device: str = "cpu") -> tuple[_Recording, float, dict[str, Cost]]:
+    """`run(told)` as step 3, told what part it is in by what it sets `told.part` to."""
+    told = Told()
+    with mock.patch("training.profiling.Parts", return_value=told):
+        recording = _Recording(None, torch.device(device))
+    try:
+        with recording.step(3):
+            run(told)
+    finally:
+        recording.stop()
+    return recording, *costs_of(recording.profiler, recording.mode.names, device)
+
+
+def two_parts(told: Told, device: str = "cpu") -> None:
+    """A product of 256 x 256 fp32 numbers that stays, sums that do not, and room that no operator asked for."""
+    told.part = "products"
+    x = torch.ones(256, 256, device=device)
+    kept = x @ x
+    told.part = "sums"
+    for _ in range(3):
+        (kept + x).sum()
+    told.part = None
+    room = torch.empty(0, device=device)
+    room.untyped_storage().resize_(1 << 20)
+
+
+def test_calls_and_bytes_of_each_part() -> None:
+    _, wall, costs = recorded(two_parts)
+    matrix = 256 * 256 * 4
+    assert {name: cost.calls for name, cost in costs.items()} == {"products": 2, "sums": 6, "other": 1, BETWEEN: 0}
+    assert costs["products"].allocated_bytes == 2 * matrix
+    assert costs["sums"].allocated_bytes == 3 * (matrix + 4)
+    assert costs[BETWEEN].allocated_bytes == 1 << 20
+    # with the room that was made last, the sums being gone
+    assert [costs[name].peak_bytes for name in ("products", "sums", BETWEEN)] == [2 * matrix, 0, 1 << 20]
+    assert list(costs)[-1] == BETWEEN
+    assert all(cost.seconds > 0 for name, cost in costs.items())
+    assert sum(cost.seconds for cost in costs.values()) == pytest.approx(wall)
+
+
+@torch.library.custom_op("profiling_test::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x + x
+
+
+def test_an_operator_of_operators_is_one_call() -> None:
+    """As our all-to-all is: what it does itself, waiting included, is its part's."""
+
+    def run(told: Told) -> None:
+        told.part = "ours"
+        twice(torch.ones(256))
+
+    recording, wall, costs = recorded(run)
+    assert "aten::add" in {event.name for event in recording.profiler.events()}
+    assert (costs["ours"].calls, costs["ours"].allocated_bytes) == (2, 2 * 256 * 4)
+    assert costs["ours"].seconds <= wall
+
+
+def test_the_trace_has_ranges_within_operators_of_autograd(tmp_path: Path) -> None:
+    """The parts' names, the step's, and operators; and not the name of the host."""
+
+    def run(told: Told) -> None:
+        told.part = "linear"
+        nn.Linear(8, 8)(torch.ones(2, 8)).sum().backward()
+
+    recording, _, _ = recorded(run)
+    path = tmp_path / "trace.json.gz.part"
+    _write_trace(recording.profiler, path)
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        trace = json.load(file)
+    assert {"linear", "step 3", "aten::addmm", "AddmmBackward0"} <= {
+        event.get("name") for event in trace["traceEvents"]
+    }
+    assert "host_name" not in trace
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_trace_that_is_cut_off_is_none(tmp_path: Path) -> None:
+    class Full:
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_text('{\n"traceEvents": [\n{"ph": ')
+
+    with pytest.raises(OSError, match="was cut off; is the disk full"):
+        _write_trace(Full(), tmp_path / "trace.json.gz.part")
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json.gz.part"]
+
+
+def test_memory_at_the_peak() -> None:
+    """Of what the steps have allocated alone: neither what was there before, nor what came between them."""
+    steps = [(10, 20), (30, 40)]
+    memory = [
+        (5, 1, 1000, "before"),
+        (11, 2, 100, "a"),
+        (12, 3, 50, "b"),
+        (13, 2, -100, BETWEEN),
+        (14, 1, -1000, "a"),
+        (25, 4, 500, BETWEEN),
+        (31, 2, 70, "b"),  # at the address of what is gone
+        (32, 5, 40, "a"),
+        (33, 2, -70, "a"),
+        (34, 5, -40, "a"),
+    ]
+    costs = {name: Cost() for name in ("a", "b", "before", BETWEEN)}
+    _add_memory(costs, memory, steps)
+    assert {name: (c.allocated_bytes, c.peak_bytes) for name, c in costs.items()} == {
+        "a": (140, 40),
+        "b": (120, 120),
+        "before": (0, 0),
+        BETWEEN: (0, 0),
+    }
+
+
+def test_steps_in_words() -> None:
+    assert [steps_in_words(steps) for steps in ([5], [5, 6, 7], range(2, 4))] == ["step 5", "steps 5-7", "steps 2-3"]
+
+
+def config(*steps: str, **settings: Any) -> TrainConfig:
+    return TrainConfig(model="m", dataset=["d"], profile=list(steps), **settings)
+
+
+def test_steps_and_ranks_that_will_not_be() -> None:
+    check_profile(config("5-7"), num_steps=7, world_size=1)
+    check_profile(config("5", profile_ranks=["all"]), num_steps=7, world_size=4)
+    check_profile(config(), num_steps=0, world_size=1)
+    with pytest.raises(ExpertMeshError, match="--profile 2,5-8: there will be no step 8: the run has 7"):
+        check_profile(config("2", "5-8"), num_steps=7, world_size=1)
+    with pytest.raises(ExpertMeshError, match="--profile-ranks 0 4: the ranks are 0 to 3"):
+        check_profile(config("5", profile_ranks=["0", "4"]), num_steps=7, world_size=4)
+    # nobody is there to correct the flags of a run that comes back by itself
+    check_profile(config("5", profile_ranks=["4"], resume="auto", elastic=True), num_steps=7, world_size=4)
+
+
+def test_triton_kernels_have_ranges() -> None:
+    """They are no operators; the launcher itself is replaced here, as there is no GPU to launch them."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    launched = []
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool) -> None:
+        launched.append((kernel, args, grid, warmup))
+
+    def run(told: Told) -> None:
+        told.part = "permute, combine"
+        jit.JITFunction.run("kernel", 1, 2, grid=(3,), warmup=False)
+
+    with mock.patch.object(jit.JITFunction, "run", launch):
+        told = Told()
+        with mock.patch("training.profiling.Parts", return_value=told):
+            recording = _Recording(None, torch.device("cpu"))
+        recording.on_cuda = True
+        with recording._triton():
+            run(told)
+        recording.on_cuda = False
+        recording.stop()
+        assert jit.JITFunction.run is launch
+    assert launched == [("kernel", (1, 2), (3,), False)]
+    assert recording.mode.names == {"permute, combine"}
+    assert "permute, combine" in {event.name for event in recording.profiler.events()}
+
+
+@pytest.mark.gpu
+def test_kernels_of_each_part_on_a_gpu() -> None:
+    """Their time, and the device's memory; in backward, which has a thread of its own there, too."""
+
+    def run(told: Told) -> None:
+        two_parts(told, "cuda")
+        told.part = "backward"
+        x = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+        loss: Tensor = (x @ x).sum()
+        told.part = "gradients"
+        loss.backward()
+
+    _, wall, costs = recorded(run, device="cuda")
+    matrix = 256 * 256 * 4
+    assert costs["products"].allocated_bytes == 2 * matrix
+    for name in ("products", "sums", "backward", "gradients"):
+        assert 0 < costs[name].seconds < wall, name
+    assert costs["gradients"].allocated_bytes >= 2 * 1024 * 1024 * 4
