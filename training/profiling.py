@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -206,8 +205,11 @@ class _Recording:
             with mode.range():
                 return launch(*args, **kwargs)
 
-        with mock.patch.object(JITFunction, "run", run):
+        JITFunction.run = run  # type: ignore[method-assign]
+        try:
             yield
+        finally:
+            JITFunction.run = launch  # type: ignore[method-assign]
 
     def stop(self) -> None:
         """Nothing the second time."""
