@@ -132,14 +132,17 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
             evaluates, saves = _evaluates_at(done, run), run.saver is not None and done % config.save_steps == 0
             if evaluates or saves or _is_due(done, config.logging_steps, run):
                 _log_step(run, meter, alarms, done, learning_rate)
-            if profiler.is_due:
+            answers = run.prompts is not None and _is_due(done, config.generate_steps, run)
+            # what comes between two steps is no part of either
+            if profiler.is_due or evaluates or saves or answers:
                 _write_profile(run, profiler)
             eval_loss, is_better = None, False
             if evaluates:
                 eval_loss = _evaluate(run, done)
                 is_better = best.update(eval_loss, done, config.early_stopping_threshold)
             step_scheduler(scheduler, eval_loss)
-            if run.prompts is not None and _is_due(done, config.generate_steps, run):
+            if answers:
+                assert run.prompts is not None
                 _generate(run, run.prompts, done)
             stopping = stop.on_any_rank(run.ranks.device)
             enough = _had_enough(config, best)

@@ -182,7 +182,7 @@ class _Recording:
         self.profiler.start()
         self.is_running = True
         if self.on_cuda:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_MEMORY_EVENTS)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_MEMORY_EVENTS)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

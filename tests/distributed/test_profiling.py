@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import train_ep
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import FIXED_PRODUCTS
+from training.preemption import StopRequest
 from training.report import BETWEEN
 
 STEPS = 4
@@ -93,7 +95,7 @@ def test_training_keeps_its_bits(
 def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Steps 2 and 3 of two ranks: the trace, the sums made of it, the report and the log."""
     flags = ("--gradient-checkpointing", "selective", "--profile", "2-3", "--profile-ranks", "all")
-    said = run(ranks, 2, tiny_model, tiny_data, tmp_path, *flags, "--eval-ratio", "0.2", "--eval-steps", "2")
+    said = run(ranks, 2, tiny_model, tiny_data, tmp_path, *flags)
     assert names_in(tmp_path) == files_of("rank-0.steps-2-3", "rank-1.steps-2-3")
     assert "profiling steps 2-3 on ranks 0, 1\n" in said
     for rank in (0, 1):
@@ -121,12 +123,10 @@ def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data
         assert all(is_in(event, steps) for event in ranges)
         assert sum(figures["seconds"] for figures in parts.values()) == pytest.approx(profile["wall_seconds"])
 
-        # a product of a step is called in a range, or calls, as autograd does, in one; those of the evaluation between
-        # the steps have none
+        # a product is called in a range, or calls, as autograd does, in one
         products = [event for event in trace if event["name"] in ("aten::mm", "aten::addmm", "aten::bmm")]
-        own = [event for event in products if is_in(event, steps)]
-        assert 0 < len(own) < len(products)
-        assert all(is_in(event, ranges) or any(is_in(called, [event]) for called in ranges) for event in own)
+        assert products
+        assert all(is_in(event, ranges) or any(is_in(called, [event]) for called in ranges) for event in products)
         known = sum(figures["calls"] for figures in parts.values())
         assert parts.get("other", {"calls": 0})["calls"] < 0.1 * known
 
@@ -157,17 +157,27 @@ def test_a_resumed_run_passes_over_what_is_behind_it(
     assert names_in(tmp_path) == files_of("rank-0.step-4")
 
 
-def test_a_run_that_ends_early_leaves_what_it_has(
+def test_what_comes_between_two_steps_is_not_profiled(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
-    """Stopped by evaluations that are not better, in the middle of a stretch."""
-    evaluating = ("--eval-ratio", "0.2", "--eval-steps", "1")
-    stopping = ("--early-stopping-patience", "1", "--early-stopping-threshold", "100")
-    said = run(ranks, 2, tiny_model, tiny_data, tmp_path, *evaluating, *stopping, "--profile", "1-3")
-    assert "stopped early" in said
-    last = lines_of(tmp_path)[-1]["step"]
-    assert last < 3
-    assert names_in(tmp_path) == files_of("rank-0.steps-1-2" if last == 2 else "rank-0.step-1")
+    between = ("--eval-ratio", "0.2", "--eval-steps", "2", "--save-steps", "3")
+    run(ranks, 2, tiny_model, tiny_data, tmp_path, *between, "--profile", "1-4")
+    assert names_in(tmp_path) == files_of("rank-0.steps-1-2", "rank-0.step-3", "rank-0.step-4")
+
+
+def run_stopped(argv: list[str]) -> tuple[int, str, str]:
+    """`run_telling`, stopped as if by a signal after two steps."""
+    with mock.patch.object(StopRequest, "on_any_rank", side_effect=[False, True]):
+        return run_telling(argv)
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--use-cpu"]
+    results = ranks.run(run_stopped, 2, [*argv, "--max-steps", "4", "--profile", "1-3"], join_group=False)
+    assert [code for code, _, _ in results] == [train_ep.STOPPED] * 2, results
+    assert names_in(tmp_path) == files_of("rank-0.steps-1-2")
 
 
 def test_a_profile_that_cannot_be_written_stops_nothing(

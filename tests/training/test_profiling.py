@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe import ExpertMeshError
 from training import TrainConfig, check_profile
-from training.profiling import Cost, _add_memory, _Recording, _write_trace, costs_of, steps_in_words
+from training.profiling import Cost, StepProfiler, _add_memory, _Recording, _write_trace, costs_of, steps_in_words
 from training.rehearsal.parts import Place
 from training.report import BETWEEN
 
@@ -139,6 +139,59 @@ def test_memory_at_the_peak() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("device", "kinds"),
+    [
+        ("cpu", ["json", "trace.json.gz"]),
+        pytest.param("cuda", ["json", "memory.pickle", "trace.json.gz"], marks=pytest.mark.gpu),
+    ],
+)
+def test_files_of_a_stretch(tmp_path: Path, device: str, kinds: list[str]) -> None:
+    said: list[str] = []
+    told = Told()
+    ranks: Any = mock.Mock(rank=2, world_size=4, device=torch.device(device))
+    profiler = StepProfiler(config("5-9", profile_ranks=["all"]), None, ranks, tmp_path / "out", said.append)
+    with mock.patch("training.profiling.Parts", return_value=told), profiler:
+        for step in (6, 7):
+            with profiler.step(step):
+                two_parts(told, device)
+        with profiler.step(12):
+            told.part = "nothing of ours"
+            torch.ones(3)
+        assert not profiler.is_due
+        assert profiler.recording is not None
+        line = profiler._write(profiler.recording)
+    assert said == ["profiling steps 6-9 on ranks 0, 1, 2, 3"]
+    assert line.startswith("profiled steps 6-7 on rank 2: ")
+    assert ("memory.pickle" in line) == (device == "cuda")
+    directory = tmp_path / "out" / "profile"
+    assert sorted(file.name for file in directory.iterdir()) == [f"rank-2.steps-6-7.{kind}" for kind in kinds]
+    profile = json.loads((directory / "rank-2.steps-6-7.json").read_text())
+    assert (profile["rank"], profile["steps"], profile["device"]) == (2, [6, 7], device)
+    assert profile["parts"].keys() == {"products", "sums", "other", BETWEEN}
+    assert profile["parts"]["sums"]["calls"] == 12
+
+
+def test_an_error_drops_what_was_not_written(tmp_path: Path) -> None:
+    """And leaves torch's profiler to the next."""
+    ranks: Any = mock.Mock(rank=0, world_size=1, device=torch.device("cpu"))
+    profiler = StepProfiler(config("1-2"), None, ranks, tmp_path, lambda line: None)
+
+    def loop() -> None:
+        with profiler:
+            with profiler.step(1):
+                torch.ones(3)
+            with profiler.step(2):
+                raise ExpertMeshError("not finite")
+
+    with mock.patch("training.profiling.Parts", return_value=Told()), pytest.raises(ExpertMeshError):
+        loop()
+    assert profiler.recording is None
+    assert list(tmp_path.iterdir()) == []
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert recorded(two_parts)[2]["products"].calls == 2
+
+
 def test_steps_in_words() -> None:
     assert [steps_in_words(steps) for steps in ([5], [5, 6, 7], range(2, 4))] == ["step 5", "steps 5-7", "steps 2-3"]
 
@@ -198,6 +251,8 @@ def test_kernels_of_each_part_on_a_gpu() -> None:
         told.part = "gradients"
         loss.backward()
 
+    # cuBLAS takes room of its own the first time
+    two_parts(Told(), "cuda")
     _, wall, costs = recorded(run, device="cuda")
     matrix = 256 * 256 * 4
     assert costs["products"].allocated_bytes == 2 * matrix
