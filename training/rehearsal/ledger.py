@@ -38,19 +38,24 @@ class Part:
 class Ledger:
     """A step of one rank.
 
-    parts: by time, the longest first. needed: FLOPs without recomputation. seconds: of the whole step. computing: of
-    these, kernels. all_to_alls: waited for. sharding: of FSDP's collectives in all; exposed: what was waited for of
-    them. host: seconds that the host needs to call all operators; it is ahead as long as they are fewer than `seconds`.
+    parts: by time, the longest first. needed: FLOPs without recomputation. device: seconds of the whole step, if the
+    host is ahead. computing: of these, kernels. all_to_alls: waited for. sharding: of FSDP's collectives in all;
+    exposed: what was waited for of them. host: seconds that the host needs to call all operators.
     """
 
     parts: list[Part]
     needed: float
-    seconds: float
+    device: float
     computing: float
     all_to_alls: float
     sharding: float
     exposed: float
     host: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the host's or the device's, whoever takes longer."""
+        return max(self.device, self.host)
 
     def share_of_peak(self, hardware: Hardware) -> float:
         """The model's FLOPs over those of the card in the time of the step: MFU."""
