@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +31,9 @@ from training.config import TrainConfig
 from training.rehearsal.parts import Parts
 from training.report import BETWEEN, PROFILES
 
-FSDP = "FSDP"
+_STEP = "step "
+"""What the name of the range around a step begins with."""
+_FSDP = "FSDP"
 _MOST_MEMORY_EVENTS = 1_000_000
 """That a memory snapshot tells of, the latest."""
 
@@ -48,7 +51,9 @@ class StepProfiler:
 
     def __init__(self, config: TrainConfig, model: Any, ranks: Ranks, output_dir: Path, say: Callable[[str], object]):
         self.stretches = config.profiled_steps
-        self.ranks = list(range(ranks.world_size)) if config.profile_ranks == ["all"] else _numbers(config)
+        on_all = config.profile_ranks == ["all"]
+        self.where = "all ranks" if on_all else f"rank {' and '.join(config.profile_ranks)}"
+        self.is_profiled = on_all or ranks.rank in _numbers(config)
         self.rank, self.device = ranks.rank, ranks.device
         self.directory = output_dir / PROFILES
         self.model = model
@@ -85,13 +90,12 @@ class StepProfiler:
             yield
 
     def _begin(self, steps: range) -> None:
-        ranks = "rank" if len(self.ranks) == 1 else "ranks"
-        self.say(f"profiling {steps_in_words(steps)} on {ranks} {', '.join(map(str, self.ranks))}")
-        if self.rank in self.ranks:
+        self.say(f"profiling {steps_in_words(steps)} on {self.where}")
+        if self.is_profiled:
             try:
                 self.recording = _Recording(self.model, self.device)
-            except RuntimeError as error:  # another profiler is at work, say
-                self.problem = str(error)
+            except Exception as error:  # no profile is worth a run
+                self.problem = str(error) or repr(error)
 
     @property
     def is_due(self) -> bool:
@@ -102,22 +106,26 @@ class StepProfiler:
         """Write what has been profiled since the last call, if anything. All ranks wait for one another."""
         if not self.done:
             return
-        told = ""
+        written = ""
         if self.recording is not None:
             recording, self.recording = self.recording, None
             try:
-                told = self._write(recording)
-            except (OSError, RuntimeError) as error:
-                self.problem = str(error)
-        if self.problem:
-            told = f"warning: rank {self.rank} has no profile of {steps_in_words(self.done)}: {self.problem}"
+                written = self._write(recording)
+            except Exception as error:  # no profile is worth a run
+                self.problem = str(error) or repr(error)
+        told = [("", "")] * dist.get_world_size()
+        dist.all_gather_object(told, (written, self.problem))
+        steps = steps_in_words(self.done)
+        for rank, (_, problem) in enumerate(told):
+            if problem:
+                self.say(f"warning: rank {rank} has no profile of {steps}: {problem}")
+        if lines := [line for line, _ in told if line]:
+            more = f"; beside it those of other ranks, {len(lines)} in all" if len(lines) > 1 else ""
+            self.say(f"profiled {steps}: {lines[0]}{more}")
         self.done, self.problem = [], ""
-        lines = [""] * dist.get_world_size()
-        dist.all_gather_object(lines, told)
-        for line in filter(None, lines):
-            self.say(line)
 
     def _write(self, recording: "_Recording") -> str:
+        """The files of this rank; what to say of them."""
         name = f"rank-{self.rank}.{steps_in_words(self.done).replace(' ', '-')}"
         # made while memory is still recorded, which the snapshot is of
         try:
@@ -139,11 +147,11 @@ class StepProfiler:
             _write_trace(recording.profiler, partial)
         with whole(self.directory / f"{name}.json") as partial:
             partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        files = "trace.json.gz and json; torch takes memory snapshots of GPUs alone"
+        kinds = "trace.json.gz and json; torch takes memory snapshots of GPUs alone"
         if self.device.type == "cuda":
-            files = "trace.json.gz, memory.pickle and json"
+            kinds = "trace.json.gz, memory.pickle and json"
         most = ", ".join(f"{part} {cost.seconds / wall:.0%}" for part, cost in list(costs.items())[:3])
-        return f"profiled {steps_in_words(self.done)} on rank {self.rank}: {most}; {self.directory / name}.* ({files})"
+        return f"rank {self.rank} {most}, in {self.directory / name}.* ({kinds})"
 
 
 def check_profile(config: TrainConfig, num_steps: int, world_size: int) -> None:
@@ -194,7 +202,7 @@ class _Recording:
     @contextmanager
     def _triton(self) -> Iterator[None]:
         """Within it, Triton kernels, which are no operators, have ranges too."""
-        if not self.on_cuda:
+        if not (self.on_cuda and find_spec("triton")):
             yield
             return
         from triton.runtime.jit import JITFunction
@@ -218,9 +226,6 @@ class _Recording:
             if self.on_cuda:
                 torch.cuda.memory._record_memory_history(enabled=None)
             self.profiler.stop()
-
-
-_STEP = "step "
 
 
 class _Ranges(TorchDispatchMode):
@@ -289,10 +294,11 @@ def costs_of(profiler: Any, names: set[str], device_type: str) -> tuple[float, d
             if event.name in names:
                 part, is_range = event.name, True
                 costs[part].calls += 1
-                costs[part].seconds += event.duration_time_ns / 1e9 * (device_type == "cpu")
+                if device_type == "cpu":
+                    costs[part].seconds += event.duration_time_ns / 1e9
             elif event.name.startswith("FSDP::"):
                 # its parameters' memory comes and goes without an operator
-                part = FSDP
+                part = _FSDP
             elif event.name.startswith(_STEP):
                 steps.append((event.start_time_ns, event.end_time_ns))
         waiting += [(child, part, is_range) for child in reversed(event.children)]
