@@ -85,6 +85,8 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         sharding.check_ep_size(config.ep_size, ranks.world_size, num_experts)
         kernel = choose_kernel(config, model, ranks)
         balance = training.choose_balance(config, model, source)
+    if config.offload and ranks.device.type == "cuda":
+        sharding.use_own_cores()
     counts = moe.count_parameters(model)
     topology = sharding.Topology(ranks.world_size, config.ep_size, config.dense_shard)
     if not config.preview:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         raise_together,
         settle_malloc,
         start_process_group,
+        use_own_cores,
     )
     from sharding.replicas import check_replicas
     from sharding.state import (
@@ -77,5 +78,6 @@ __all__ = [
     "start_process_group",
     "state_of",
     "trainable_of",
+    "use_own_cores",
     "zeros_by_rows",
 ]

@@ -51,6 +51,13 @@ def settle_malloc() -> None:
         mallopt(trim_threshold, 2**30)
 
 
+def use_own_cores() -> None:
+    """Let torch compute on as many threads as there are cores for each of a node's ranks: torchrun gives a rank one
+    thread, on which the update of offloaded parameters would take as many times as long."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
 def start_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
     """Join the process group: gloo on CPU; on GPU nccl, with gloo beside it for what lies in host memory.
 

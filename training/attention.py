@@ -8,7 +8,7 @@ Shape suffixes: B rows, S positions, N = B·S positions of all rows, H heads, G 
 
 import inspect
 import re
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -210,16 +210,25 @@ def _by_varlen_kernel(
     """One flash-attention kernel for all segments (`torch.nn.attention.varlen`), which wants one width of head."""
     from torch.nn.attention.varlen import varlen_attn
 
-    ends = torch.tensor([0, *segments]).cumsum(0).int().pin_memory().to(query_NHA.device, non_blocking=True)
-    groups = query_NHA.shape[1] // key_NGA.shape[1]
-    key_NHA, value_NHA = (x.repeat_interleave(groups, dim=1) for x in (key_NGA, value_NGA))
-    longest = max(segments)
+    ends, longest = _ends(segments, query_NHA.device), max(segments)
     scale = query_NHA.shape[-1] ** -0.5 if scale is None else scale
-    width, value_width = _varlen_width(query_NHA, value_NHA), value_NHA.shape[-1]
+    width, value_width = _varlen_width(query_NHA, value_NGA), value_NGA.shape[-1]
     # zeros add nothing to a score, and what they give as values is cut off
-    query_NHA, key_NHA, value_NHA = (_widened(x, width) for x in (query_NHA, key_NHA, value_NHA))
-    out: Any = varlen_attn(query_NHA, key_NHA, value_NHA, ends, ends, longest, longest, scale=scale, **_causal())
+    query_NHA, key_NGA, value_NGA = (_widened(x, width) for x in (query_NHA, key_NGA, value_NGA))
+    options = _causal()
+    if (groups := query_NHA.shape[1] // key_NGA.shape[1]) > 1:
+        if "enable_gqa" in _varlen_parameters():
+            options["enable_gqa"] = True
+        else:
+            key_NGA, value_NGA = (x.repeat_interleave(groups, dim=1) for x in (key_NGA, value_NGA))
+    out: Any = varlen_attn(query_NHA, key_NGA, value_NGA, ends, ends, longest, longest, scale=scale, **options)
     return out[..., :value_width]
+
+
+@lru_cache(maxsize=1)
+def _ends(segments: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where segments begin, and the last one ends, int32; once for all layers of a batch."""
+    return torch.tensor([0, *segments]).cumsum(0).int().pin_memory().to(device, non_blocking=True)
 
 
 def _varlen_width(query_NHA: Tensor, value_NGA: Tensor) -> int:
@@ -232,13 +241,16 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x
 
 
-@cache
 def _causal() -> dict[str, Any]:
     """How this torch's varlen_attn is told to be causal: 2.10 has a flag, later ones a window."""
+    return {"window_size": (-1, 0)} if "window_size" in _varlen_parameters() else {"is_causal": True}
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
     from torch.nn.attention.varlen import varlen_attn
 
-    parameters = inspect.signature(varlen_attn).parameters
-    return {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -153,8 +153,8 @@ def _8bit_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     tl.store(weight_ptr + index, weight.to(weight_ptr.dtype.element_ty), mask=inside)
     mean_scale, square_scale = _scale(mean), _scale(square)
-    mean_code = _nearest_code(tl.div_rn(mean, mean_scale[:, None]), mean_borders_ptr, True)  # type: ignore[arg-type]
-    square_code = _nearest_code(tl.div_rn(square, square_scale[:, None]), square_borders_ptr, False)
+    mean_code = _nearest_code(tl.div_rn(mean, mean_scale[:, None]), mean_borders_ptr, True)  # type: ignore[arg-type,unused-ignore]
+    square_code = _nearest_code(tl.div_rn(square, square_scale[:, None]), square_borders_ptr, False)  # type: ignore[arg-type,unused-ignore]
     tl.store(mean_codes_ptr + index, mean_code.to(tl.uint8), mask=inside)
     tl.store(square_codes_ptr + index, square_code.to(tl.uint8), mask=inside)
     tl.store(mean_scales_ptr + block, mean_scale, mask=is_block)
@@ -202,7 +202,8 @@ def _updated(  # type: ignore[no-untyped-def]
     mean = _lerp(mean, grad, mean_share)
     square = _lerp(square, grad * grad, square_share)
     root = tl.sqrt_rn(tl.div_rn(square, tl.load(square_correction_ptr).to(tl.float32))) + eps
-    change = tl.div_rn(tl.div_rn(mean, tl.load(mean_correction_ptr).to(tl.float32)), root)
+    mean_now = tl.div_rn(mean, tl.load(mean_correction_ptr).to(tl.float32))  # type: ignore[var-annotated,unused-ignore]
+    change = tl.div_rn(mean_now, root)  # type: ignore[var-annotated,unused-ignore]
     return tl.fma(change, -lr, weight * decay), mean, square
 
 

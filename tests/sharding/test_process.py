@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from moe import ExpertMeshError
 from sharding import Ranks, Watchdog, end_process_group, raise_together, start_process_group, watchdog
 from sharding.failures import Notice
-from sharding.process import wait_for_all
+from sharding.process import use_own_cores, wait_for_all
 from tests.distributed.pool import RankPool
 
 PROGRAM = """
@@ -129,3 +129,17 @@ def test_who_waits_misses_a_rank_that_gives_no_sign(monkeypatch: pytest.MonkeyPa
     with Watchdog(waiting, 1800).watching():
         assert ended.wait(60)
     wait_for_all(gone)
+
+
+def test_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(12)), raising=False)
+    try:
+        for ranks, threads in (("4", 3), ("24", 1), (None, 12)):
+            monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+            if ranks is not None:
+                monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+            use_own_cores()
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

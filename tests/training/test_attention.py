@@ -101,14 +101,20 @@ def test_unequal_widths_in_the_kernel(widths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("widths", UNEQUAL)
 @pytest.mark.parametrize("scale", [0.2, None])
+@pytest.mark.parametrize("takes_groups", [True, False])
 def test_the_kernel_is_given_one_width(
-    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int], scale: float | None
+    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int], scale: float | None, takes_groups: bool
 ) -> None:
-    """With a stand-in for the kernel that takes what flash attention takes."""
+    """With a stand-in for the kernel that takes what flash attention takes: heads of one width, as many of keys as of
+    queries, unless this torch's kernel takes groups; and where segments end, made once for all layers."""
+    seen = []
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, *ends_and_longest: Any, **settings: Any) -> Tensor:
-        assert query.shape == key.shape == value.shape
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
         assert query.shape[-1] % 8 == 0
+        assert key.shape[1] == value.shape[1] == (2 if takes_groups else 8)
+        assert settings.get("enable_gqa", False) == takes_groups
+        seen.append(ends_and_longest[0])
         ends, other_ends, longest, other_longest = ends_and_longest
         assert (longest, other_longest) == (17, 17)
         assert torch.equal(ends, other_ends)
@@ -116,11 +122,17 @@ def test_the_kernel_is_given_one_width(
         lengths = ends.diff().tolist()
         outputs = []
         for q, k, v in zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)), strict=True):
-            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=settings["scale"]))
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=settings["scale"], enable_gqa=takes_groups
+                )
+            )
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
+    known = {"window_size", "enable_gqa"} if takes_groups else {"window_size"}
+    monkeypatch.setattr("training.attention._varlen_parameters", lambda: frozenset(known))
+
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    monkeypatch.setattr("training.attention._causal", lambda: {"window_size": (-1, 0)})
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     segments = tuple(length for row in ROWS for length in row)
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in unequal("cpu", torch.float32, *widths))
@@ -128,6 +140,8 @@ def test_the_kernel_is_given_one_width(
     found = attention._by_varlen_kernel(query, key, value, segments, scale)
     assert found.shape == (48, 8, widths[1])
     assert relative_error(found.detach(), expected.detach()) <= 1e-6
+    attention._by_varlen_kernel(query, key, value, segments, scale)
+    assert seen[0] is seen[1]
 
 
 @pytest.mark.parametrize("segments", [(24, 24), None])
