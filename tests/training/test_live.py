@@ -25,6 +25,16 @@ def test_peak_of_live_tensors() -> None:
     assert live.peak == 6 * KB
 
 
+def test_storages_that_are_emptied() -> None:
+    """As FSDP empties what it has gathered, and fills it again."""
+    held = torch.zeros(KB // 4)
+    with LiveTensors([held]) as live:
+        held.untyped_storage().resize_(0)
+        assert live.total == 0
+        held.untyped_storage().resize_(2 * KB)
+        assert live.total == live.peak == 2 * KB
+
+
 def test_what_autograd_keeps_is_live() -> None:
     x = torch.zeros(KB // 4, requires_grad=True)
     with LiveTensors([x]) as live:

@@ -3,7 +3,9 @@
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +18,8 @@ class LiveTensors(TorchDispatchMode):
     """Within it, `peak` is the most bytes that storages held at once: of `held`, and of all that operators make; `when`
     is what `moment` said then.
 
-    What the C library keeps of memory that was given back, and what is no tensor, is not counted.
+    What the C library keeps of memory that was given back, and what is no tensor, is not counted. FSDP frees what it
+    has gathered by making its storage empty, which no operator tells of: so resizing is watched too.
     """
 
     def __init__(self, held: Iterable[Tensor], moment: Callable[[], Any] = lambda: None):
@@ -28,6 +31,24 @@ class LiveTensors(TorchDispatchMode):
         self.peak = 0
         for tensor in held:
             self._add(local_tensor(tensor.detach()))
+
+    def __enter__(self) -> "LiveTensors":
+        resize = torch.UntypedStorage.resize_
+
+        def watched(storage: Any, size: int) -> Any:
+            resized = resize(storage, size)
+            if (key := storage._cdata) in self.sizes:
+                self._change(key, storage.nbytes() - self.sizes[key])
+            return resized
+
+        self._watching = mock.patch.object(torch.UntypedStorage, "resize_", watched)
+        self._watching.start()
+        entered: LiveTensors = super().__enter__()
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._watching.stop()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
@@ -43,11 +64,15 @@ class LiveTensors(TorchDispatchMode):
         # the address of the storage itself: that of its memory may be another's before this one is gone
         key = storage._cdata
         if key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            self.total += storage.nbytes()
-            if self.total > self.peak:
-                self.peak, self.when = self.total, self.moment()
+            self.sizes[key] = 0
+            self._change(key, storage.nbytes())
             weakref.finalize(storage, self._drop, key)
+
+    def _change(self, key: int, more: int) -> None:
+        self.sizes[key] += more
+        self.total += more
+        if self.total > self.peak:
+            self.peak, self.when = self.total, self.moment()
 
     def _drop(self, key: int) -> None:
         self.total -= self.sizes.pop(key)

@@ -109,7 +109,7 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehear
         optimizer = build_optimizer(model.train(), config, mesh)
         recorder = Recorder(Parts(model))
         model.register_forward_pre_hook(recorder.next_forward)
-        batches = [_batch(config, model_config, fake)] * min(config.gradient_accumulation_steps, 2)
+        batches = [_batch(config, fake)] * min(config.gradient_accumulation_steps, 2)
         weights = LossWeights(config.router_aux_loss_coef or 0.0, config.router_z_loss_coef)
         live = LiveTensors([*model.parameters(), *model.buffers()], moment=recorder.now)
         with _told(config, moe_shape(model).top_k), recording_triton(recorder), live, recorder:
@@ -157,7 +157,7 @@ def _kernel(config: TrainConfig) -> str:
     return "torch-grouped" if is_auto else config.expert_kernel
 
 
-def _batch(config: TrainConfig, model_config: Any, fake: FakeTensorMode) -> Batch:
+def _batch(config: TrainConfig, fake: FakeTensorMode) -> Batch:
     rows, length = config.per_device_train_batch_size, config.max_seq_length
     with fake:
         tokens_BS = torch.zeros(rows, length, dtype=torch.int64)
