@@ -187,3 +187,12 @@ def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:
     assert seconds(kernel, gather, use, kernel) == (0.8, 0.2)
     assert seconds(kernel, exchange, kernel) == (0.7, 0.0)
     assert seconds(kernel, gather) == (0.5, 0.2)
+
+
+def test_memory_is_what_a_rank_holds(step: tuple[Rehearsed, Any]) -> None:
+    """Parameters, gradients and moments in fp32, of this rank's part alone, are there in the update: 16 bytes each.
+    Before it at most some tensors of the head's size, gathered or gradients, are there besides."""
+    (rehearsed, _), head = step, 4 * step[1].vocab_size * step[1].hidden_size
+    memory = rehearsed.memory
+    assert memory.state == pytest.approx(2 * memory.parameters, rel=1e-4)
+    assert 4 * memory.parameters <= memory.peak < 4 * memory.parameters + 8 * head

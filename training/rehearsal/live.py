@@ -16,7 +16,7 @@ from sharding import local_tensor
 
 class LiveTensors(TorchDispatchMode):
     """Within it, `peak` is the most bytes that storages held at once: of `held`, and of all that operators make; `when`
-    is what `moment` said then.
+    is what `moment` said then. What is made while it `is_paused` is not counted.
 
     What the C library keeps of memory that was given back, and what is no tensor, is not counted. FSDP frees what it
     has gathered by making its storage empty, which no operator tells of: so resizing is watched too.
@@ -26,6 +26,7 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()
         self.moment = moment
         self.when: Any = None
+        self.is_paused = False
         self.sizes: dict[int, int] = {}
         self.total = 0
         self.peak = 0
@@ -54,7 +55,7 @@ class LiveTensors(TorchDispatchMode):
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return NotImplemented  # what it does with its local tensor comes here by itself
         result = operator(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in () if self.is_paused else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
         return result

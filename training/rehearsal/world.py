@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
@@ -112,7 +113,13 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehear
         batches = [_batch(config, fake)] * min(config.gradient_accumulation_steps, 2)
         weights = LossWeights(config.router_aux_loss_coef or 0.0, config.router_z_loss_coef)
         live = LiveTensors([*model.parameters(), *model.buffers()], moment=recorder.now)
-        with _told(config, moe_shape(model).top_k), recording_triton(recorder), live, recorder:
+        with (
+            _told(config, moe_shape(model).top_k),
+            _leaving_out_shapes(live),
+            recording_triton(recorder),
+            live,
+            recorder,
+        ):
             train_step(model, optimizer, batches, mesh, weights, config.max_grad_norm, at=recorder.moment)
     return Rehearsed(recorder, model, optimizer, _peak_memory(live, model, optimizer), counts)
 
@@ -191,6 +198,23 @@ def _told(config: TrainConfig, top_k: int) -> Iterator[None]:
         # transformers makes masks that no kernel needs where it takes a forward for one that is being exported
         mock.patch.object(masking_utils, "is_tracing", return_value=False),
     ):
+        yield
+
+
+@contextmanager
+def _leaving_out_shapes(live: LiveTensors) -> Iterator[None]:
+    """Within it, `live` does not count the whole tensors, without memory in any run, on which DTensor tries an operator
+    to find out the shapes of its results."""
+    find_out = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        was_paused, live.is_paused = live.is_paused, True
+        try:
+            return find_out(*args, **kwargs)
+        finally:
+            live.is_paused = was_paused
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused):
         yield
 
 
