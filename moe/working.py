@@ -29,10 +29,9 @@ class WorkingWeights:
 
     def take(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """This rank's part of a parameter, in `dtype`. Its gradient goes to the parameter's."""
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        if not parameter.requires_grad:
-            return self._rounded(name, local, dtype)
-        working: Tensor = _Working.apply(parameter, self._rounded(name, local, dtype))
+        working = self._rounded(name, _local(parameter), dtype)
+        if parameter.requires_grad:
+            working = _Working.apply(parameter, working)
         return working
 
     def _rounded(self, name: str, local: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,7 +39,7 @@ class WorkingWeights:
             return local.detach().to(dtype)
         version, working = self._kept.get(name, (-1, None))
         if working is None:
-            working = torch.empty_like(local, dtype=dtype, requires_grad=False)
+            working = torch.empty_like(local, dtype=dtype)
         if version != local._version:
             with torch.no_grad():
                 working.copy_(local)
@@ -68,8 +67,11 @@ class _Working(torch.autograd.Function):
                 shape, stride = parameter.shape, parameter.stride()
                 own = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
             parameter.grad = own
-        elif isinstance(parameter.grad, DTensor):
-            parameter.grad._local_tensor.add_(grad)
         else:
-            parameter.grad.add_(grad)
+            _local(parameter.grad).add_(grad)
         return None, None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Not by `to_local`, which autograd would record."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

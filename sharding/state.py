@@ -5,10 +5,12 @@ read it, and nothing else.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from moe.adapters import is_adapter
 from moe.experts import ExpertMLP, ExpertParameter
@@ -131,6 +133,12 @@ def set_parameter_dtype(model: nn.Module, dtype: torch.dtype, frozen_alone: bool
                 if parameter not in converted:
                     converted[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 module._parameters[name] = converted[parameter]
+
+
+def has_dtensor(*arguments: Any) -> bool:
+    """Whether there is a DTensor among an operator's arguments, in lists too: a dispatch mode that gives back
+    NotImplemented then is called with the local tensors."""
+    return any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

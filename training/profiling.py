@@ -19,14 +19,12 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _EventType, _ProfilerEvent, _RecordFunctionFast
 from torch.autograd import DeviceType
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moe import ExpertMeshError
 from moe.whole import PARTIAL, whole
-from sharding import Ranks
+from sharding import Ranks, has_dtensor
 from training.config import TrainConfig
 from training.rehearsal.parts import Parts
 from training.report import BETWEEN, PROFILES
@@ -247,7 +245,7 @@ class _Ranges(TorchDispatchMode):
         return _RecordFunctionFast(name)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+        if has_dtensor(args, kwargs):
             return NotImplemented  # what it does with its local tensor comes here by itself
         with self.range():
             return operator(*args, **(kwargs or {}))

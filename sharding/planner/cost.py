@@ -9,6 +9,7 @@ layer's gradients, clipping, and the optimizer's step.
 Left out: what the host needs to launch kernels (small layers on fast GPUs wait for it), stragglers, data loading.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe import training_flops
@@ -16,7 +17,7 @@ from sharding.planner.hardware import Hardware
 from sharding.planner.memory import rows_received
 from sharding.planner.setting import Setting, units_of
 from sharding.planner.shapes import ModelShape
-from sharding.planner.traffic import Traffic, between_nodes, group_ranks, ranks_a_node, step_traffic
+from sharding.planner.traffic import Traffic, group_ranks, ranks_a_node, share_away, step_traffic
 
 TF32_SLOWDOWN = 2.0
 """TF32 products run at half the bf16 rate (the data sheets in `hardware`)."""
@@ -48,20 +49,25 @@ class StepTime:
 
 
 def collective_time(traffic: Traffic, setting: Setting, hardware: Hardware, gpus_per_node: int) -> float:
-    """One of `traffic`'s collectives: the slower of its links, and its messages' latencies: n - 1 in a ring inside a
-    node; across nodes as many as there are nodes, less one, beside those inside; an all-to-all sends all at once."""
-    ranks = group_ranks(traffic.group, setting)
-    away = between_nodes(traffic, setting, gpus_per_node)
+    """Seconds of one of `traffic`'s collectives."""
+    return seconds_among(traffic.kind, traffic.sent, group_ranks(traffic.group, setting), hardware, gpus_per_node)
+
+
+def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardware, gpus_per_node: int) -> float:
+    """A collective in which each of `ranks` sends so many bytes: the slower of its links, and its messages' latencies:
+    n - 1 in a ring inside a node; across nodes as many as there are nodes, less one, beside those inside; an all-to-all
+    sends all at once."""
+    away = share_away(kind, ranks, gpus_per_node)
     inside, between = hardware.inside, hardware.between
     transfer = max(
-        traffic.sent * (1 - away) / (inside.bandwidth * hardware.link_share),
-        traffic.sent * away / (between.bandwidth * hardware.link_share),
+        sent * (1 - away) / (inside.bandwidth * hardware.link_share),
+        sent * away / (between.bandwidth * hardware.link_share),
     )
-    if traffic.kind == "all-to-all":
+    if kind == "all-to-all":
         return transfer + (between.latency if away > 0 else inside.latency)
     here = ranks_a_node(ranks, gpus_per_node)
     hops_between = -(-len(ranks) // here) - 1
-    rounds = 2 if traffic.kind == "all-reduce" else 1
+    rounds = 2 if kind == "all-reduce" else 1
     return transfer + rounds * ((here - 1) * inside.latency + hops_between * between.latency)
 
 

@@ -110,7 +110,7 @@ class Setting:
 
     @property
     def experts_are_cast(self) -> bool:
-        """Whether kernels round the experts' weights to the dtype they compute in, one matrix at a time."""
+        """Whether the experts' weights are rounded to the dtype that is computed in, without an FSDP2 unit."""
         return not self.experts_are_gathered and self.state_bytes.parameter != self.compute_bytes
 
 

@@ -102,18 +102,23 @@ def group_ranks(group: GroupName, setting: Setting) -> range:
 
 
 @cache
-def ranks_a_node(ranks: range, gpus_per_node: int) -> int:
+def ranks_a_node(ranks: Sequence[int], gpus_per_node: int) -> int:
     """How many of a group's ranks share a node, where they are fewest."""
     return min(Counter(rank // gpus_per_node for rank in ranks).values())
 
 
 def between_nodes(traffic: Traffic, setting: Setting, gpus_per_node: int) -> float:
     """The share of it that leaves the node."""
-    ranks = group_ranks(traffic.group, setting)
-    if ranks[-1] // gpus_per_node == 0:
-        return 0.0
+    return share_away(traffic.kind, group_ranks(traffic.group, setting), gpus_per_node)
+
+
+def share_away(kind: str, ranks: Sequence[int], gpus_per_node: int) -> float:
+    """The share of what a rank sends in a collective of `ranks` that leaves the node: to ranks on other nodes, or round
+    a ring."""
     here = ranks_a_node(ranks, gpus_per_node)
-    return (len(ranks) - here) / (len(ranks) - 1) if traffic.kind == "all-to-all" else 1 / here
+    if here == len(ranks):
+        return 0.0
+    return (len(ranks) - here) / (len(ranks) - 1) if kind == "all-to-all" else 1 / here
 
 
 def by_link(traffic: Sequence[Traffic], setting: Setting, gpus_per_node: int) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Ways to break a JSON document, a text, or a file."""
 
 import json
+import struct
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -54,6 +55,18 @@ def changed_document(draw: Callable[..., Any], original: Any) -> Any:
 def dumped(document: Any) -> bytes:
     """As JSON, NaN and lone surrogates included."""
     return json.dumps(document).encode()
+
+
+def changed_weights(original: bytes) -> st.SearchStrategy[bytes]:
+    """Contents of a safetensors file, with another header or with other bytes anywhere."""
+    length = int.from_bytes(original[:8], "little")
+    header, data = json.loads(original[8 : 8 + length]), original[8 + length :]
+
+    def with_header(document: object) -> bytes:
+        text = dumped(document)
+        return struct.pack("<Q", len(text)) + text + data
+
+    return st.one_of(changed_document(header).map(with_header), changed_bytes(original))
 
 
 def changed_bytes(original: bytes, alphabet: bytes = bytes(range(256))) -> st.SearchStrategy[bytes]:

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from checkpoints.adapter import CONFIG, WEIGHTS, Adapter
@@ -19,7 +17,7 @@ from checkpoints.peft_format import adapter_config, lora_names
 from moe import moe_layers
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.models import SMALL
-from tests.hostile.mutations import BROKEN_TEXTS, HOSTILE_VALUES, changed_bytes, changed_document, dumped
+from tests.hostile.mutations import BROKEN_TEXTS, HOSTILE_VALUES, changed_document, changed_weights, dumped
 from tests.tiny import save_model
 
 RANK = 2
@@ -84,15 +82,7 @@ def adapter_files(watch: Watch, num_cases: int, source: Path, base: Path) -> Non
             for key in ("rank_pattern", "alpha_pattern"):
                 attempt(f"{key} {pattern!r:.20} {value!r}", config_file, dumped({**config, key: {pattern: value}}))
 
-    length = int.from_bytes(original[:8], "little")
-    header, data = json.loads(original[8 : 8 + length]), original[8 + length :]
-
-    def with_header(document: object) -> bytes:
-        text = dumped(document)
-        return struct.pack("<Q", len(text)) + text + data
-
-    weights = st.one_of(changed_document(header).map(with_header), changed_bytes(original))
-    fuzz(num_cases // 2, weights, lambda content: attempt(f"{content!r:.300}", weights_file, content))
+    fuzz(num_cases // 2, changed_weights(original), lambda content: attempt(f"{content!r:.300}", weights_file, content))
     configs = changed_document(config).map(dumped)
     fuzz(num_cases // 2, configs, lambda content: attempt(f"{content!r:.2000}", config_file, content))
 

@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from sharding.planner.hardware import Hardware, Link
+from sharding.planner.cost import seconds_among
+from sharding.planner.hardware import Hardware
 from training.rehearsal.recorder import Event, Key, Recorder
 
 LAUNCH = 2e-6
@@ -172,7 +173,7 @@ def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -
             now += seconds
             computing += seconds
             continue
-        seconds = collective_seconds(event, hardware, gpus_per_node)
+        seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
         if event.collective in ("all-gather", "reduce-scatter"):
             free = max(free, now) + seconds
             sharding += seconds
@@ -185,27 +186,10 @@ def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -
     return max(now, free), computing, waiting, sharding, exposed
 
 
-def collective_seconds(event: Event, hardware: Hardware, gpus_per_node: int) -> float:
-    """The slower of the links it goes over, and a message's latency for each rank that a ring passes."""
-    ranks = event.ranks
-    nodes = len({rank // gpus_per_node for rank in ranks})
-    away = sum(rank // gpus_per_node != ranks[0] // gpus_per_node for rank in ranks) / max(len(ranks) - 1, 1)
-    if event.collective != "all-to-all":
-        # a ring crosses to another node once for each
-        away = (nodes / len(ranks)) * (nodes > 1)
-
-    def through(link: Link, share: float) -> float:
-        return event.sent * share / (link.bandwidth * hardware.link_share)
-
-    transfer = max(through(hardware.inside, 1 - away), through(hardware.between, away))
-    hops = 1 if event.collective == "all-to-all" else len(ranks) - 1
-    return transfer + hops * (hardware.between if nodes > 1 else hardware.inside).latency
-
-
 def sums(parts: Iterable[Part]) -> Part:
     """All parts together."""
     total = Part("all")
     for part in parts:
-        for name in ("flops", "recomputed", "moved", "enough", "kernels", "sent", "seconds"):
-            setattr(total, name, getattr(total, name) + getattr(part, name))
+        for figure in fields(Part)[1:]:
+            setattr(total, figure.name, getattr(total, figure.name) + getattr(part, figure.name))
     return total

@@ -7,11 +7,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sharding import local_tensor
+from sharding import has_dtensor, local_tensor
 
 
 class LiveTensors(TorchDispatchMode):
@@ -52,7 +51,7 @@ class LiveTensors(TorchDispatchMode):
         self._watching.stop()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+        if has_dtensor(args, kwargs):
             return NotImplemented  # what it does with its local tensor comes here by itself
         result = operator(*args, **(kwargs or {}))
         for leaf in () if self.is_paused else tree_leaves(result):

@@ -41,7 +41,7 @@ _BY_FILE = {
     "/training/routing.py": "router",
 }
 LASTING = "lasting"
-_LASTING = ("_init_group", "_no_moments", "zeros_by_rows", "_propagate_tensor_meta_non_cached")
+_NO_PART = ("_init_group", "_no_moments", "zeros_by_rows", "_propagate_tensor_meta_non_cached")
 """Functions that make what lasts from the first step on, or that find out shapes alone: no part of a step."""
 
 
@@ -90,7 +90,7 @@ class Parts:
         layer: int | None = None
         while frame is not None:
             code = frame.f_code
-            if code.co_name in _LASTING:
+            if code.co_name in _NO_PART:
                 return Place(LASTING, None)
             if in_backward and code.co_filename.endswith("/torch/utils/checkpoint.py"):
                 return Place(part or "other", layer, is_recomputed=True)

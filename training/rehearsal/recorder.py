@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sharding import has_dtensor
 from training.rehearsal.parts import LASTING, Parts, Place
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+        if has_dtensor(args, kwargs):
             return NotImplemented  # what it does with its local tensor comes here by itself
         if operator is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1

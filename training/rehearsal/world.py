@@ -3,7 +3,7 @@
 What depends on data is told: routing is even. Attention is the flash kernel's, as on a GPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -126,20 +126,21 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehear
 
 def _peak_memory(live: LiveTensors, model: Any, optimizer: torch.optim.Optimizer) -> PeakMemory:
     """The optimizer's state is made in the first update, and in later steps is there from the start."""
-    state = sum(
-        local_tensor(value).untyped_storage().nbytes()
-        for of_parameter in optimizer.state.values()
-        for value in of_parameter.values()
-        if isinstance(value, Tensor)
+    state = _bytes(
+        value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)
     )
-    is_update = str(live.when).startswith("update")
     return PeakMemory(
-        live.peak + (0 if is_update else state),
+        live.peak + (0 if str(live.when).startswith("update") else state),
         str(live.when),
-        sum(local_tensor(p.detach()).untyped_storage().nbytes() for p in model.parameters()),
-        sum(local_tensor(p.detach()).untyped_storage().nbytes() for p in model.parameters() if p.requires_grad),
+        _bytes(model.parameters()),
+        _bytes(p for p in model.parameters() if p.requires_grad),
         state,
     )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of this rank's parts."""
+    return sum(local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors)
 
 
 def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
