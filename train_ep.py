@@ -124,10 +124,8 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         mesh,
         ranks.device,
         torch.bfloat16 if config.bf16 else torch.float32,
-        config.gradient_checkpointing,
+        config.strategy,
         read_weights=resume_from is None or config.adapter != "none",
-        offload=config.offload,
-        reshard_after_forward=config.reshard_after_forward,
     )
     if balance.bias_rate:
         checkpoint = checkpoint.exporting(training.correction_biases(model), "F32")

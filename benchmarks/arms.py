@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from checkpoints import open_source, shard_and_load
 from moe import ExpertMeshError, choose_kernel, kernel_needs, use_kernel
 from moe.matmul import Library, Product, use_libraries
-from sharding import Checkpointing, Ranks, Topology, build_mesh, set_parameter_dtype, settle_malloc
+from sharding import Checkpointing, Ranks, Strategy, Topology, build_mesh, set_parameter_dtype, settle_malloc
 from training import TrainConfig, attach_loss_head, choose_cross_entropy, compile_layers, fuse_layers
 from training.balance import LossWeights
 from training.data import Batch
@@ -108,8 +108,7 @@ def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
         mesh,
         ranks.device,
         dtype,
-        work.gradient_checkpointing,
-        reshard_after_forward=work.reshard_after_forward,
+        Strategy(work.gradient_checkpointing, reshard_after_forward=work.reshard_after_forward),
     )
     config = TrainConfig(model="-", dataset=["-"], learning_rate=work.learning_rate)
     optimizer = build_optimizer(model.train(), config, mesh)

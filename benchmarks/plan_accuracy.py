@@ -45,7 +45,7 @@ from sharding import (
     set_parameter_dtype,
     start_process_group,
 )
-from sharding.choices import Checkpointing
+from sharding.choices import Checkpointing, Strategy
 from sharding.parallelize import parallelize
 from sharding.planner.check import check_groups, measured_hardware
 from sharding.planner.cost import model_flops, step_time
@@ -125,7 +125,7 @@ def build_run(config: Any, setting: Setting, device: torch.device) -> tuple[Any,
     if setting.optimizer == "adamw_bf16":
         set_parameter_dtype(model, torch.bfloat16)
     mesh = build_mesh(device.type, setting.topology)
-    parallelize(model, mesh, dtype, setting.checkpointing)
+    parallelize(model, mesh, dtype, Strategy(setting.checkpointing))
     materialize(model, device)
     for parameter in model.parameters():
         torch.nn.init.normal_(local_tensor(parameter.detach()), std=0.02)

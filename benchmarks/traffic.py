@@ -43,9 +43,7 @@ class CountTraffic(TorchDispatchMode):
         others = group.size() - 1
         if name == "alltoall_base_":
             self._count_rows(args[1], args[4], group)
-        elif name == "exchange_counts":
-            self._count_rows(args[0], [], group)
-        elif name in ("all_to_all_single", "all_to_all"):
+        elif name == "all_to_all_single":
             self._count_rows(args[0], args[2], group)
         elif "reduce_scatter" in name:
             data = args[1] if name.endswith("_") else args[0]

@@ -13,7 +13,7 @@ from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint, ModelSource
 from checkpoints.tensors import as_tensor
 from moe import ExpertMeshError
-from sharding import Checkpointing, Mesh, Topology, materialize, raise_together
+from sharding import Mesh, Strategy, Topology, materialize, raise_together
 from sharding.parallelize import parallelize
 
 
@@ -23,20 +23,16 @@ def shard_and_load(
     mesh: Mesh,
     device: torch.device,
     compute_dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: Checkpointing = "none",
+    strategy: Strategy | None = None,
     read_weights: bool = True,
-    offload: bool = False,
-    reshard_after_forward: bool = True,
 ) -> Checkpoint:
     """Take a model from the meta device to its ranks, loaded. All ranks call it together.
 
     Args:
         model: from `moe.build_model`; parallelised in place (see `sharding.parallelize`).
         source: the directory it is read from.
-        gradient_checkpointing: none, full or selective (see `sharding.checkpoint_layers`).
+        strategy: what is kept, freed and computed again; by default nothing is.
         read_weights: False leaves them uninitialised, for one who fills them from elsewhere.
-        offload: whether parameters and gradients live in host memory.
-        reshard_after_forward: whether gathered parameters are freed between a layer's forward and backward.
 
     Returns:
         The checkpoint it came from, which an export needs.
@@ -46,8 +42,9 @@ def shard_and_load(
     """
     with raise_together():
         checkpoint = open_checkpoint(source, Names(model))
-    parallelize(model, mesh, compute_dtype, gradient_checkpointing, offload, reshard_after_forward)
-    materialize(model, device, offload)
+    strategy = strategy or Strategy()
+    parallelize(model, mesh, compute_dtype, strategy)
+    materialize(model, device, strategy.offload)
     if read_weights:
         load_model(model, checkpoint, mesh.topology)
     return checkpoint

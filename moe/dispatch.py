@@ -1,29 +1,104 @@
 """Brings tokens to their experts and the results back: within one process, or by all-to-all over the `ep` ranks.
 
-A dispatcher is plain data and two functions, no `nn.Module`: `dispatch` gives the rows for this rank's experts and
-a frozen plan, and `combine` takes that plan to bring the experts' outputs home.
+A dispatcher is plain data and one function, no `nn.Module`: `send` gives what is on its way to this rank's experts.
+What lies between `send`, each part's `arrive` and `give_back`, and `combine` runs beside the all-to-alls.
 
 Shape suffixes: T tokens on this rank, D model width, E experts, e experts on this rank, K experts a token,
-N = T·K routed rows, n of them sent (N less padding), S ep ranks, R rows this rank receives.
+N = T·K routed rows, n of them sent (N less padding), S ep ranks, P parts, R rows of a part that this rank receives.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from moe.exchange import Exchange
 from moe.permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows
-from moe.replay import ROWS_ARE_KEPT
+from moe.replay import is_replaying, kept
+
+
+class Part(Protocol):
+    """Rows of some of this rank's experts, of consecutive ones.
+
+    num_experts: how many. num_rows: R.
+    """
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows sorted by expert, and how many each has, int64, on their device. Waits for what of it is on its way."""
+        ...
+
+    def give_back(self, rows_RD: Tensor) -> Tensor:
+        """Begins to bring the experts' results home; returns what `Sent.combine` takes."""
+        ...
+
+
+class Sent(Protocol):
+    """All of a layer's rows.
+
+    rows: of each part, to be read by its `arrive` alone.
+    """
+
+    @property
+    def rows(self) -> Sequence[Tensor]: ...
+
+    @property
+    def parts(self) -> Sequence[Part]: ...
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether `give_back` reads the rows that it is given now, and not their shape alone."""
+        ...
+
+    def combine(self, returned: Sequence[Tensor], weights_TK: Tensor) -> Tensor:
+        """out_TD: for each token the weighted sum of its experts' rows; zero for padding."""
+        ...
 
 
 @dataclass(frozen=True)
-class LocalPlan:
+class _LocalRows:
+    """All experts' rows, which are here."""
+
+    rows_RD: Tensor
+    counts_e: Tensor
     order: ExpertOrder
+
+    reads_outputs = True
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts_e.numel()
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows_RD.shape[0]
+
+    @property
+    def rows(self) -> list[Tensor]:
+        return [self.rows_RD]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self]
+
+    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
+        return sent_RD, self.counts_e
+
+    def give_back(self, rows_RD: Tensor) -> Tensor:
+        return rows_RD
+
+    def combine(self, returned: Sequence[Tensor], weights_TK: Tensor) -> Tensor:
+        (rows_RD,) = returned
+        return RowsToTokens.apply(rows_RD, weights_TK, self.order)
 
 
 class LocalDispatcher:
@@ -32,97 +107,136 @@ class LocalDispatcher:
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
 
-    def dispatch(
-        self, x_TD: Tensor, experts_TK: Tensor, counts_E: Tensor, has_padding: bool
-    ) -> tuple[Tensor, Tensor, LocalPlan]:
-        """Rows sorted by expert.
-
+    def send(self, x_TD: Tensor, experts_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
+        """
         Args:
             x_TD: tokens.
             experts_TK: int64 expert of each choice; E stands for padding, which is not routed.
             counts_E: int64, how many entries of experts_TK name each expert.
             has_padding: whether any entry may be E. Without padding the host need not wait for the device.
-
-        Returns:
-            rows_RD, counts_e (int64, rows for each expert, on x_TD's device), and the plan for `combine`.
         """
         order = _expert_order(experts_TK, self.num_experts if has_padding else None)
         if has_padding:
             order = _without_padding(order, int(counts_E.sum()))
-        return TokensToRows.apply(x_TD, order), counts_E, LocalPlan(order)
-
-    @property
-    def reads_outputs(self) -> bool:
-        """Whether `combine` reads the rows that it is given now, and not their shape alone."""
-        return True
-
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor, plan: LocalPlan) -> Tensor:
-        """out_TD: for each token the weighted sum of its experts' rows; zero for padding."""
-        return RowsToTokens.apply(rows_RD, weights_TK, plan.order)
+        return _LocalRows(TokensToRows.apply(x_TD, order), counts_E, order)
 
 
 @dataclass(frozen=True)
-class AllToAllPlan:
-    """sent and received: rows to and from each ep rank. The index pair is None when one expert lives here: the rows
-    then come grouped by expert already."""
+class _ExchangedPart:
+    """by_expert_R, by_source_R: how rows that come sorted by source are brought into their experts' order, and back.
+    None when the part is one expert: the rows then come grouped by expert already."""
 
-    order: ExpertOrder
-    sent: list[int]
-    received: list[int]
+    exchange: Exchange
+    number: int
+    counts_e: Tensor
     by_expert_R: Tensor | None
     by_source_R: Tensor | None
 
+    @property
+    def num_experts(self) -> int:
+        return self.counts_e.numel()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.exchange.received[self.number])
+
+    def arrive(self, sent_RD: Tensor) -> tuple[Tensor, Tensor]:
+        rows_RD = self.exchange.arrive(self.number, sent_RD)
+        if self.by_expert_R is not None:
+            rows_RD = PermuteRows.apply(rows_RD, self.by_expert_R, self.by_source_R)
+        return rows_RD, self.counts_e
+
+    def give_back(self, rows_RD: Tensor) -> Tensor:
+        if self.by_source_R is not None:
+            rows_RD = PermuteRows.apply(rows_RD, self.by_source_R, self.by_expert_R, not is_replaying())
+        return self.exchange.give_back(self.number, rows_RD)
+
+
+@dataclass(frozen=True)
+class _ExchangedRows:
+    rows: tuple[Tensor, ...]
+    parts: list[Part]
+    exchange: Exchange
+    order: ExpertOrder
+
+    @property
+    def reads_outputs(self) -> bool:
+        """No, where what they were sent for is at hand (see `moe.replay`)."""
+        return not is_replaying()
+
+    def combine(self, returned: Sequence[Tensor], weights_TK: Tensor) -> Tensor:
+        return RowsToTokens.apply(self.exchange.home(returned), weights_TK, self.order)
+
 
 class AllToAllDispatcher:
-    """Expert i lives on ep rank i // e. Rows travel by two all-to-alls a layer, one there and one back.
+    """Expert i lives on ep rank i // e. Rows travel by two all-to-alls a part, one there and one back.
 
     The counts travel ahead of the rows, and are read on the host once a layer: the only wait for the device. They go by
     a stream of their own, and the rows are sorted meanwhile, so that a GPU is at work while the host waits.
+
+    Attributes:
+        num_parts: in which the rows travel. Each has some of every rank's experts, so that no expert's rows are
+            divided: results keep every bit, and each weight is read once.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup):
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, num_parts: int = 1):
         self.num_experts = num_experts
         self.group = group
         self.ep_size = dist.get_world_size(group)
         assert num_experts % self.ep_size == 0, (num_experts, self.ep_size)
+        self.sizes = _part_sizes(num_experts // self.ep_size, num_parts)
+        self._place_E = _places(num_experts, self.ep_size, self.sizes)
 
-    def dispatch(
-        self, x_TD: Tensor, experts_TK: Tensor, counts_E: Tensor, has_padding: bool
-    ) -> tuple[Tensor, Tensor, AllToAllPlan]:
-        """As `LocalDispatcher.dispatch`, with rows_RD from all ep ranks and counts_e of this rank's experts."""
-        receive_counts_E, splits_2S = exchange_counts(counts_E, self.group.group_name)
-        order = _expert_order(experts_TK, self.num_experts if has_padding else None)
-        rows_nD = TokensToRows.apply(x_TD, order, not ROWS_ARE_KEPT.get())
+    def send(self, x_TD: Tensor, experts_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
+        """As `LocalDispatcher.send`."""
+        receive_counts_E, splits_2PS = kept("counts", lambda: exchange_counts(counts_E, self.group, self.sizes))
+        order = _expert_order(self._places(experts_TK), self.num_experts if has_padding else None)
+        rows_nD = TokensToRows.apply(x_TD, order, not is_replaying())
 
         _wait_for_counts(counts_E.device)
-        sent, received = splits_2S.tolist()
+        sent_PS, received_PS = splits_2PS.tolist()
+        if has_padding:
+            num_kept = sum(map(sum, sent_PS))
+            order, rows_nD = _without_padding(order, num_kept), rows_nD[:num_kept]
+        exchange = Exchange(self.group, sent_PS, received_PS)
+        rows = exchange.send(rows_nD)
         # row s: what ep rank s sends here, by local expert
         receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
-        if has_padding:
-            order, rows_nD = _without_padding(order, sum(sent)), rows_nD[: sum(sent)]
-        rows_RD = all_to_all(rows_nD, received, sent, self.group.group_name)
+        counts = receive_counts_Se.split(self.sizes, dim=1)
+        parts: list[Part] = [self._part(exchange, number, counts_Se) for number, counts_Se in enumerate(counts)]
+        return _ExchangedRows(rows, parts, exchange, order)
+
+    def _part(self, exchange: Exchange, number: int, counts_Se: Tensor) -> Part:
         by_expert_R, by_source_R = None, None
-        if receive_counts_Se.shape[1] > 1:
-            by_expert_R = _transpose_blocks(receive_counts_Se, sum(received))
-            by_source_R = _transpose_blocks(receive_counts_Se.t(), sum(received))
-            rows_RD = PermuteRows.apply(rows_RD, by_expert_R, by_source_R)
-        plan = AllToAllPlan(order, sent, received, by_expert_R, by_source_R)
-        return rows_RD, receive_counts_Se.sum(dim=0), plan
+        if counts_Se.shape[1] > 1:
+            num_rows = sum(exchange.received[number])
+            by_expert_R = _transpose_blocks(counts_Se, num_rows)
+            by_source_R = _transpose_blocks(counts_Se.t(), num_rows)
+        return _ExchangedPart(exchange, number, counts_Se.sum(dim=0), by_expert_R, by_source_R)
 
-    @property
-    def reads_outputs(self) -> bool:
-        """As `LocalDispatcher.reads_outputs`: no, where what they were sent for is at hand (see `moe.replay`)."""
-        return not ROWS_ARE_KEPT.get()
-
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor, plan: AllToAllPlan) -> Tensor:
-        """As `LocalDispatcher.combine`."""
-        if plan.by_source_R is not None:
-            rows_RD = PermuteRows.apply(rows_RD, plan.by_source_R, plan.by_expert_R, self.reads_outputs)
-        rows_nD = all_to_all(rows_RD, plan.sent, plan.received, self.group.group_name)
-        return RowsToTokens.apply(rows_nD, weights_TK, plan.order)
+    def _places(self, experts_TK: Tensor) -> Tensor:
+        """Whereabouts each choice's row lies among those that are sent."""
+        if len(self.sizes) == 1:
+            return experts_TK
+        self._place_E = self._place_E.to(experts_TK.device)
+        return self._place_E[experts_TK]
 
 
 Dispatcher = LocalDispatcher | AllToAllDispatcher
+
+
+def _part_sizes(num_experts: int, num_parts: int) -> list[int]:
+    """Experts of each part, as even as can be."""
+    assert 1 <= num_parts <= num_experts, (num_parts, num_experts)
+    each, more = divmod(num_experts, num_parts)
+    return [each + (part < more) for part in range(num_parts)]
+
+
+def _places(num_experts: int, ep_size: int, sizes: list[int]) -> Tensor:
+    """For each expert its place when they are sorted by part, then by rank; padding's is the last."""
+    by_rank_Se = torch.arange(num_experts).view(ep_size, -1)
+    in_order_E = torch.cat([part_Se.flatten() for part_Se in by_rank_Se.split(sizes, dim=1)])
+    return torch.cat([in_order_E.argsort(), in_order_E.new_tensor([num_experts])])
 
 
 def _expert_order(experts_TK: Tensor, padding: int | None) -> ExpertOrder:
@@ -154,37 +268,28 @@ def _transpose_blocks(lengths_AB: Tensor, num_rows: int) -> Tensor:
     return rows + shift.repeat_interleave(lengths_new, output_size=num_rows)
 
 
-@torch.library.custom_op("expertmesh::exchange_counts", mutates_args=())
-def exchange_counts(counts_E: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Tells every ep rank how many rows its experts will get from here. Neither result may be read before
     `_wait_for_counts` has returned.
 
-    A registered operator, so that selective checkpointing can keep what it found out: recomputation then neither
-    exchanges anything nor waits for the device.
-
     Args:
         counts_E: int64, rows for each expert.
-        group_name: of the S ep ranks.
+        group: the S ep ranks.
+        sizes: experts of each of the P parts.
 
     Returns:
         receive_counts_E, int64: row by row of (S, e), what each rank sends to each expert that lives here.
-        splits_2S, int64, in host memory: rows to each rank, and rows from each rank.
+        splits_2PS, int64, in host memory: of each part rows to each rank, and rows from each rank.
     """
-    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     receive_counts_E = torch.empty_like(counts_E)
     device, stream = torch.get_device_module(counts_E.device), _counts_stream(counts_E.device)
     stream.wait_stream(device.current_stream())
     with device.stream(stream):
         dist.all_to_all_single(receive_counts_E, counts_E, group=group)
-        both_2E = torch.stack([counts_E, receive_counts_E])
-        splits_2S = both_2E.view(2, dist.get_world_size(group), -1).sum(dim=2).to("cpu", non_blocking=True)
-    return receive_counts_E, splits_2S
-
-
-@exchange_counts.register_fake
-def _(counts_E: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
-    return torch.empty_like(counts_E), counts_E.new_empty(2, dist.get_world_size(group), device="cpu")
+        both_2Se = torch.stack([counts_E, receive_counts_E]).view(2, dist.get_world_size(group), -1)
+        splits_2PS = torch.stack([part_2Se.sum(dim=2) for part_2Se in both_2Se.split(sizes, dim=2)], dim=1)
+        splits_2PS = splits_2PS.to("cpu", non_blocking=True)
+    return receive_counts_E, splits_2PS
 
 
 def _wait_for_counts(device: torch.device) -> None:
@@ -199,32 +304,3 @@ def _counts_stream(device: torch.device) -> Any:
     """Apart from the stream that computes, so that the counts wait for nothing queued after them. On a CPU, where
     nothing is queued, a stand-in."""
     return torch.get_device_module(device).Stream()
-
-
-@torch.library.custom_op("expertmesh::all_to_all", mutates_args=())
-def all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
-    """Rows exchanged between the ranks of a group: `sent[i]` rows go to rank i, `received[i]` come from it.
-
-    A registered operator, so that autograd, selective checkpointing and `torch.compile` each see one node.
-    A rank without a row takes part all the same: skipping would leave the others waiting.
-    """
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
-    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
-    return out
-
-
-@all_to_all.register_fake
-def _(rows: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
-    return rows.new_empty(sum(received), *rows.shape[1:])
-
-
-def _save_splits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.received, ctx.sent, ctx.group_name = inputs
-
-
-def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return all_to_all(grad, ctx.sent, ctx.received, ctx.group_name), None, None, None
-
-
-all_to_all.register_autograd(_all_to_all_backward, setup_context=_save_splits)

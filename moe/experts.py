@@ -6,7 +6,7 @@ from the module that transformers marks with `use_experts_implementation`: never
 Shape suffixes: E experts, e experts on this rank, R rows, D model width, F expert width, r an adapter's rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe.activation import Activation
+from moe.dispatch import Part
 from moe.errors import ExpertMeshError
 from moe.kernels import LOOP, ExpertKernel
 from moe.products import AddBias
 from moe.quantised import SCALES, storages_of, stored_product
+from moe.replay import keeping_products
 from moe.shape import MoEShape
-from moe.working import WorkingWeights
+from moe.working import WorkingWeights, local_part
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class ExpertMLP(nn.Module):
         kernel: how it computes.
         low_rank: of its adapters, beside each matrix; None without any.
         working: weights in the rows' dtype, where they are held in another.
+        keeps_products: whether selective checkpointing keeps what the first products gave (see `moe.replay`).
     """
 
     def __init__(self, layout: ExpertLayout, activation: Activation, kernel: ExpertKernel = LOOP):
@@ -130,6 +133,7 @@ class ExpertMLP(nn.Module):
         self.kernel = kernel
         self.low_rank: LowRank | None = None
         self.working = WorkingWeights()
+        self.keeps_products = False
         for parameter in layout.parameters:
             size = (layout.shape.num_experts * parameter.rows_an_expert, *parameter.row)
             self.register_parameter(parameter.name, nn.Parameter(torch.empty(size)))
@@ -139,54 +143,93 @@ class ExpertMLP(nn.Module):
         """Whether it is silu(gate) * up, without biases: what kernels have a faster way for."""
         return self.activation.is_swiglu and not self.layout.shape.has_bias
 
-    def forward(self, rows_RD: Tensor, counts_e: Tensor, needs_output: bool = True) -> Tensor:
-        """Run even when R is 0: an expert that sits out would leave the other ranks' collectives waiting. Without
-        `needs_output` no result is computed, but all that backward needs (see `moe.replay`)."""
+    def forward(
+        self,
+        sent: Sequence[Tensor],
+        parts: Sequence[Part],
+        needs_output: bool = True,
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Each part's rows through its experts, once they have arrived, and on their way home.
+
+        Run even where no row comes: an expert that sits out would leave the other ranks' collectives waiting. Without
+        `needs_output` no result is computed, but all that backward needs (see `moe.replay`).
+
+        Args:
+            sent: rows of each part, perhaps still on their way. As tensors of their own, in which FSDP finds when
+                backward is through with this module.
+            finish: applied to the experts' results.
+        """
+        returned = []
+        by_part = self._weights(sent[0].dtype, [part.num_experts for part in parts])
+        for rows_RD, part, weights in zip(sent, parts, by_part, strict=True):
+            out_RD = self._compute(*part.arrive(rows_RD), weights, needs_output)
+            returned.append(part.give_back(out_RD if finish is None else finish(out_RD)))
+        return returned
+
+    def _compute(self, rows_RD: Tensor, counts_e: Tensor, weights: Mapping[str, Tensor], needs_output: bool) -> Tensor:
         # what is fused takes the gradients of all weights, frozen or not
         is_trained = any(weight.requires_grad for weight in self.parameters()) or self.kernel.product is None
         if self.is_swiglu and self.kernel.fused is not None and is_trained and self.low_rank is None:
-            w1, v1, w2 = (self._in(name, rows_RD.dtype) for name in ("w1", "v1", "w2"))
-            return self.kernel.fused(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
-        gate_RF = self._product("w1", rows_RD, counts_e)
-        up_RF = self._product("v1", rows_RD, counts_e) if self.layout.shape.has_gate else None
+            w1, v1, w2 = (weights[name] for name in ("w1", "v1", "w2"))
+            with keeping_products(self.keeps_products):
+                return self.kernel.fused(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
+        gate_RF = self._product("w1", rows_RD, counts_e, weights)
+        up_RF = self._product("v1", rows_RD, counts_e, weights) if self.layout.shape.has_gate else None
         hidden_RF = self.activation(gate_RF, up_RF)
-        return self._product("w2", hidden_RF, counts_e, is_transposed=True, needs_output=needs_output)
+        return self._product("w2", hidden_RF, counts_e, weights, is_transposed=True, needs_output=needs_output)
 
     def _product(
-        self, name: str, x_RI: Tensor, counts_e: Tensor, is_transposed: bool = False, needs_output: bool = True
+        self,
+        name: str,
+        x_RI: Tensor,
+        counts_e: Tensor,
+        weights: Mapping[str, Tensor],
+        is_transposed: bool = False,
+        needs_output: bool = True,
     ) -> Tensor:
         assert self.kernel.product is not None, self.kernel.name
-        if (storage := storages_of(self).get(name)) is not None:
-            codes, scales = self._local(name), self._local(name + SCALES)
-            product = self.kernel.product
-            out_RO = stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed, needs_output)
-        else:
-            weight_eOI = self._by_expert(name, counts_e, x_RI.dtype)
-            weight_eOI = weight_eOI.transpose(1, 2) if is_transposed else weight_eOI
-            out_RO = self.kernel.product(x_RI, counts_e, weight_eOI, needs_output=needs_output)
+        # the last product's result is not needed again
+        with keeping_products(self.keeps_products and name != "w2"):
+            if (storage := storages_of(self).get(name)) is not None:
+                codes, scales = weights[name], weights[name + SCALES]
+                product = self.kernel.product
+                out_RO = stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed, needs_output)
+            else:
+                weight_eOI = _by_expert(weights[name], counts_e)
+                weight_eOI = weight_eOI.transpose(1, 2) if is_transposed else weight_eOI
+                out_RO = self.kernel.product(x_RI, counts_e, weight_eOI, needs_output=needs_output)
         if self.low_rank is not None:
-            a_erI, b_eOr = (self._by_expert(f"{name}_lora_{matrix}", counts_e).to(x_RI.dtype) for matrix in "AB")
+            a_erI, b_eOr = (_by_expert(weights[f"{name}_lora_{matrix}"], counts_e).to(x_RI.dtype) for matrix in "AB")
             low_Rr = self.kernel.product(F.dropout(x_RI, self.low_rank.dropout, self.training), counts_e, a_erI)
             update_RO = self.kernel.product(low_Rr, counts_e, b_eOr, needs_output=needs_output)
             out_RO = torch.add(out_RO, update_RO, alpha=self.low_rank.scale)
         if self.layout.shape.has_bias:
-            bias_eO = self._in(f"{name}_bias", x_RI.dtype).view(counts_e.numel(), -1)
+            bias_eO = weights[f"{name}_bias"].view(counts_e.numel(), -1)
             out_RO = AddBias.apply(out_RO, counts_e, bias_eO, needs_output)
         return out_RO
 
-    def _by_expert(self, name: str, counts_e: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        weight = self._local(name) if dtype is None else self._in(name, dtype)
-        return weight.view(counts_e.numel(), -1, weight.shape[1])
+    def _weights(self, dtype: torch.dtype, sizes: list[int]) -> list[dict[str, Tensor]]:
+        """This rank's experts' weights by name, of each `sizes` experts in turn: each weight is taken once. What the
+        layout has, but for what is stored in fewer bits, is in `dtype`, which is computed with."""
+        stored, computed_with = storages_of(self), {part.name for part in self.layout.parameters}
+        by_part: list[dict[str, Tensor]] = [{} for _ in sizes]
+        for name, weight in self.named_parameters(recurse=False):
+            num_rows = local_part(weight).shape[0]
+            rows = [num_rows * size // sum(sizes) for size in sizes]
+            if weight.dtype != dtype and name in computed_with - stored.keys():
+                pieces = self.working.take(name, weight, dtype, rows)
+            else:
+                # experts that have been distributed are DTensors; a kernel computes on this rank's part
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                pieces = [local] if len(rows) == 1 else local.split(rows)
+            for weights, piece in zip(by_part, pieces, strict=True):
+                weights[name] = piece
+        return by_part
 
-    def _in(self, name: str, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a weight, in the dtype that is computed with."""
-        weight: Tensor = getattr(self, name)
-        return self._local(name) if weight.dtype == dtype else self.working.take(name, weight, dtype)
 
-    def _local(self, name: str) -> Tensor:
-        """Experts that have been distributed are DTensors; a kernel computes on this rank's part."""
-        weight: Tensor = getattr(self, name)
-        return weight.to_local() if isinstance(weight, DTensor) else weight
+def _by_expert(weight: Tensor, counts_e: Tensor) -> Tensor:
+    return weight.view(counts_e.numel(), -1, weight.shape[1])
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe.replay import placeholder
+from moe.replay import kept_product, placeholder
 from moe.swiglu import swiglu_backward, swiglu_forward
 
 GroupedMatmul = Callable[..., Tensor]
@@ -59,8 +59,8 @@ class _GroupedGatedMLP(torch.autograd.Function):
         gmm: GroupedMatmul,
         needs_output: bool,
     ) -> Tensor:
-        gate_RF = gmm(rows_RD, w1_eFD, trans_b=True)
-        up_RF = gmm(rows_RD, v1_eFD, trans_b=True)
+        gate_RF = kept_product(lambda: gmm(rows_RD, w1_eFD, trans_b=True))
+        up_RF = kept_product(lambda: gmm(rows_RD, v1_eFD, trans_b=True))
         ctx.save_for_backward(rows_RD, w1_eFD, v1_eFD, w2_eFD, gate_RF, up_RF)
         ctx.gmm = gmm
         if not needs_output:

@@ -15,6 +15,7 @@ Shape suffixes: R rows, D model width, F expert width, e experts on this rank.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +38,7 @@ from moe.megablocks import (
     require,
 )
 from moe.products import Product, compute_dtype, grouped_product, host_counts, looped_product, runs
-from moe.replay import placeholder
+from moe.replay import kept_product, placeholder
 
 
 class FusedSwiGLU(Protocol):
@@ -76,8 +77,7 @@ class _LoopedGatedMLP(torch.autograd.Function):
             if rows.stop == rows.start:
                 continue
             x = pad_rows(rows_RD[rows].to(dtype))
-            gate = matmul(x, w1_FD.to(dtype).t())
-            up = matmul(x, v1_FD.to(dtype).t())
+            gate, up = (kept_product(partial(_times, x, weight_FD)) for weight_FD in (w1_FD, v1_FD))
             if needs_output:
                 out = matmul(F.silu(gate).mul_(up), w2_FD.to(dtype))
                 out_RD[rows] = out[: rows.stop - rows.start]
@@ -111,6 +111,11 @@ class _LoopedGatedMLP(torch.autograd.Function):
             d_rows = matmul(d_gate, w1_FD.to(dtype)).add_(matmul(d_up, v1_FD.to(dtype)))
             grad_rows_RD[rows] = d_rows[: rows.stop - rows.start]
         return grad_rows_RD, None, grad_w1, grad_v1, grad_w2, None
+
+
+def _times(x_MD: Tensor, weight_FD: Tensor) -> Tensor:
+    """x · Wᵀ, in x's dtype."""
+    return matmul(x_MD, weight_FD.to(x_MD.dtype).t())
 
 
 def torch_grouped(

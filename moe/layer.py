@@ -3,10 +3,10 @@
     HF's block:   router(x) ─ weights_TK, experts_TK ─┐
                                                       ├─ DroplessExperts ─ out_TD
                   x_TD ───────────────────────────────┘
-    DroplessExperts:  dispatch ─ rows_RD, counts_e ─ ExpertMLP ─ combine
+    DroplessExperts:  send ─ for each part of the rows: arrive ─ ExpertMLP ─ give back ─ combine
 
 Shape suffixes: B sequences, S sequence length, T = B·S tokens on this rank, D model width, E experts, e experts on this
-rank, K experts a token, R rows received.
+rank, K experts a token.
 """
 
 import torch
@@ -65,17 +65,14 @@ class DroplessExperts(nn.Module):
         if is_token_T is not None:
             experts_TK = experts_TK.masked_fill(~is_token_T.unsqueeze(-1), num_experts)
         counts_E = count_experts(experts_TK, num_experts)
-        rows_RD, counts_e, plan = self.dispatcher.dispatch(x_TD, experts_TK, counts_E, is_token_T is not None)
-        needs_output = self.dispatcher.reads_outputs or self.post_expert_norm is not None
-        rows_RD = self.mlp(rows_RD, counts_e, needs_output)
-        if self.post_expert_norm is not None:
-            rows_RD = self.post_expert_norm(rows_RD)
+        sent = self.dispatcher.send(x_TD, experts_TK, counts_E, is_token_T is not None)
+        needs_output = sent.reads_outputs or self.post_expert_norm is not None
+        returned = self.mlp(sent.rows, sent.parts, needs_output, self.post_expert_norm)
         logits_TE, self.logits_TE = self.logits_TE, None
         # also where it is not recorded: what a checkpointed layer computes again must keep as many tensors
-        stats = router_stats(counts_E, logits_TE, is_token_T, rows_RD.shape[0], self.kind.score)
+        num_rows = sum(part.num_rows for part in sent.parts)
+        stats = router_stats(counts_E, logits_TE, is_token_T, num_rows, self.kind.score)
         if self.recording:
             self.stats = stats
         weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
-        # the union of dispatchers takes back only the plan it gave, which a type checker cannot see
-        out_TD: Tensor = self.dispatcher.combine(rows_RD, weights_TK, plan)  # type: ignore[arg-type]
-        return out_TD
+        return sent.combine(returned, weights_TK)

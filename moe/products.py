@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from moe.gpu import computes_on_cpu, is_rehearsing_gpu
 from moe.grouped import GroupedMatmul, for_any_rows
 from moe.matmul import matmul, pad_rows
-from moe.replay import placeholder
+from moe.replay import kept_product, placeholder
 
 
 class Product(Protocol):
@@ -40,12 +40,7 @@ class _LoopedProduct(torch.autograd.Function):
         ctx.counts, ctx.input_shape = counts, x_RI.shape
         if not needs_output:
             return placeholder(x_RI, x_RI.shape[0], weight_eOI.shape[1])
-        dtype = compute_dtype(x_RI)
-        out_RO = x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
-        for rows, weight_OI in zip(runs(counts), weight_eOI, strict=True):
-            if rows.stop > rows.start:
-                out = matmul(pad_rows(x_RI[rows].to(dtype)), weight_OI.to(dtype).t())
-                out_RO[rows] = out[: rows.stop - rows.start]
+        out_RO: Tensor = kept_product(lambda: _expert_by_expert(x_RI, counts, weight_eOI))
         return out_RO
 
     @staticmethod
@@ -66,6 +61,16 @@ class _LoopedProduct(torch.autograd.Function):
             elif grad_weight_eOI is not None:
                 grad_weight_eOI[expert].zero_()
         return grad_x_RI, None, grad_weight_eOI, None
+
+
+def _expert_by_expert(x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
+    dtype = compute_dtype(x_RI)
+    out_RO = x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
+    for rows, weight_OI in zip(runs(counts), weight_eOI, strict=True):
+        if rows.stop > rows.start:
+            out = matmul(pad_rows(x_RI[rows].to(dtype)), weight_OI.to(dtype).t())
+            out_RO[rows] = out[: rows.stop - rows.start]
+    return out_RO
 
 
 def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, place_OI: Tensor) -> None:
@@ -89,9 +94,9 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.gmm = gmm
         if not needs_output:
             return placeholder(x_RI, x_RI.shape[0], weight_eOI.shape[1])
-        if weight_eOI.is_contiguous():
-            return gmm(x_RI, weight_eOI, trans_b=True)
-        return gmm(x_RI, weight_eOI.transpose(1, 2))
+        is_as_it_lies = weight_eOI.is_contiguous()
+        b = weight_eOI if is_as_it_lies else weight_eOI.transpose(1, 2)
+        return kept_product(lambda: gmm(x_RI, b, trans_b=is_as_it_lies))
 
     @staticmethod
     @once_differentiable

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from moe.gpu import computes_on_cpu, takes_triton
 from moe.matmul import matmul, pad_rows
 from moe.products import host_counts, runs
-from moe.replay import placeholder
+from moe.replay import kept_product, placeholder
 
 Kind = Literal["fp8", "nf4"]
 
@@ -199,7 +199,7 @@ class _StoredProduct(torch.autograd.Function):
         if not needs_output:
             width = storage.columns if is_transposed else codes.shape[0] // counts_e.numel()
             return placeholder(x_RI, x_RI.shape[0], width)
-        return _by_few(x_RI, counts_e, codes, scales, storage, product, is_transposed)
+        return kept_product(lambda: _by_few(x_RI, counts_e, codes, scales, storage, product, is_transposed))
 
     @staticmethod
     @once_differentiable

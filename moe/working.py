@@ -3,6 +3,7 @@
 FSDP does this for what it gathers; experts that no rank shares are not gathered.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ class WorkingWeights:
         """To be told after each update: torch's fused optimizers change weights without a trace in their versions."""
         self._kept = {name: (-1, working) for name, (_, working) in self._kept.items()}
 
-    def take(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a parameter, in `dtype`. Its gradient goes to the parameter's."""
-        working = self._rounded(name, _local(parameter), dtype)
+    def take(self, name: str, parameter: Tensor, dtype: torch.dtype, rows: list[int]) -> Sequence[Tensor]:
+        """This rank's part of a parameter, in `dtype`, as many of its rows at a time. Their gradients go to the
+        parameter's."""
+        pieces: Sequence[Tensor] = self._rounded(name, local_part(parameter), dtype).split(rows)
         if parameter.requires_grad:
-            working = _Working.apply(parameter, working)
-        return working
+            pieces = _Working.apply(parameter, *pieces)
+        return pieces
 
     def _rounded(self, name: str, local: Tensor, dtype: torch.dtype) -> Tensor:
         if not self.are_kept:
@@ -48,30 +50,35 @@ class WorkingWeights:
 
 
 class _Working(torch.autograd.Function):
-    """A rounded weight in the place of its parameter. Backward adds the gradient to the parameter's in the parameter's
-    own dtype, straight from that of the product: autograd would first make a whole one in the parameter's dtype."""
+    """Rounded rows of a weight in the place of its parameter. Backward adds their gradients to the parameter's in the
+    parameter's own dtype, straight from those of the products: autograd would first make a whole one in the
+    parameter's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, working: Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, *pieces: Tensor) -> tuple[Tensor, ...]:
         ctx.parameter = parameter
-        return working.view_as(working)
+        return tuple(piece.view_as(piece) for piece in pieces)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         parameter: Tensor = ctx.parameter
+        nothing = (None,) * (1 + len(grads))
         if parameter.grad is None:
-            own = grad.to(parameter.dtype, memory_format=torch.contiguous_format)
+            own = torch.empty_like(local_part(parameter))
+            for place, grad in zip(own.split([len(grad) for grad in grads]), grads, strict=True):
+                place.copy_(grad)
             if isinstance(parameter, DTensor):
                 mesh, placements = parameter.device_mesh, parameter.placements
                 shape, stride = parameter.shape, parameter.stride()
                 own = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
             parameter.grad = own
         else:
-            _local(parameter.grad).add_(grad)
-        return None, None
+            for place, grad in zip(local_part(parameter.grad).split([len(grad) for grad in grads]), grads, strict=True):
+                place.add_(grad)
+        return nothing
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Not by `to_local`, which autograd would record."""
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's, of a tensor that may be distributed. Not by `to_local`, which autograd would record."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -7,7 +7,7 @@ from moe.lazy import import_on_demand
 if TYPE_CHECKING:
     from sharding.allocator import let_segments_grow
     from sharding.checkpointing import checkpoint_layers
-    from sharding.choices import Checkpointing
+    from sharding.choices import Checkpointing, Strategy
     from sharding.clipping import clip_grad_norm
     from sharding.debugger import debugging
     from sharding.ending import end_at_once
@@ -50,6 +50,7 @@ __all__ = [
     "Mesh",
     "Ranks",
     "StateTensor",
+    "Strategy",
     "Topology",
     "Watchdog",
     "adapters_of",

@@ -1,6 +1,5 @@
 """Activation checkpointing: what a decoder layer keeps from forward for its backward, and what it computes again."""
 
-from collections import deque
 from collections.abc import Set
 from functools import partial
 from typing import Any, Self
@@ -9,13 +8,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from moe.replay import ROWS_ARE_KEPT
+from moe import ExpertMeshError, moe_layers
+from moe.replay import KEEPER, Keeper
 from sharding.choices import Checkpointing
 
 _ROUTING = frozenset(
     {
-        "expertmesh::all_to_all",
-        "expertmesh::exchange_counts",
         "aten::topk",
         # a number read by the host: rows without padding, where no all-to-all tells it
         "aten::_local_scalar_dense",
@@ -58,23 +56,52 @@ def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
 
 
+def keep_products(model: Any, num_layers: int) -> None:
+    """Have selective checkpointing also keep, of the last `num_layers` MoE layers, what each expert's first products
+    gave, in place: 2·K·F numbers a token of experts of width F, for two products fewer in backward.
+
+    Raises:
+        ExpertMeshError: the model has fewer MoE layers, or its experts' kernel is not made for it.
+    """
+    layers = list(moe_layers(model))
+    if num_layers > len(layers):
+        raise ExpertMeshError(
+            f"--keep-expert-products {num_layers}: this model has {len(layers)} MoE layers; use at most {len(layers)}"
+        )
+    for layer in layers[len(layers) - num_layers :]:
+        if layer.mlp.kernel.product is None:
+            raise ExpertMeshError(
+                f"--keep-expert-products {num_layers}: --expert-kernel {layer.mlp.kernel.name} computes them anew; use "
+                "torch-grouped or loop"
+            )
+        layer.mlp.keeps_products = True
+
+
 def _selective_contexts(operators: Set[str]) -> tuple["_Keep", "_Reuse"]:
     """For a forward of one layer, and for its recomputation.
 
     Not torch's `create_selective_checkpoint_contexts`, which demands (since 2.13) that recomputation calls no operator
     more often than the forward has: those of FSDP's hooks on the experts, it may.
     """
-    results: deque[Any] = deque()
-    return _Keep(operators, results), _Reuse(operators, results)
+    first = Keeper(is_replaying=False)
+    return _Keep(operators, first), _Reuse(operators, Keeper(is_replaying=True, results=first.results))
 
 
 class _Keep(TorchDispatchMode):
-    """Appends names and results of some operators to `results`."""
+    """Keeps the results of some operators, and what a forward itself asks to be kept (see `moe.replay`)."""
 
-    def __init__(self, operators: Set[str], results: deque[Any]):
+    def __init__(self, operators: Set[str], keeper: Keeper):
         super().__init__()
         self.operators = operators
-        self.results = results
+        self.keeper = keeper
+
+    def __enter__(self) -> Self:
+        self.token = KEEPER.set(self.keeper)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        KEEPER.reset(self.token)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -84,28 +111,16 @@ class _Keep(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = operator(*args, **(kwargs or {}))
         if operator.name() in self.operators:
-            # the tensor that goes on will hold the graph that made it
-            keep = Tensor.clone if operator.name() in _CHANGED_IN_PLACE else Tensor.detach
-            self.results.append((operator.name(), tree_map_only(Tensor, keep, found)))
+            is_changed = operator.name() in _CHANGED_IN_PLACE
+            self.keeper.keep(operator.name(), tree_map_only(Tensor, Tensor.clone, found) if is_changed else found)
         return found
 
 
 class _Reuse(_Keep):
-    """Takes the results of some operators from `results`, instead of calling them. What only they would have read is
-    not computed (see `moe.replay`)."""
-
-    def __enter__(self) -> Self:
-        self.token = ROWS_ARE_KEPT.set(True)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        ROWS_ARE_KEPT.reset(self.token)
+    """Takes what was kept, instead of calling those operators. What only they would have read is not computed (see
+    `moe.replay`)."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operator.name() in self.operators:
-            assert self.results, "what selective checkpointing kept serves one backward only"
-            name, found = self.results.popleft()
-            assert name == operator.name(), (name, operator.name())
-            return found
+            return self.keeper.take(operator.name())
         return operator(*args, **(kwargs or {}))

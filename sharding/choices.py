@@ -1,6 +1,28 @@
 """What a run can choose of memory against time, by name."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 Checkpointing = Literal["none", "full", "selective"]
 """What a decoder layer computes again in backward (see `sharding.checkpointing`)."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a step trades memory for time; what it computes is the same.
+
+    Attributes:
+        checkpointing: which results of a decoder layer to compute again in backward (see `checkpoint_layers`).
+        keep_expert_products: of how many layers, the last ones, selective checkpointing keeps what each expert's first
+            products gave, too.
+        offload: keep parameters and gradients in host memory, but for the layer that is being computed.
+        reshard_after_forward: free a layer's gathered parameters after its forward and gather them again in backward;
+            False keeps them, all layers' at once.
+        overlap_chunks: parts in which a layer's rows travel to their experts, one beside another's products.
+    """
+
+    checkpointing: Checkpointing = "none"
+    keep_expert_products: int = 0
+    offload: bool = False
+    reshard_after_forward: bool = True
+    overlap_chunks: int = 1

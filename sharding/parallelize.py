@@ -5,6 +5,7 @@ averaging is switched off, and no factor of dp or ep exists anywhere.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from moe import decoder_layers, moe_layers
+from moe import ExpertMeshError, decoder_layers, moe_layers
 from moe.adapters import first_values
 from moe.dispatch import AllToAllDispatcher
 from moe.gpu import is_rehearsing_gpu
-from sharding.checkpointing import checkpoint_layers
-from sharding.choices import Checkpointing
+from sharding.checkpointing import checkpoint_layers, keep_products
+from sharding.choices import Strategy
 from sharding.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
 from sharding.mesh import Mesh
 from sharding.state import adapters_of, local_tensor
@@ -30,9 +31,7 @@ def parallelize(
     model: nn.Module,
     mesh: Mesh,
     compute_dtype: torch.dtype,
-    gradient_checkpointing: Checkpointing,
-    offload: bool = False,
-    reshard_after_forward: bool = True,
+    strategy: Strategy,
 ) -> None:
     """Place every parameter of `model` on its mesh, in place. Gradients are reduced in fp32.
 
@@ -40,23 +39,24 @@ def parallelize(
         model: from `moe.build_model`, on the meta device.
         mesh: the ranks.
         compute_dtype: dtype of parameters and activations in forward and backward.
-        gradient_checkpointing: which results of a decoder layer to compute again in backward (see `checkpoint_layers`).
-        offload: keep parameters and gradients in host memory, but for the layer that is being computed.
-        reshard_after_forward: free a layer's gathered parameters after its forward and gather them again in backward;
-            False keeps them, all layers' at once.
+        strategy: what to keep, to free and to compute again.
+
+    Raises:
+        ExpertMeshError: a rank has fewer experts, or the model fewer MoE layers, than `strategy` asks for.
     """
-    place_experts(model, mesh)
-    checkpoint_layers(model, gradient_checkpointing)
+    place_experts(model, mesh, strategy.overlap_chunks)
+    checkpoint_layers(model, strategy.checkpointing)
+    keep_products(model, strategy.keep_expert_products)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # host memory can be pinned only for a GPU
-    placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if offload else OffloadPolicy()
+    placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if strategy.offload else OffloadPolicy()
     shard_dense(model, mesh, precision, placement)
     for unit in fsdp_units(model):
         _sum_gradients(unit)
-        if not reshard_after_forward:
+        if not strategy.reshard_after_forward:
             unit.set_reshard_after_forward(False, recurse=False)
     for layer in moe_layers(model):
-        layer.mlp.working.are_kept = not reshard_after_forward
+        layer.mlp.working.are_kept = not strategy.reshard_after_forward
     # over gloo nothing overlaps: it would only cost the memory of another layer
     if mesh.grid.device_type == "cuda" or is_rehearsing_gpu():
         prefetch_layers(model)
@@ -64,14 +64,25 @@ def parallelize(
         communicate_over_gloo(model)
 
 
-def place_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Give each ep rank its block of experts, and every MoE layer the all-to-all that reaches them."""
+def place_experts(model: nn.Module, mesh: Mesh, overlap_chunks: int = 1) -> None:
+    """Give each ep rank its block of experts, and every MoE layer the all-to-all that reaches them.
+
+    Raises:
+        ExpertMeshError: a rank has fewer experts than `overlap_chunks`.
+    """
     for layer in moe_layers(model):
         for name, weight in list(layer.mlp.named_parameters()):
             placed = distribute_tensor(weight.detach(), mesh.ep, [Shard(0)])
             layer.mlp.register_parameter(name, nn.Parameter(placed, requires_grad=weight.requires_grad))
         if mesh.topology.ep_size > 1:
-            layer.dispatcher = AllToAllDispatcher(layer.shape.num_experts, mesh.exchange)
+            num_experts, ep_size = layer.shape.num_experts, mesh.topology.ep_size
+            if overlap_chunks > num_experts // ep_size:
+                raise ExpertMeshError(
+                    f"--overlap-chunks {overlap_chunks}: at --ep-size {ep_size} a rank has {num_experts // ep_size} of "
+                    f"{num_experts} experts, and each part of the rows is that of whole experts; use at most "
+                    f"{num_experts // ep_size}"
+                )
+            layer.dispatcher = AllToAllDispatcher(num_experts, mesh.exchange, overlap_chunks)
 
 
 def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:
@@ -85,7 +96,9 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
     expert_parameters = {p for mlp in experts for p in mlp.parameters()}
     if mesh.dp.size() > 1 or isinstance(placement, CPUOffloadPolicy):
         for mlp in experts:
-            fully_shard(mlp, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
+            # rows may still be on their way when they are handed to the experts
+            policy = replace(precision, cast_forward_inputs=False)
+            fully_shard(mlp, mesh=mesh.dp, mp_policy=policy, offload_policy=placement)
         expert_parameters = {p for mlp in experts for p in mlp.parameters()}
     for unit in (*decoder_layers(model), model):
         fully_shard(

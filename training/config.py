@@ -16,7 +16,7 @@ import yaml
 from moe import KERNEL_NAMES, ExpertMeshError, check_kernel_name
 from moe.sizes import parse_size
 from moe.whole import whole
-from sharding import Checkpointing, DenseShard
+from sharding import Checkpointing, DenseShard, Strategy
 from training.data import TEMPLATES, SampleBy, TrainOn
 from training.flags import FlagParser
 
@@ -107,6 +107,16 @@ class TrainConfig:
     )
     reshard_after_forward: bool = _flag(
         True, "Free each layer's gathered parameters after its forward; false keeps them until its backward."
+    )
+    overlap_chunks: int = _flag(
+        1,
+        "Parts in which a layer's rows travel to their experts, each beside another's products; of whole experts, so "
+        "at most as many as a rank has.",
+    )
+    keep_expert_products: int = _flag(
+        0,
+        "Of so many layers selective checkpointing keeps experts' first products too: less computed again in backward, "
+        "for more memory.",
     )
     compile: bool = _flag(False, "Compile attention and norms by torch.compile.", aliases=["--torch-compile"])
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
@@ -276,6 +286,15 @@ class TrainConfig:
             raise ExpertMeshError(f"--seed {self.seed}: must be below 2^62")
         if self.prompt_template and "{prompt}" not in self.prompt_template:
             raise ExpertMeshError(f"--prompt-template {self.prompt_template!r} has no {{prompt}} in it")
+        if self.keep_expert_products and self.gradient_checkpointing != "selective":
+            raise ExpertMeshError(
+                f"--keep-expert-products {self.keep_expert_products}: is for --gradient-checkpointing selective, not "
+                f"{self.gradient_checkpointing}"
+            )
+        if self.overlap_chunks > 1 and self.ep_size == 1:
+            raise ExpertMeshError(
+                f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 no row travels; leave it out"
+            )
         if not self.model:
             raise ExpertMeshError("--model is missing: the directory of a Hugging Face checkpoint")
         if not self.dataset and (self.max_steps != 0 or self.preview):
@@ -376,6 +395,17 @@ class TrainConfig:
         return bool(self.eval_dataset) or self.eval_ratio > 0
 
     @property
+    def strategy(self) -> Strategy:
+        """How a step trades memory for time."""
+        return Strategy(
+            self.gradient_checkpointing,
+            self.keep_expert_products,
+            self.offload,
+            self.reshard_after_forward,
+            self.overlap_chunks,
+        )
+
+    @property
     def holds_base_in_bf16(self) -> bool:
         """Whether weights beside adapters are: what is computed with in bf16 needs no more digits."""
         if self.adapter == "none" or self.base_dtype == "float32":
@@ -402,6 +432,8 @@ class TrainConfig:
 
 
 _AT_LEAST = {
+    "overlap_chunks": 1,
+    "keep_expert_products": 0,
     "max_seq_length": 2,
     "ep_size": 1,
     "ddp_timeout": 1,

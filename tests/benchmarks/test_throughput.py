@@ -16,7 +16,6 @@ from benchmarks.throughput import divide_rows, largest_difference, take_figures,
 from benchmarks.throughput_tables import Case, Figures, Result, draw, gain, judge
 from benchmarks.traffic import KINDS, CountTraffic
 from moe import ExpertMeshError, MoEShape
-from moe.dispatch import all_to_all
 from moe.matmul import libraries_in_use
 from sharding import Ranks
 from sharding.gloo import all_gather, reduce_scatter
@@ -45,7 +44,7 @@ def every_collective() -> tuple[dict[str, float], dict[str, int]]:
         dist.all_to_all_single(torch.empty(8, 3), x)
         sent = [5, 3] if dist.get_rank() == 0 else [1, 7]
         received = [5, 1] if dist.get_rank() == 0 else [3, 7]
-        all_to_all(x, received, sent, world.group_name)
+        dist.all_to_all_single(x.new_empty(sum(received), 3), x, received, sent, async_op=True).wait()
         functional.wait_tensor(functional.all_to_all_single_autograd(x, received, sent, world))
         sharded.full_tensor()
         dist.barrier()

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,9 +266,7 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
         mesh,
         torch.device("cpu"),
         case.compute_dtype,
-        case.gradient_checkpointing,
-        offload=config.offload,
-        reshard_after_forward=config.reshard_after_forward,
+        replace(config.strategy, checkpointing=case.gradient_checkpointing),
     )
     fill_adapters(model, topology, config.seed)
     return model, mesh, checkpoint

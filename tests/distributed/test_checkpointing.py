@@ -28,8 +28,6 @@ from training.step import token_loss_sum
 LAYERS, WIDTH = 12, 32
 MODES: tuple[Checkpointing, ...] = ("none", "full", "selective")
 COUNTED = {
-    "expertmesh::all_to_all": "rows",
-    "expertmesh::exchange_counts": "counts",
     "aten::topk": "routing",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
     "aten::_grouped_mm": "products",
@@ -60,6 +58,8 @@ class Watch(TorchDispatchMode):
         results = operator(*args, **(kwargs or {}))
         if operator.name() in COUNTED:
             self.calls[COUNTED[operator.name()]] += 1
+        if operator.name() == "c10d::alltoall_base_":
+            self.calls["rows" if args[0].is_floating_point() else "counts"] += 1
         for result in tree_leaves(results):
             if isinstance(result, Tensor):
                 storage = result.untyped_storage()

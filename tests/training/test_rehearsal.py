@@ -161,10 +161,9 @@ def event(name: str, part: str, moved: int = 0, sent: float = 0.0, collective: s
 class Fixed:
     """A recorder that has seen these events."""
 
-    num_calls = 0
-
     def __init__(self, *events: Event):
         self.events = list(events)
+        self.calls: dict[int | None, int] = {}
 
     def lasting(self) -> set[Any]:
         return set()
@@ -174,7 +173,7 @@ def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:
     gather = event("c10d::_allgather_base_", "FSDP", sent=2e7, collective="all-gather")  # 0.2 s
     use = event("fsdp::split_with_sizes_copy", "FSDP")
     kernel = event("kernel", "p", moved=int(3e8))  # 0.3 s
-    exchange = event("expertmesh::all_to_all", "p", sent=1e7, collective="all-to-all")  # 0.1 s
+    exchange = event("c10d::alltoall_base_", "p", sent=1e7, collective="all-to-all")  # 0.1 s
 
     def seconds(*events: Event) -> tuple[float, float]:
         made: Any = Fixed(*events)
@@ -196,3 +195,22 @@ def test_memory_is_what_a_rank_holds(step: tuple[Rehearsed, Any]) -> None:
     memory = rehearsed.memory
     assert memory.state == pytest.approx(2 * memory.parameters, rel=1e-4)
     assert 4 * memory.parameters <= memory.peak < 4 * memory.parameters + 8 * head
+
+
+def test_kernels_run_beside_all_to_alls_that_travel() -> None:
+    kernel = event("kernel", "p", moved=int(3e8))  # 0.3 s
+    exchange = event("c10d::alltoall_base_", "p", sent=1e7, collective="all-to-all")  # 0.1 s
+    exchange.travels = True
+    wait = event("wait", "p")
+    wait.waits = True
+
+    def seconds(*events: Event) -> tuple[float, float]:
+        made: Any = Fixed(*events)
+        of = ledger(made, 1, HARDWARE, gpus_per_node=4)
+        return round(of.seconds, 3), round(of.all_to_alls, 3)
+
+    assert seconds(kernel, exchange, wait, kernel) == (0.7, 0.1)
+    assert seconds(exchange, kernel, wait) == (0.3, 0.0)
+    # one after the other over their network; who waits for the first does not wait for the second
+    assert seconds(exchange, exchange, wait, kernel, wait) == (0.4, 0.1)
+    assert seconds(exchange, exchange, wait, wait, kernel) == (0.5, 0.2)

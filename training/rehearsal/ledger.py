@@ -1,6 +1,6 @@
 """What a recorded step costs, part by part: FLOPs, bytes moved and bytes that would do, and time at a card's rates."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
@@ -77,7 +77,7 @@ def ledger(recorder: Recorder, micro: int, hardware: Hardware, gpus_per_node: in
         part.flops += often * event.flops
         part.recomputed += often * (event.flops - event.needed)
         part.sent += often * event.sent
-        if event.collective is None:
+        if event.collective is None and not event.waits:
             part.moved += often * event.moved
             part.kernels += often
             part.seconds += often * kernel_seconds(event, hardware)
@@ -98,7 +98,7 @@ def ledger(recorder: Recorder, micro: int, hardware: Hardware, gpus_per_node: in
         all_to_alls,
         sharding,
         exposed,
-        HOST * recorder.num_calls / seen * micro,
+        HOST * sum(times[number] * calls for number, calls in recorder.calls.items()),
     )
 
 
@@ -157,13 +157,22 @@ Clock = tuple[float, float, float, float, float]
 def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> Clock:
     """(seconds in all, of kernels, of all-to-alls, of FSDP's collectives, of these waited for).
 
-    Two streams: kernels and what they wait for at once, all-to-alls and sums over ranks; and FSDP's gathering and
-    reducing, one after the other. A layer's kernels wait until its parameters are gathered, the end for all.
+    Streams: of kernels, and of what they wait for at once, sums over ranks; of the all-to-alls of each group, one after
+    the other, which kernels wait for where their rows are needed; and of FSDP's gathering and reducing, one after the
+    other: a layer's kernels wait until its parameters are gathered, the end for all. That streams take each other's
+    bandwidth is left out.
     """
     now = computing = waiting = sharding = exposed = 0.0
     free = 0.0
     gathered: list[float] = []
+    travelling: dict[tuple[int, ...], deque[float]] = defaultdict(deque)
+    arrived: dict[tuple[int, ...], float] = defaultdict(float)
     for event in events:
+        if event.waits:
+            ready = travelling[event.ranks].popleft()
+            waiting += max(0.0, ready - now)
+            now = max(now, ready)
+            continue
         if event.collective is None:
             if "split_with_sizes_copy" in event.name and gathered:
                 ready = gathered.pop(0)
@@ -179,6 +188,9 @@ def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -
             sharding += seconds
             if event.collective == "all-gather":
                 gathered.append(free)
+        elif event.travels:
+            arrived[event.ranks] = max(now, arrived[event.ranks]) + seconds
+            travelling[event.ranks].append(arrived[event.ranks])
         else:
             now += seconds
             waiting += seconds

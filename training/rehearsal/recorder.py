@@ -8,6 +8,7 @@ for are counted by who fills them.
 import inspect
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe.exchange import UnderWay
 from sharding import has_dtensor
 from training.rehearsal.parts import LASTING, Parts, Place
 
@@ -36,7 +38,9 @@ class Event:
 
     place: part of the step and layer. phase: forward, backward, recomputation or update. micro: number of the forward
     in the step. flops: that it computes; needed: those of them that recomputation is not the reason for. sent: bytes to
-    other ranks, of a collective among `ranks`. reads, writes: bytes of each storage.
+    other ranks, of a collective among `ranks`. travels: whether it is an all-to-all that others run beside. waits:
+    whether here the oldest of these among `ranks` is waited for, and nothing else done. reads, writes: bytes of each
+    storage.
     """
 
     name: str
@@ -50,6 +54,8 @@ class Event:
     ranks: tuple[int, ...] = ()
     reads: dict[Key, int] = field(default_factory=dict)
     writes: dict[Key, int] = field(default_factory=dict)
+    travels: bool = False
+    waits: bool = False
 
     @property
     def moved(self) -> int:
@@ -62,14 +68,14 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         events: in the order of their calls.
-        num_calls: of operators, views included: what the host has to launch.
+        calls: by forward (None: the update), of operators, views included: what the host has to launch.
     """
 
     def __init__(self, parts: Parts):
         super().__init__()
         self.parts = parts
         self.events: list[Event] = []
-        self.num_calls = 0
+        self.calls: Counter[int | None] = Counter()
         self.micro: int | None = None
         self.is_update = False
         self._storages: dict[int, int] = {}
@@ -83,18 +89,25 @@ class Recorder(TorchDispatchMode):
         if operator is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         result = operator(*args, **kwargs)
-        self.num_calls += 1
         place = self.parts.here()
-        if not _moves_nothing(operator) and place.part != LASTING:
-            self._record(operator, place, args, kwargs, result)
+        # a real tensor's device is no operator; what is made once in a run is of no step
+        if operator.namespace not in ("prim", "profiler") and place.part != LASTING:
+            self.calls[self.micro] += 1
+            if not _moves_nothing(operator):
+                self._record(operator, place, args, kwargs, result)
         return result
 
     def kernel(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
         """A kernel that is no operator of torch."""
-        self.num_calls += 1
+        self.calls[self.micro] += 1
         event = self._event(name, self.parts.here())
         self._add(event.reads, read)
         self._write(event, written)
+
+    def wait(self, ranks: tuple[int, ...]) -> None:
+        """For the oldest all-to-all among these that travels."""
+        event = self._event("wait", self.parts.here())
+        event.ranks, event.waits = ranks, True
 
     def next_forward(self, model: Any, args: Any) -> None:
         """To be called before each forward of the model."""
@@ -197,7 +210,6 @@ _NO_KERNEL = frozenset(
         "aten::_unsafe_view",
         "aten::record_stream",
         "c10d::barrier",
-        "expertmesh::exchange_counts",
     }
 )
 _OVERWRITE = frozenset(
@@ -232,7 +244,7 @@ _FILLS_A_PART = frozenset({"fsdp::all_gather_copy_in"})
 
 
 def _moves_nothing(operator: Any) -> bool:
-    return operator.is_view or operator.name() in _NO_KERNEL or operator.namespace in ("prim", "profiler")
+    return operator.is_view or operator.name() in _NO_KERNEL
 
 
 def _inputs(operator: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -310,7 +322,6 @@ _COLLECTIVES = {
     "c10d::_reduce_scatter_base_": "reduce-scatter",
     "c10d::allreduce_": "all-reduce",
     "c10d::alltoall_base_": "all-to-all",
-    "expertmesh::all_to_all": "all-to-all",
 }
 
 
@@ -326,6 +337,23 @@ def _ranks(args: Any, kwargs: Any) -> tuple[int, ...]:
         if isinstance(argument, str):
             return tuple(dist.get_process_group_ranks(_resolve_process_group(argument)))  # type: ignore[arg-type]
     raise AssertionError("a collective without a group")
+
+
+@contextmanager
+def recording_waits(recorder: Recorder) -> Iterator[None]:
+    """Have `recorder` know which all-to-alls others run beside, and where they are waited for."""
+    begin = UnderWay.__init__
+
+    def begun(self: UnderWay, *args: Any) -> None:
+        begin(self, *args)
+        recorder.events[-1].travels = True
+
+    def wait(self: UnderWay) -> Tensor:
+        recorder.wait(tuple(dist.get_process_group_ranks(self.group)))
+        return self.out
+
+    with mock.patch.object(UnderWay, "__init__", begun), mock.patch.object(UnderWay, "wait", wait):
+        yield
 
 
 @contextmanager

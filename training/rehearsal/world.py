@@ -3,9 +3,10 @@
 What depends on data is told: routing is even. Attention is the flash kernel's, as on a GPU.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 from unittest import mock
 
@@ -44,7 +45,7 @@ from training.low_bit import dynamic_map
 from training.optimizer import build_optimizer
 from training.rehearsal.live import LiveTensors
 from training.rehearsal.parts import Parts
-from training.rehearsal.recorder import Recorder, recording_triton
+from training.rehearsal.recorder import Recorder, recording_triton, recording_waits
 from training.step import train_step
 
 
@@ -100,7 +101,7 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehear
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
     mesh = build_mesh("cpu", Topology(world_size, config.ep_size, config.dense_shard))
-    parallelize(model, mesh, dtype, config.gradient_checkpointing, False, config.reshard_after_forward)
+    parallelize(model, mesh, dtype, config.strategy)
     # made once in a process: not of tensors that hold no memory
     for signed in (True, False):
         dynamic_map(signed, torch.device("cpu"))
@@ -117,6 +118,7 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehear
             _told(config, moe_shape(model).top_k),
             _leaving_out_shapes(live),
             recording_triton(recorder),
+            recording_waits(recorder),
             live,
             recorder,
         ):
@@ -175,12 +177,13 @@ def _batch(config: TrainConfig, fake: FakeTensorMode) -> Batch:
 
 
 class _Splits:
-    """Rows to and from each ep rank: as many everywhere."""
+    """Of each part rows to and from each ep rank: as many everywhere, and of every expert."""
 
-    def __init__(self, rows: int, ranks: int):
-        self.rows = [[rows // ranks] * ranks] * 2
+    def __init__(self, rows: int, ranks: int, sizes: Sequence[int]):
+        ends = [rows // ranks * end // sum(sizes) for end in accumulate(sizes, initial=0)]
+        self.rows = [[[end - start] * ranks for start, end in pairwise(ends)]] * 2
 
-    def tolist(self) -> list[list[int]]:
+    def tolist(self) -> list[list[list[int]]]:
         return self.rows
 
 
@@ -189,8 +192,8 @@ def _told(config: TrainConfig, top_k: int) -> Iterator[None]:
     """Within it, what only data or a GPU could tell is told."""
     rows = config.per_device_train_batch_size * config.max_seq_length * top_k
 
-    def even(counts_E: Tensor, group_name: str) -> tuple[Tensor, _Splits]:
-        return torch.empty_like(counts_E), _Splits(rows, config.ep_size)
+    def even(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, _Splits]:
+        return torch.empty_like(counts_E), _Splits(rows, config.ep_size, sizes)
 
     with (
         mock.patch.object(moe.dispatch, "exchange_counts", even),
