@@ -12,7 +12,8 @@ rank, K experts a token.
 import torch
 from torch import Tensor, nn
 
-from moe.dispatch import Dispatcher, LocalDispatcher
+from moe.beside import Beside
+from moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe.experts import ExpertMLP
 from moe.routing import RouterStats, count_experts, router_stats
 from moe.scores import UNKNOWN
@@ -26,6 +27,7 @@ class DroplessExperts(nn.Module):
         mlp: the experts' weights.
         post_expert_norm: of the family's module, on each expert's output; None for most.
         dispatcher: local until `sharding` puts an all-to-all one in its place.
+        beside: what of the block is computed while rows travel; None for most families.
         router: path in the model of the module that chooses from these experts and gives a logit each; None where there
             is no such module, and so neither an auxiliary loss nor an entropy.
         kind: what that one makes of its logits.
@@ -41,6 +43,7 @@ class DroplessExperts(nn.Module):
         self.mlp = mlp
         self.post_expert_norm = post_expert_norm
         self.dispatcher: Dispatcher = LocalDispatcher(self.shape.num_experts)
+        self.beside: Beside | None = None
         self.router: str | None = None
         self.correction_bias: str | None = None
         self.kind = UNKNOWN
@@ -66,6 +69,8 @@ class DroplessExperts(nn.Module):
             experts_TK = experts_TK.masked_fill(~is_token_T.unsqueeze(-1), num_experts)
         counts_E = count_experts(experts_TK, num_experts)
         sent = self.dispatcher.send(x_TD, experts_TK, counts_E, is_token_T is not None)
+        if self.beside is not None and isinstance(self.dispatcher, AllToAllDispatcher):
+            self.beside.compute(x_TD)
         needs_output = sent.reads_outputs or self.post_expert_norm is not None
         returned = self.mlp(sent.rows, sent.parts, needs_output, self.post_expert_norm)
         logits_TE, self.logits_TE = self.logits_TE, None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.activation import Activation
+from moe.beside import Beside
 from moe.counts import ParameterCounts, active_parameters
 from moe.errors import ExpertMeshError
 from moe.experts import ExpertMLP, expert_modules, read_layout
@@ -144,6 +145,8 @@ def swap_experts(model: nn.Module, seen: Seen) -> None:
             ours = dropless_experts(experts, called.top_k, f"{type(model).__name__}.{path}")
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, ours)
+        if called.beside is not None:
+            ours.beside = Beside(model.get_submodule(called.beside))
         ours.correction_bias = _correction_bias(model, parent, ours.shape.num_experts)
         if called.router is not None and called.num_logits == ours.shape.num_experts:
             ours.router, ours.kind = called.router, called.kind

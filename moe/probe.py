@@ -24,12 +24,14 @@ _POSITIONS = 8
 @dataclass(frozen=True)
 class SeenExperts:
     """top_k: experts a token. router: path of the module that chose them, None where no module returned the very choice
-    that the experts were given. num_logits: that it gave a token, beside its choice. kind: of router."""
+    that the experts were given. num_logits: that it gave a token, beside its choice. kind: of router. beside: path of a
+    module that is called after the experts, on their tokens alone; None where there is none."""
 
     top_k: int
     router: str | None
     num_logits: int
     kind: RouterKind
+    beside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def probe(model: Any) -> Seen:
     """
     returned: dict[str, Any] = {}
     arguments: dict[str, tuple[Any, ...]] = {}
-    calls: dict[str, Tensor] = {}
+    calls: dict[str, tuple[Tensor, Tensor]] = {}
     name = type(model).__name__
     was_training = model.training
     with ExitStack() as stack:
@@ -78,15 +80,15 @@ def probe(model: Any) -> Seen:
             model.train(was_training)
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
     experts, kinds = {}, {}
-    for path, experts_TK in calls.items():
-        router = _router(experts_TK, returned)
+    for path, (x_TD, experts_TK) in calls.items():
+        router, beside = _router(experts_TK, returned), _beside(path, x_TD, returned, arguments)
         if router is None:
-            experts[path] = SeenExperts(experts_TK.shape[1], None, 0, UNKNOWN)
+            experts[path] = SeenExperts(experts_TK.shape[1], None, 0, UNKNOWN, beside)
             continue
         num_logits, module = returned[router][0].shape[-1], model.get_submodule(router)
         if type(module) not in kinds:
             kinds[type(module)] = try_router(module, arguments[router], num_logits, _groups(model.config))
-        experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits, kinds[type(module)])
+        experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits, kinds[type(module)], beside)
     return Seen(experts, logits is returned.get(head), bool(looked_at_positions))
 
 
@@ -105,6 +107,19 @@ def _router(experts_TK: Tensor, returned: dict[str, Any]) -> str | None:
         if isinstance(output, tuple) and any(part is experts_TK for part in output) and isinstance(output[0], Tensor)
     ]
     return max(chose, key=lambda path: path.count("."), default=None)
+
+
+def _beside(path: str, x_TD: Tensor, returned: dict[str, Any], arguments: dict[str, tuple[Any, ...]]) -> str | None:
+    """The outermost module of the same decoder layer that was called after the experts on their tokens alone."""
+    order = list(returned)
+    for other in sorted(order[order.index(path) + 1 :], key=lambda other: other.count(".")):
+        is_near = path.startswith(f"{other.rpartition('.')[0]}.") and not path.startswith(f"{other}.")
+        out = returned[other]
+        if is_near and len(arguments[other]) == 1 and isinstance(out, Tensor) and out.numel() == x_TD.numel():
+            (x,) = arguments[other]
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata == x_TD.untyped_storage()._cdata:
+                return other
+    return None
 
 
 @contextmanager
@@ -140,11 +155,12 @@ def _returns(
 
 
 @contextmanager
-def _without_computing(experts: Any, path: str, calls: dict[str, Tensor], model: str) -> Iterator[None]:
+def _without_computing(experts: Any, path: str, calls: dict[str, tuple[Tensor, Tensor]], model: str) -> Iterator[None]:
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         if kwargs or len(args) != 3 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in args):
             raise ExpertMeshError(f"transformers' {model} calls its experts in a way that is not supported")
-        x_TD, calls[path], _ = args
+        x_TD, experts_TK, _ = args
+        calls[path] = x_TD, experts_TK
         return torch.empty_like(x_TD)
 
     experts.forward = forward

@@ -192,3 +192,34 @@ def _refused(path: Path) -> list[str]:
             sharded_model(path, Topology(2, 2), case_of("plain", **settings))
         errors.append(str(refused.value))
     return errors
+
+
+def test_shared_experts_are_computed_while_rows_travel(ranks: RankPool, tmp_path: Path) -> None:
+    """Where a block calls them after the others; once, and with the bits that they have after these."""
+    case = Case(SAMPLES, family="deepseek_v3", gradient_checkpointing="selective")
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    for (order, beside), (plain_order, after) in ranks.run(_shared, 2, tmp_path, case):
+        assert order == ["send 0", "shared", "wait for 0", "experts", "return 0", "wait for all"] * 2
+        assert plain_order == ["send 0", "wait for 0", "experts", "return 0", "wait for all", "shared"] * 2
+        assert [name for name, figure in after.items() if not torch.equal(figure, beside[name])] == []
+
+
+def _shared(path: Path, case: Case) -> list[tuple[list[str], dict[str, Tensor]]]:
+    topology, found = Topology(2, 2), []
+    for is_beside in (True, False):
+        model, _, _ = sharded_model(path, topology, case)
+        shared = []
+        for layer in moe_layers(model):
+            assert layer.beside is not None
+            shared.append(next(part for part in layer.beside.module.modules() if isinstance(part, torch.nn.Linear)))
+            layer.beside = layer.beside if is_beside else None
+        (batch,) = my_batches(case, topology, dist.get_rank())
+        with _watching() as seen:
+            for linear in shared:
+                linear.register_forward_pre_hook(lambda module, args, seen=seen: seen.append("shared"))
+            loss = token_loss_sum(model.train(), batch)
+            order = list(seen)
+        loss.backward()
+        grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        found.append((order, {"loss": loss.detach(), **grads}))
+    return found
