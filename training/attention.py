@@ -8,13 +8,15 @@ Shape suffixes: B rows, S positions, N = B·S positions of all rows, H heads, G 
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
@@ -122,6 +124,21 @@ def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
     if model.masks_by_position:
         return {}
     return {"attention_mask": _masks(model, batch)}
+
+
+@contextmanager
+def told_whether_packed(batch: Batch) -> Iterator[None]:
+    """Within it, transformers is told where a batch has one sample a row: by itself it would look for several in every
+    forward, and wait for the device to find out."""
+    if batch.segments is not None:
+        yield
+        return
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
 
 
 _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe import load_balancing_loss, outdate_working_weights, router_z_loss, take_stats
 from sharding import Mesh, clip_grad_norm
-from training.attention import attention_arguments
+from training.attention import attention_arguments, told_whether_packed
 from training.balance import BiasUpdate, LossWeights
 from training.data import Batch
 from training.head import loss_head
@@ -90,15 +90,16 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
 
 def token_loss_sum(model: Any, batch: Batch) -> Tensor:
     """Sum of the target tokens' cross-entropies after a forward of a model with a `LossHead`, an fp32 scalar."""
-    logits: Tensor = model(
-        **attention_arguments(model, batch),
-        input_ids=batch.tokens_BS,
-        position_ids=batch.positions_BS,
-        is_token_BS=batch.is_token_BS,
-        targets_BS=batch.targets_BS,
-        target_index_N=batch.target_index_N,
-        use_cache=False,
-    ).logits
+    with told_whether_packed(batch):
+        logits: Tensor = model(
+            **attention_arguments(model, batch),
+            input_ids=batch.tokens_BS,
+            position_ids=batch.positions_BS,
+            is_token_BS=batch.is_token_BS,
+            targets_BS=batch.targets_BS,
+            target_index_N=batch.target_index_N,
+            use_cache=False,
+        ).logits
     return loss_head(model).loss_of(logits)
 
 

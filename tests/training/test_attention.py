@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig, JambaConfig, Lfm2MoeConfig, Qwen2MoeConfig, Qwen3NextConfig
 
 from moe import ExpertMeshError
-from tests.tiny import relative_error, tiny_config
+from tests.tiny import relative_error, tiny_config, tiny_mixtral
 from training import attention
-from training.attention import PACKED, choose_attention, packed_attention
+from training.attention import PACKED, choose_attention, packed_attention, told_whether_packed
+from training.data import Sample, collate
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
 ROWS = ((5, 1, 9, 9), (17, 3, 4))
@@ -202,3 +204,28 @@ def test_flash_attention_is_not_packed() -> None:
     with pytest.raises(ExpertMeshError, match="--attn-implementation flash_attention_2: does not keep packed samples"):
         choose_attention("flash_attention_2", True, tiny_config())
     assert choose_attention("flash_attention_2", False, tiny_config()) == "flash_attention_2"
+
+
+class _Searches(TorchDispatchMode):
+    """Counts what transformers looks for packed samples by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += operator.name() == "aten::all"
+        return operator(*args, **(kwargs or {}))
+
+
+def test_nobody_looks_for_samples_in_rows_that_are_one_each() -> None:
+    model: Any = tiny_mixtral().eval()
+    batch = collate([[Sample.of_prompt(list(range(7)), 2)] for _ in range(2)])
+    assert batch.segments is None
+    arguments: dict[str, Any] = dict(input_ids=batch.tokens_BS, position_ids=torch.arange(7)[None], use_cache=False)
+    with torch.no_grad(), _Searches() as unasked:
+        logits = model(**arguments).logits
+    with torch.no_grad(), _Searches() as told, told_whether_packed(batch):
+        told_logits = model(**arguments).logits
+    assert unasked.found > told.found == 0
+    assert torch.equal(logits, told_logits)
