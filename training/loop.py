@@ -117,6 +117,7 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
                 result = train_step(
                     *(run.model, optimizer, batches, run.mesh, run.balance.weights, config.max_grad_norm, bias_update),
                     at=watchdog.at,
+                    before_update=run.saver.wait_for_copies if run.saver is not None else lambda: None,
                 )
             tokens += result.tokens
             guard.check(done, result)

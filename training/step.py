@@ -112,6 +112,7 @@ def train_step(
     max_grad_norm: float,
     bias_update: BiasUpdate | None = None,
     at: Callable[[str], object] = lambda doing: None,
+    before_update: Callable[[], object] = lambda: None,
 ) -> StepResult:
     """Gradients from zero, clipped over all meshes at once, then one update.
 
@@ -120,6 +121,7 @@ def train_step(
     Args:
         bias_update: of the routers, beside the optimizer's.
         at: is told what comes next, beside the layers.
+        before_update: is called before weights and the optimizer's state change.
     """
     optimizer.zero_grad()
     at("the step's beginning")
@@ -128,6 +130,7 @@ def train_step(
     result = replace(figures, grad_norm=clip_grad_norm(model, mesh, max_grad_norm))
     at("the optimizer's update")
     if result.is_finite:
+        before_update()
         optimizer.step()
         outdate_working_weights(model)
         if bias_update is not None:

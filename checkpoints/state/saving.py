@@ -3,6 +3,8 @@
 import json
 import shutil
 import threading
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from checkpoints.checksums import file_checksum, seal
 from checkpoints.files import copy_side_files, temporary_beside
@@ -71,22 +74,57 @@ class Saver:
         self.base = base
         # of its own, so that the background thread's collectives do not mix with training's
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=NO_LIMIT_SECONDS), group_desc=SAVERS)
+        self.stager: DefaultStager | None = None
+        self.copying: Future[None] | None = None
         self.thread: threading.Thread | None = None
         self.problem: str | None = None
         self.broken: Exception | None = None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Begin a checkpoint; the tensors may change as soon as this returns. All ranks call it together, each after
-        `wait`, which tells how it ended."""
+        """Begin a checkpoint; the tensors may change once `wait_for_copies` has returned. All ranks call it together,
+        each after `wait`, which tells how it ended."""
         assert self.thread is None, "save without waiting for the one before"
         partial, self.problem = self._make_directory(progress.step)
         if partial is None:
             return
         state = {**training_state(model, optimizer), **_rng_state()}
         writer = FileSystemWriter(partial / "state", sync_files=True)
-        future: Any = dcp.async_save(state, storage_writer=writer, process_group=self.group)
-        self.thread = threading.Thread(target=self._finish_or_break, args=(future, partial, progress), daemon=True)
+        response: Any = dcp.async_save(
+            state, storage_writer=writer, async_stager=self._make_stager(), process_group=self.group
+        )
+        self.copying = response.staging_completion
+        arguments = (response.upload_completion, partial, progress)
+        self.thread = threading.Thread(target=self._finish_or_break, args=arguments, daemon=True)
         self.thread.start()
+
+    def wait_for_copies(self) -> None:
+        """Until the tensors of the checkpoint under way have been copied, or could not be, which `wait` will tell."""
+        if self.copying is not None:
+            wait_for_futures([self.copying])
+            self.copying = None
+
+    def _make_stager(self) -> DefaultStager:
+        """What copies each tensor once, in a thread of its own. On a GPU into pinned memory, which is kept for the next
+        checkpoint: it is slow to come by. The copies begin when the device has done what it was told so far."""
+        is_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if self.stager is None:
+            self.stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=is_gpu,
+                    use_shared_memory=False,
+                    use_async_staging=True,
+                    use_non_blocking_copy=is_gpu,
+                )
+            )
+        if is_gpu:
+            torch.cuda.synchronize()
+        return self.stager
+
+    def _drop_copies(self) -> None:
+        """What was copied is on disk, or will never be."""
+        if self.stager is not None and not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+            self.stager.close()
+            self.stager = None
 
     def wait(self) -> str | None:
         """Until the checkpoint under way is whole; what went wrong with it, the same on all ranks, or None.
@@ -95,8 +133,10 @@ class Saver:
             RuntimeError: another rank is gone, so that this one could not find out.
         """
         if self.thread is not None:
+            self.wait_for_copies()
             self.thread.join()
             self.thread = None
+            self._drop_copies()
         if self.broken is not None:
             raise self.broken
         problem, self.problem = self.problem, None

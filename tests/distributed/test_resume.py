@@ -10,14 +10,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager
 from transformers import MixtralForCausalLM
 
 import train_ep
 import training
 from benchmarks.chaos import is_complete
+from checkpoints import Saver
 from checkpoints.__main__ import main as checkpoints_main
 from checkpoints.state.marker import whole_checkpoints
 from tests.distributed.pool import RankPool
@@ -134,6 +137,41 @@ def test_what_a_save_leaves_and_keeps(ranks: RankPool, tiny_model: Path, tiny_da
     # and as EP shards
     assert checkpoints_main(["convert", str(last), str(tmp_path / "shards"), "--ep-size", "4"]) == 0
     assert checkpoints_main(["verify", str(tmp_path / "shards"), str(out / "hf")]) == 0
+
+
+def run_with_late_copies(argv: list[str]) -> None:
+    """A run whose checkpoints' tensors are copied as late as can be."""
+    may_copy = threading.Event()
+    stage, wait = DefaultStager._stage, Saver.wait_for_copies
+
+    def late(self: Any, state: Any, **kwargs: Any) -> Any:
+        assert may_copy.wait(60)
+        may_copy.clear()
+        return stage(self, state, **kwargs)
+
+    def wait_for_copies(self: Saver) -> None:
+        if self.copying is not None:
+            may_copy.set()
+        wait(self)
+
+    with (
+        mock.patch.object(DefaultStager, "_stage", late),
+        mock.patch.object(Saver, "wait_for_copies", wait_for_copies),
+    ):
+        assert run_main(argv)[0] == 0
+
+
+def test_nothing_changes_before_it_is_copied(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    common = [*shares(2), "--ep-size", "2", "--save-steps", "1"]
+    run(ranks, 2, flags(tiny_model, tiny_data, tmp_path / "plain", *common))
+    ranks.run(run_with_late_copies, 2, flags(tiny_model, tiny_data, tmp_path / "late", *common), join_group=False)
+    saved = sorted(path.name for path in (tmp_path / "plain" / "checkpoints").glob("step-*"))
+    assert len(saved) == 6
+    for name in saved:
+        both = [str(tmp_path / arm / "checkpoints" / name) for arm in ("plain", "late")]
+        assert checkpoints_main(["verify", *both]) == 0
 
 
 def resumed_logits(argv: list[str]) -> torch.Tensor:
