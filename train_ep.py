@@ -238,7 +238,8 @@ def choose_kernel(config: training.TrainConfig, model: Any, ranks: sharding.Rank
     import torch
 
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    kernel = moe.choose_kernel(config.expert_kernel, moe.kernel_needs(model, ranks.device.type, dtype))
+    needs = moe.kernel_needs(model, ranks.device.type, dtype)
+    kernel = moe.choose_kernel(config.expert_kernel, needs, config.expert_precision)
     moe.use_kernel(model, kernel.kernel)
     return kernel
 

@@ -22,6 +22,8 @@ class Example:
     dtype: torch.dtype
     narrow: dict[str, str] = field(default_factory=dict)
     """What is read or written by less than 128 bits a thread, by the name of its pointer, and why."""
+    since: int = 80
+    """The least compute capability times ten on which these kernels are ever run."""
 
     @property
     def title(self) -> str:
@@ -88,6 +90,18 @@ def _widening(dtype: torch.dtype) -> None:
     fused_nf4(_empty(torch.uint8, F, D // 2), _empty(torch.float32, F, D // 64), pairs, D, dtype)
 
 
+def _casts_to_fp8(dtype: torch.dtype) -> None:
+    """Rows of what is multiplied, rows of a weight with each width, and columns of both."""
+    from moe.fp8_triton import fused_columns, fused_rows, fused_runs
+
+    ends = _empty(torch.int32, 1)
+    for width in (D, F):
+        rows = _empty(dtype, ROWS, width)
+        fused_rows(rows)
+        fused_runs(rows, ends, ends, ROWS + 16)
+    fused_columns(_empty(dtype, 1, F, D))
+
+
 def _cross_entropy(dtype: torch.dtype) -> None:
     from training.head_triton import fused_loss_and_gradient
 
@@ -130,6 +144,10 @@ TABLE = "looked up, a number at a time"
 CHOICES = dict.fromkeys(("position", "is_kept", "weights", "grad_weights"), "one number for a row of D")
 NORMS = {"factor": "one number a row", **dict.fromkeys(("weight", "sums"), "of a head's 128 numbers, one a thread")}
 CORRECTIONS = {"mean_correction": ONE, "square_correction": ONE}
+CASTS = {
+    **dict.fromkeys(("scales", "largest", "numbers"), "one number for a row or column"),
+    **dict.fromkeys(("ends", "padded_ends"), ONE),
+}
 COPIES = "one to four numbers a thread in every configuration among which MegaBlocks chooses"
 
 EXAMPLES = [
@@ -140,6 +158,7 @@ EXAMPLES = [
     Example(_norms, torch.bfloat16, NORMS),
     Example(_rotary, torch.bfloat16),
     Example(_widening, torch.bfloat16, {"codes": CODES, "scales": SCALES, "pairs": TABLE}),
+    Example(_casts_to_fp8, torch.bfloat16, CASTS, since=90),
     Example(_cross_entropy, torch.bfloat16, {"targets": ONE, "losses": ONE}),
     Example(
         _adamw_8bit,

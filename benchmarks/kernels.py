@@ -2,7 +2,8 @@
 
 Our wrappers, and MegaBlocks' and stk's, are called as a training step calls them (`benchmarks.kernel_calls`), each
 launch is caught with its types, alignments and constants, and what would have been launched is compiled for compute
-capability 8.0, 9.0 and 10.0 (A100, H100, B200) by the assembler that triton brings. The table is read from the machine
+capability 8.0, 9.0 and 10.0 (A100, H100, B200), but for what never runs on the first, by the assembler that triton
+brings. The table is read from the machine
 code: registers a thread, spills (instructions that move registers to or from memory), shared memory against a block's
 share of the card's, bits of global memory that a thread reads and writes at once, tensor-core instructions, and the
 size of the binary. Nothing runs. The exit code is 1 where a kernel spills, does not fit, multiplies without tensor
@@ -81,7 +82,12 @@ def main() -> int:
     # the interpreter takes the place of compilable kernels as their modules are imported
     os.environ.pop("TRITON_INTERPRET", None)
     launches = [launch for example in EXAMPLES for launch in launches_of(example)]
-    jobs = [(launch, capability) for launch in launches for capability in SHARED_LIMITS]
+    jobs = [
+        (launch, capability)
+        for launch in launches
+        for capability in SHARED_LIMITS
+        if capability >= launch.example.since
+    ]
     with tempfile.TemporaryDirectory() as cache_dir, ThreadPoolExecutor(os.cpu_count()) as pool:
         # what Triton has kept of an earlier run may have the lines of an earlier source
         os.environ["TRITON_CACHE_DIR"] = cache_dir

@@ -9,7 +9,8 @@ single samples of --max-seq-length, experts get equally many. Time is at the car
 the products', 0.8 of the memory's and 0.75 of the links' are attained): a kernel takes as long as its products or its
 memory, whichever is longer, and 2 µs for its launch; the host takes 5 µs for each operator, views included.
 
-moved: bytes read and written; would do: what enters and leaves the part, once each. Nothing here was measured on a GPU.
+moved: bytes read and written; would do: what enters and leaves the part, once each. MFU is of the card's rate in bf16,
+also where --expert-precision fp8 multiplies at its rate in fp8. Nothing here was measured on a GPU.
 """
 
 import argparse
@@ -40,6 +41,8 @@ def main() -> int:
         if config.router_aux_loss_coef is None:
             config = replace(config, router_aux_loss_coef=0.0)
         hardware = preset(arguments.gpu, arguments.network)
+        if config.expert_precision == "fp8" and not hardware.device.fp8:
+            raise ExpertMeshError(f"--expert-precision fp8: --gpu {arguments.gpu} has no products in fp8")
         if not config.bf16:
             hardware = replace(hardware, device=replace(hardware.device, matrix=hardware.device.fp32))
         started = time.time()
@@ -88,6 +91,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def setting(config: TrainConfig, model_config: object, arguments: argparse.Namespace, hardware: Hardware) -> str:
     dtype = "bf16" if config.bf16 else "fp32"
+    if config.expert_precision == "fp8":
+        dtype += ", experts' products fp8"
     return (
         f"{config.model}, {getattr(model_config, 'num_hidden_layers', '?')} layers; rank {arguments.rank} of "
         f"{arguments.gpus} on {hardware.name}; ep {config.ep_size}, {dtype}, checkpointing "

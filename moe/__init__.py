@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from moe.counts import ParameterCounts, active_parameters, training_flops
     from moe.errors import ExpertMeshError
     from moe.experts import ExpertLayout, ExpertMLP, ExpertParameter
-    from moe.kernel_names import KERNEL_NAMES, check_kernel_name
+    from moe.kernel_names import KERNEL_NAMES, Precision, check_kernel_name
     from moe.kernels import KERNELS, LOOP, ExpertKernel, KernelChoice, Needs, check_kernel, choose_kernel
     from moe.layer import DroplessExperts
     from moe.losses import load_balancing_loss, router_z_loss
@@ -52,6 +52,7 @@ __all__ = [
     "MoEShape",
     "Needs",
     "ParameterCounts",
+    "Precision",
     "RouterStats",
     "active_parameters",
     "add_adapters",

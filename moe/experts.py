@@ -201,8 +201,9 @@ class ExpertMLP(nn.Module):
                 out_RO = self.kernel.product(x_RI, counts_e, weight_eOI, needs_output=needs_output)
         if self.low_rank is not None:
             a_erI, b_eOr = (_by_expert(weights[f"{name}_lora_{matrix}"], counts_e).to(x_RI.dtype) for matrix in "AB")
-            low_Rr = self.kernel.product(F.dropout(x_RI, self.low_rank.dropout, self.training), counts_e, a_erI)
-            update_RO = self.kernel.product(low_Rr, counts_e, b_eOr, needs_output=needs_output)
+            product = self.kernel.low_rank or self.kernel.product
+            low_Rr = product(F.dropout(x_RI, self.low_rank.dropout, self.training), counts_e, a_erI)
+            update_RO = product(low_Rr, counts_e, b_eOr, needs_output=needs_output)
             out_RO = torch.add(out_RO, update_RO, alpha=self.low_rank.scale)
         if self.layout.shape.has_bias:
             bias_eO = weights[f"{name}_bias"].view(counts_e.numel(), -1)

@@ -4,6 +4,7 @@ Shape suffixes: R rows sorted by expert, D model width, F expert width, e expert
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +14,39 @@ from torch.autograd.function import once_differentiable
 from moe.replay import kept_product, placeholder
 from moe.swiglu import swiglu_backward, swiglu_forward
 
-GroupedMatmul = Callable[..., Tensor]
-"""gmm(a, b, trans_a=False, trans_b=False), as `grouped_gemm.backend.gmm` has it. With a_RK: expert by expert, its rows
-of a times b_eKN, or b_eNK if trans_b: (R, N). If trans_a, with b_RN: expert by expert a.T times b: (e, K, N)."""
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """gmm(a, b, trans_a=False, trans_b=False), as `grouped_gemm.backend.gmm` has it. With a_RK: expert by expert, its
+    rows of a times b_eKN, or b_eNK if trans_b: (R, N). If trans_a, with b_RN: expert by expert a.T times b: (e, K, N).
+
+    Attributes:
+        multiply: does that.
+        cast: what `multiply` makes of rows before it multiplies, and also takes in their place: for rows that several
+            products take. cast(rows, trans_a) of an operand of a product with that trans_a.
+    """
+
+    multiply: Callable[..., Tensor]
+    cast: Callable[[Tensor, bool], Any] = lambda rows, trans_a: rows
+
+    def __call__(self, a: Any, b: Any, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        return self.multiply(a, b, trans_a=trans_a, trans_b=trans_b)
 
 
 def for_any_rows(gmm: GroupedMatmul, num_experts: int) -> GroupedMatmul:
     """`gmm` for as few rows as none, with which it is not called: kernels are not made for that."""
 
-    def product(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-        if a.shape[0]:
+    def multiply(a: Any, b: Any, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        if not isinstance(a, Tensor) or a.shape[0]:
             return gmm(a, b, trans_a=trans_a, trans_b=trans_b)
         if trans_a:
             return a.new_zeros(num_experts, a.shape[1], b.shape[1])
         return a.new_empty(0, b.shape[1 if trans_b else 2])
 
-    return product
+    def cast(rows: Tensor, trans_a: bool) -> Any:
+        return gmm.cast(rows, trans_a) if rows.shape[0] else rows
+
+    return GroupedMatmul(multiply, cast)
 
 
 def grouped_gated_mlp(
@@ -59,8 +77,12 @@ class _GroupedGatedMLP(torch.autograd.Function):
         gmm: GroupedMatmul,
         needs_output: bool,
     ) -> Tensor:
-        gate_RF = kept_product(lambda: gmm(rows_RD, w1_eFD, trans_b=True))
-        up_RF = kept_product(lambda: gmm(rows_RD, v1_eFD, trans_b=True))
+
+        def gate_and_up() -> tuple[Tensor, Tensor]:
+            rows = gmm.cast(rows_RD, False)
+            return gmm(rows, w1_eFD, trans_b=True), gmm(rows, v1_eFD, trans_b=True)
+
+        gate_RF, up_RF = kept_product(gate_and_up)
         ctx.save_for_backward(rows_RD, w1_eFD, v1_eFD, w2_eFD, gate_RF, up_RF)
         ctx.gmm = gmm
         if not needs_output:
@@ -77,7 +99,8 @@ class _GroupedGatedMLP(torch.autograd.Function):
         d_hidden_RF = gmm(grad_RD, w2_eFD, trans_b=True)
         d_gate_RF, d_up_RF, hidden_RF = swiglu_backward(d_hidden_RF, gate_RF, up_RF)
         grad_rows_RD = gmm(d_gate_RF, w1_eFD).add_(gmm(d_up_RF, v1_eFD))
-        grad_w1_eFD = gmm(d_gate_RF, rows_RD, trans_a=True)
-        grad_v1_eFD = gmm(d_up_RF, rows_RD, trans_a=True)
+        rows = gmm.cast(rows_RD, True)
+        grad_w1_eFD = gmm(d_gate_RF, rows, trans_a=True)
+        grad_v1_eFD = gmm(d_up_RF, rows, trans_a=True)
         grad_w2_eFD = gmm(hidden_RF, grad_RD, trans_a=True)
         return grad_rows_RD, grad_w1_eFD, grad_v1_eFD, grad_w2_eFD, None, None

@@ -14,7 +14,7 @@ Without `needs_output` the last product is left out, and what is given back is b
 Shape suffixes: R rows, D model width, F expert width, e experts on this rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.errors import ExpertMeshError
+from moe.fp8 import MULTIPLE, WIDEST, fp8_products
 from moe.gpu import computes_on_cpu
 from moe.grouped import GroupedMatmul, grouped_gated_mlp
-from moe.kernel_names import check_kernel_name
+from moe.kernel_names import Precision, check_kernel_name
 from moe.matmul import matmul, pad_rows
 from moe.megablocks import (
     GROUPED_PACKAGES,
@@ -49,11 +50,13 @@ class FusedSwiGLU(Protocol):
 
 @dataclass(frozen=True)
 class ExpertKernel:
-    """One way of computing; at least one of `product` and `fused` is there."""
+    """One way of computing; at least one of `product` and `fused` is there. low_rank: what multiplies by adapters'
+    matrices, where that is not `product`."""
 
     name: str
     product: Product | None
     fused: FusedSwiGLU | None
+    low_rank: Product | None = None
 
 
 def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool = True) -> Tensor:
@@ -130,14 +133,14 @@ def torch_grouped(
     num_experts = counts_e.numel()
     width = w1.shape[0] // num_experts
     _check_grouped_mm(rows_RD.dtype, rows_RD.shape[1], width)
-    _check_rows(rows_RD, width)
+    _check_rows(rows_RD, width, "--expert-kernel torch-grouped", ", or --expert-kernel loop")
     return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, _grouped_mm(counts_e), needs_output)
 
 
 def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
     """As `torch_grouped`, one product."""
     _check_grouped_mm(x_RI.dtype, *weight_eOI.shape[1:])
-    _check_rows(x_RI, weight_eOI.shape[1])
+    _check_rows(x_RI, weight_eOI.shape[1], "--expert-kernel torch-grouped", ", or --expert-kernel loop")
     return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e), needs_output)
 
 
@@ -150,7 +153,7 @@ def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
             product.masked_fill_((counts_e == 0)[:, None, None], 0)
         return product
 
-    return gmm
+    return GroupedMatmul(gmm)
 
 
 def _leaves_empty_groups(device: torch.device) -> bool:
@@ -159,15 +162,34 @@ def _leaves_empty_groups(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
-def _check_rows(rows_RI: Tensor, other_width: int) -> None:
+def fp8_grouped(
+    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
+    """Grouped products in fp8 with a scale a row (see `moe.fp8`), without a wait for the device.
+
+    Raises:
+        ExpertMeshError: on a GPU R times D or F reaches 2^31.
+    """
+    num_rows, num_experts = rows_RD.shape[0], counts_e.numel()
+    _check_rows(rows_RD, w1.shape[0] // num_experts, _FP8)
+    return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, fp8_products(counts_e, num_rows), needs_output)
+
+
+def fp8_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
+    """As `fp8_grouped`, one product."""
+    _check_rows(x_RI, weight_eOI.shape[1], _FP8)
+    return grouped_product(x_RI, weight_eOI, fp8_products(counts_e, x_RI.shape[0]), needs_output)
+
+
+def _check_rows(rows_RI: Tensor, other_width: int, flag: str, instead: str = "") -> None:
     """`grouped_mm` on a GPU counts elements of rows in 32 bits (torchtitan#1932). Shapes are on the host: no wait."""
     num_rows, width = rows_RI.shape
     elements = num_rows * max(width, other_width)
     if elements >= 2**31 and not computes_on_cpu(rows_RI):
         raise ExpertMeshError(
-            f"--expert-kernel torch-grouped cannot take 2^31 elements; {num_rows} rows on this rank, {width} and "
-            f"{other_width} wide, have {elements}; use a smaller --per-device-train-batch-size (and a larger "
-            "--gradient-accumulation-steps), a smaller --max-seq-length, or --expert-kernel loop"
+            f"{flag} cannot take 2^31 elements; {num_rows} rows on this rank, {width} and {other_width} wide, have "
+            f"{elements}; use a smaller --per-device-train-batch-size (and a larger --gradient-accumulation-steps), or "
+            f"a smaller --max-seq-length{instead}"
         )
 
 
@@ -182,7 +204,10 @@ def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
         )
 
 
+_FP8 = "--expert-precision fp8"
+
 LOOP = ExpertKernel("loop", looped_product, loop)
+FP8 = ExpertKernel("fp8", fp8_grouped_product, fp8_grouped)
 
 KERNELS: dict[str, ExpertKernel] = {
     kernel.name: kernel
@@ -199,14 +224,21 @@ KERNELS: dict[str, ExpertKernel] = {
 class Needs:
     """What decides whether a kernel can compute a model's experts.
 
-    widths: D and F of each kind of MoE layer, and each with the rank of its adapters. is_swiglu: whether all experts
-        are plain SwiGLU without biases and adapters.
+    widths: D and F of each kind of MoE layer. is_swiglu: whether all experts are plain SwiGLU without biases and
+        adapters. ranks: of adapters.
     """
 
     device_type: str
     dtype: torch.dtype
     widths: tuple[tuple[int, int], ...]
     is_swiglu: bool = True
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """The two widths of each product."""
+        low_rank = tuple((width, rank) for pair in self.widths for width in pair for rank in self.ranks)
+        return self.widths + low_rank
 
 
 @dataclass(frozen=True)
@@ -219,13 +251,19 @@ class KernelChoice:
         return self.kernel.name
 
 
-def choose_kernel(name: str, needs: Needs) -> KernelChoice:
-    """The kernel for `--expert-kernel name`; "auto" picks by device, experts, dtype and what is installed.
+def choose_kernel(name: str, needs: Needs, precision: Precision = "same") -> KernelChoice:
+    """The kernel for `--expert-kernel name`; "auto" picks by device, experts, dtype and what is installed. In fp8, it
+    is what adapters are multiplied by.
 
     Raises:
         ExpertMeshError: the name is unknown, or that kernel is not installed, or cannot compute these experts.
     """
     check_kernel_name(name)
+    if precision == "fp8":
+        check_fp8(name, needs)
+        is_cpu = needs.device_type == "cpu"
+        how = "emulated on a CPU" if is_cpu else "grouped, with a scale a row; MFU is of the rate in bf16"
+        return KernelChoice(replace(FP8, low_rank=choose_kernel(name, needs).kernel.product), how)
     if name == "auto":
         name, why = _choose(needs)
         return KernelChoice(KERNELS[name], f"auto: {why}")
@@ -233,6 +271,29 @@ def choose_kernel(name: str, needs: Needs) -> KernelChoice:
     if name == "megablocks-sparse" and needs.dtype == torch.float32:
         return KernelChoice(KERNELS[name], "asked for; in fp32 it multiplies in TF32")
     return KernelChoice(KERNELS[name], "asked for")
+
+
+def check_fp8(name: str, needs: Needs) -> None:
+    """
+    Raises:
+        ExpertMeshError: these experts cannot be computed in fp8 here, or not by `--expert-kernel name`.
+    """
+    if name not in ("auto", "torch-grouped"):
+        raise ExpertMeshError(f"{_FP8}: has products of its own; leave out --expert-kernel {name}")
+    if needs.dtype != torch.bfloat16:
+        raise ExpertMeshError(f"{_FP8}: everything else is computed in bf16; add --bf16")
+    for width in (width for pair in needs.widths for width in pair):
+        if width % MULTIPLE or width > WIDEST:
+            raise ExpertMeshError(
+                f"{_FP8}: hidden and expert width have to be multiples of {MULTIPLE} up to {WIDEST}, and this model "
+                f"has {width}; leave it out"
+            )
+    if needs.device_type == "cuda" and (found := torch.cuda.get_device_capability())[0] != 9:
+        # the operator lets 10 pass too, and then ends the process: it is built for 9 alone (pytorch#187095)
+        raise ExpertMeshError(
+            f"{_FP8}: torch multiplies so on GPUs of compute capability 9 (H100, H200), and this one has "
+            f"{'.'.join(map(str, found))}; leave it out"
+        )
 
 
 def _choose(needs: Needs) -> tuple[str, str]:
@@ -247,7 +308,7 @@ def _choose(needs: Needs) -> tuple[str, str]:
         return "megablocks-sparse", "in grouped_mm this GPU would launch a matmul an expert"
     if _can_compute("torch-grouped", needs):
         return "torch-grouped", "as megablocks-sparse is not installed, or does not suit these experts"
-    widths = ", ".join(f"{d} and {f}" for d, f in needs.widths)
+    widths = ", ".join(f"{d} and {f}" for d, f in needs.products)
     return "loop", f"widths {widths} do not suit grouped_mm"
 
 
@@ -276,7 +337,7 @@ def check_kernel(name: str, needs: Needs) -> None:
             f"--expert-kernel {name} computes plain SwiGLU only, and this model's experts have biases, adapters or "
             "another activation; use torch-grouped or loop"
         )
-    for model_width, width in needs.widths:
+    for model_width, width in needs.products:
         if name == "torch-grouped":
             _check_grouped_mm(needs.dtype, model_width, width)
         if name == "megablocks-sparse":

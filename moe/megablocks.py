@@ -230,7 +230,7 @@ def _grouped_gemm(counts_e: Tensor) -> GroupedMatmul:
     def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
         return backend.gmm(a, b, batch_sizes_e, trans_a=trans_a, trans_b=trans_b)
 
-    return gmm
+    return GroupedMatmul(gmm)
 
 
 def require(what: str, packages: Sequence[str]) -> None:

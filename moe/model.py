@@ -220,9 +220,9 @@ def kernel_needs(model: nn.Module, device_type: str, dtype: torch.dtype) -> Need
     """What a kernel for this model has to be able to do."""
     layers = moe_layers(model)
     widths = dict.fromkeys((layer.shape.model_width, layer.shape.expert_width) for layer in layers)
-    ranks = {layer.mlp.low_rank.rank for layer in layers if layer.mlp.low_rank is not None}
-    widths |= dict.fromkeys((width, rank) for pair in widths for width in pair for rank in ranks)
-    return Needs(device_type, dtype, tuple(widths), all(layer.mlp.is_swiglu for layer in layers) and not ranks)
+    ranks = dict.fromkeys(layer.mlp.low_rank.rank for layer in layers if layer.mlp.low_rank is not None)
+    is_swiglu = all(layer.mlp.is_swiglu for layer in layers) and not ranks
+    return Needs(device_type, dtype, tuple(widths), is_swiglu, tuple(ranks))
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -37,7 +37,7 @@ def prepare_megablocks() -> None:
 
 
 def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the interpreter round fp32 to bf16 as GPUs and torch do. By itself it cuts the last bits off."""
+    """Have the interpreter round fp32 to bf16 and e4m3 as GPUs and torch do. By itself it cuts the last bits off."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -50,3 +50,12 @@ def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         return TensorHandle(rounded.view(torch.uint16).numpy(), dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_fp_trunc", create_fp_trunc)
+    to_fp8 = InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, source: Any, dtype: Any, rounding: Any) -> Any:
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.float8e4nv):
+            return to_fp8(self, source, dtype, rounding)
+        rounded = torch.from_numpy(source.data).to(torch.float8_e4m3fn)
+        return TensorHandle(rounded.view(torch.uint8).numpy(), dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)

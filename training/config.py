@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from moe import KERNEL_NAMES, ExpertMeshError, check_kernel_name
+from moe import KERNEL_NAMES, ExpertMeshError, Precision, check_kernel_name
 from moe.sizes import parse_size
 from moe.whole import whole
 from sharding import Checkpointing, DenseShard, Strategy
@@ -85,6 +85,11 @@ class TrainConfig:
         "full", "Shard what is no expert over all ranks, or over the ep ranks with a replica in each dp group."
     )
     expert_kernel: str = _flag("auto", f"How experts are computed: auto, {', '.join(KERNEL_NAMES)}.")
+    expert_precision: Precision = _flag(
+        "same",
+        "What experts' products are computed in: as everything else, or in fp8 with a scale a row, for GPUs of compute "
+        "capability 9 (H100, H200); emulated on a CPU.",
+    )
     attn_implementation: str = _flag(
         "auto", "Attention of the Hugging Face model. auto: sdpa, or eager where the family has no sdpa."
     )
@@ -345,6 +350,8 @@ class TrainConfig:
                 raise ExpertMeshError(f"{_as_flag(name)}: there is no adapter; give --adapter lora")
         if self.base_dtype != "auto" and self.adapter == "none":
             raise ExpertMeshError(f"--base-dtype {self.base_dtype}: everything is trained; give --adapter lora")
+        if self.expert_precision == "fp8":
+            self._check_fp8()
         if not 0 <= self.lora_dropout < 1:
             raise ExpertMeshError(f"--lora-dropout {self.lora_dropout}: must be in [0, 1)")
         if self.elastic and not self.resume:
@@ -360,6 +367,19 @@ class TrainConfig:
             raise ExpertMeshError("--router-warn-load: --router-warn-steps 0 watches no router; give a number of steps")
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: --save-steps 0 saves no checkpoint to load it from")
+
+    def _check_fp8(self) -> None:
+        if not self.bf16:
+            raise ExpertMeshError("--expert-precision fp8: everything else is computed in bf16; add --bf16")
+        if self.expert_kernel not in ("auto", "torch-grouped"):
+            raise ExpertMeshError(
+                f"--expert-precision fp8: has products of its own; leave out --expert-kernel {self.expert_kernel}"
+            )
+        if self.base_dtype in ("fp8", "nf4"):
+            raise ExpertMeshError(
+                f"--expert-precision fp8: would round twice what --base-dtype {self.base_dtype} holds in few bits; "
+                "leave out one of them"
+            )
 
     def _check_profile(self) -> None:
         flag = f"--profile {','.join(self.profile)}"

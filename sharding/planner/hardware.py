@@ -20,12 +20,13 @@ class Link:
 @dataclass(frozen=True)
 class Device:
     """matrix: dense bf16 operations a second. fp32: the same in fp32, without TF32. memory_bandwidth: bytes a second.
-    memory: bytes."""
+    memory: bytes. fp8: dense fp8 operations a second; 0 where there are none, or nobody has said."""
 
     matrix: float
     fp32: float
     memory_bandwidth: float
     memory: float
+    fp8: float = 0.0
 
 
 GB, GIB, TERA = 1e9, 2**30, 1e12
@@ -34,14 +35,14 @@ DEVICES = {
     # NVIDIA A100 Tensor Core GPU datasheet (nvidia-us-2188504, 2022), SXM: 312 TFLOP/s dense bf16, 19.5 fp32,
     # 2,039 GB/s, 80 GB
     "A100": Device(312 * TERA, 19.5 * TERA, 2039 * GB, 80 * GIB),
-    # NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 1,979 TFLOP/s with sparsity, half of it dense, 67 fp32,
-    # 3.35 TB/s, 80 GB
-    "H100": Device(989 * TERA, 67 * TERA, 3350 * GB, 80 * GIB),
+    # NVIDIA H100 Tensor Core GPU datasheet (2023), SXM: 1,979 TFLOP/s of bf16 with sparsity, 3,958 of fp8, half of
+    # both dense, 67 fp32, 3.35 TB/s, 80 GB
+    "H100": Device(989 * TERA, 67 * TERA, 3350 * GB, 80 * GIB, 1979 * TERA),
     # NVIDIA H200 Tensor Core GPU datasheet (2024), SXM: as H100, 4.8 TB/s, 141 GB (10^9)
-    "H200": Device(989 * TERA, 67 * TERA, 4800 * GB, 141 * GB),
-    # NVIDIA DGX B200 datasheet (2024): 72 PFLOP/s of fp8 with sparsity for 8 GPUs, so 2.25 PFLOP/s dense bf16 each;
-    # 64 TB/s and 1,440 GB for 8. NVIDIA Blackwell datasheet (2024), HGX B200: 75 TFLOP/s fp32
-    "B200": Device(2250 * TERA, 75 * TERA, 8000 * GB, 180 * GB),
+    "H200": Device(989 * TERA, 67 * TERA, 4800 * GB, 141 * GB, 1979 * TERA),
+    # NVIDIA DGX B200 datasheet (2024): 72 PFLOP/s of fp8 with sparsity for 8 GPUs, so 4.5 PFLOP/s dense each, and half
+    # of that in bf16; 64 TB/s and 1,440 GB for 8. NVIDIA Blackwell datasheet (2024), HGX B200: 75 TFLOP/s fp32
+    "B200": Device(2250 * TERA, 75 * TERA, 8000 * GB, 180 * GB, 4500 * TERA),
 }
 
 LINKS = {
@@ -103,7 +104,8 @@ def _check_rates(table: dict[str, Any]) -> None:
         ValueError: a rate, size or share is no number above 0, or too large to reckon with.
     """
     for name, value in table.items():
-        least = 0 if name in ("latency", "memory") else 1e-30  # no memory is told of what is no GPU
+        # no memory is told of what is no GPU
+        least = 0 if name in ("latency", "memory", "fp8") else 1e-30
         if not isinstance(value, int | float) or not least <= value < 1e30:
             raise ValueError(f"{name} is no number above 0")
 

@@ -57,8 +57,11 @@ def test_every_kernel_is_there(rows: list[dict[str, Any]]) -> None:
     assert ("moe.swiglu_triton", "_forward_kernel") in launched_kernels()
     assert launched_kernels() <= there
     assert {name for _, name in there} >= {"_padded_copy", "_sdd_kernel", "_dsd_kernel"}
+    since = {example.title: example.since for example in EXAMPLES}
     for kernel in there:
-        assert {r["capability"] for r in rows if (r["module"], r["kernel"]) == kernel} == SHARED_LIMITS.keys()
+        of_kernel = [row for row in rows if (row["module"], row["kernel"]) == kernel]
+        earliest = min(since[row["example"]] for row in of_kernel)
+        assert {row["capability"] for row in of_kernel} == {sm for sm in SHARED_LIMITS if sm >= earliest}
 
 
 def test_kernels_are_fine(rows: list[dict[str, Any]]) -> None:
@@ -69,7 +72,8 @@ def test_kernels_are_fine(rows: list[dict[str, Any]]) -> None:
         assert row["stores"]
         if row["module"].endswith("_triton"):
             assert row["loads"].keys() & {"128", "64"}  # codes of 4 bits are half as wide as what they make
-            assert row["stores"].get("128", 0) > 0
+            # the largest number of a column is all that it writes
+            assert row["stores"].get("128", 0) > 0 or row["kernel"] == "_largest_kernel"
     tensor_cores = {row["capability"]: set(row["tensor_core"]) for row in rows if row["kernel"] == "_sdd_kernel"}
     assert tensor_cores == {80: {"HMMA"}, 90: {"HGMMA"}, 100: {"UTCHMMA"}}
     for example in EXAMPLES:

@@ -15,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from checkpoints import open_source, shard_and_load
 from moe import KERNELS, build_model, store_frozen, use_kernel
+from moe.kernels import FP8
 from sharding import (
     Checkpointing,
     Topology,
@@ -247,7 +248,7 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
     source = open_source(path)
     config = train_config(**case.settings)
     model: Any = source.build("eager" if case.family != "mixtral" else "auto")
-    use_kernel(model, KERNELS[case.kernel])
+    use_kernel(model, FP8 if case.kernel == FP8.name else KERNELS[case.kernel])
     if config.freeze:
         freeze(model, config.freeze)
     if config.adapter != "none":

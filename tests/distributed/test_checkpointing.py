@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "an expert a rank": dict(kernel="torch-grouped", changes={"num_local_experts": 2}),
     "biases": dict(family="gpt_oss"),
     "biases, grouped": dict(family="gpt_oss", kernel="torch-grouped"),
+    "fp8": dict(kernel="fp8", compute_dtype=torch.bfloat16),
     "adapters": dict(family="gpt_oss", settings={"adapter": "lora", "lora_rank": 4, "lora_dropout": 0.2}),
     "adapters beside fp8": dict(settings={"adapter": "lora", "lora_rank": 4, "base_dtype": "fp8"}),
 }

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import KERNELS
 from moe.dispatch import _expert_order
+from moe.kernels import FP8
 from moe.permute import PermuteRows, TokensToRows
 from moe.products import AddBias
 from moe.quantised import Storage, quantise, stored_product
@@ -69,6 +70,15 @@ def test_fused(kernel: str, counts: list[int], dtype: torch.dtype) -> None:
     )
     launches = number_of_launches(kernel, counts)
     assert (all_of_it.products(), less.products()) == (3 * launches, 2 * launches)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_fp8(counts: list[int]) -> None:
+    tensors, counts_e = swiglu_inputs(counts, torch.bfloat16), torch.tensor(counts)
+    run, experts = FP8.fused, len(counts) if any(counts) else 0
+    assert run is not None
+    all_of_it, less = check(lambda needed: run(tensors[0], counts_e, *tensors[1:], needs_output=needed), tensors)
+    assert (all_of_it.products(), less.products()) == (3 * experts, 2 * experts)
 
 
 @interpreted

@@ -76,6 +76,13 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         (["--warmup-ratio", "5"], "--warmup-ratio 5.0: is a share of all steps"),
         (["--optim", "adam"], "invalid choice: 'adam'"),
         (["--gradient-checkpointing", "some"], "invalid choice: 'some'.*selective"),
+        (["--expert-precision", "fp16"], "invalid choice: 'fp16'.*fp8"),
+        (["--expert-precision", "fp8"], "--expert-precision fp8: everything else is computed in bf16; add --bf16"),
+        (["--expert-precision", "fp8", "--bf16", "--expert-kernel", "loop"], "fp8: .* leave out --expert-kernel loop"),
+        (
+            ["--expert-precision", "fp8", "--bf16", "--adapter", "lora", "--base-dtype", "nf4"],
+            "--expert-precision fp8: would round twice what --base-dtype nf4 holds",
+        ),
         (["--profile", "5-"], "--profile 5-: give steps, counted from 1, and ranges of them: 5, 5-7 or 5,9"),
         (["--profile", "0"], "--profile 0: give steps, counted from 1"),
         (["--profile", "3", "9-5"], "--profile 3,9-5: 9-5 ends before it begins"),

@@ -1,6 +1,7 @@
 """A step that is recorded without memory, and its account."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,30 @@ def test_causal_attention_counts_pairs_that_see_one_another() -> None:
     assert event.flops == 2 * (2 * 4 * 55) * 16
 
 
-@pytest.fixture(scope="module", params=["mixtral_8x7b", "qwen3_30b_a3b"])
-def step(request: pytest.FixtureRequest) -> tuple[Rehearsed, Any]:
+def test_products_in_fp8() -> None:
+    """Of rows (64, 32) and two experts' matrices (48, 32); and of (48, 64) and (32, 64), summed over rows, which stand
+    among room for two experts' padding. Scales take 4 bytes, an expert's end as many."""
+
+    def run(rows: Tensor, weight: Tensor, grad: Tensor, columns: Tensor) -> None:
+        ends = torch.empty(2, dtype=torch.int32)
+        for a, b, b_scales in ((rows, weight.transpose(1, 2), (2, 48)), (grad, columns.t(), (2 * 32,))):
+            a_scales = torch.empty(64 if a is rows else 2 * 48)
+            torch._scaled_grouped_mm(a, b, a_scales, torch.empty(b_scales), offs=ends, out_dtype=torch.bfloat16)
+
+    shapes = ((64, 32), (2, 48, 32), (48, 64 + 2 * 16), (32, 64 + 2 * 16))
+    product, gradient = recorded(run, *shapes, dtype=torch.float8_e4m3fn)
+    assert (product.flops, gradient.flops) == (2 * 64 * 48 * 32, 2 * 64 * 48 * 32)
+    assert sum(product.reads.values()) == 64 * 32 + 2 * 48 * 32 + 4 * (64 + 2 * 48 + 2)
+    assert sum(product.writes.values()) == 2 * 64 * 48
+    assert sum(gradient.reads.values()) == (48 + 32) * 96 + 4 * (2 * 48 + 2 * 32 + 2)
+    assert sum(gradient.writes.values()) == 2 * 2 * 48 * 32
+    fast = replace(HARDWARE, device=replace(HARDWARE.device, fp8=1e3))
+    assert kernel_seconds(product, fast) == pytest.approx(product.flops / 1e3, rel=1e-3)
+
+
+def rehearsed(name: str, **settings: Any) -> tuple[Rehearsed, Any]:
     """Two full-width layers on 8 ranks."""
-    model_config, _ = read_config(str(MODELS / request.param))
+    model_config, _ = read_config(str(MODELS / name))
     model_config.num_hidden_layers = 2
     config = TrainConfig(
         model="-",
@@ -107,8 +128,14 @@ def step(request: pytest.FixtureRequest) -> tuple[Rehearsed, Any]:
         max_seq_length=TOKENS,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=3,
+        **settings,
     )
     return rehearse(config, model_config, world_size=8, rank=5), model_config
+
+
+@pytest.fixture(scope="module", params=["mixtral_8x7b", "qwen3_30b_a3b"])
+def step(request: pytest.FixtureRequest) -> tuple[Rehearsed, Any]:
+    return rehearsed(request.param)
 
 
 def account(step: Rehearsed) -> Ledger:
@@ -124,6 +151,25 @@ def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> N
     tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), 3 * TOKENS * (TOKENS + 1) // 2
     formula = training_flops(rehearsed.counts, model_config, tokens, targets, pairs)
     assert account(rehearsed).needed == pytest.approx(formula, rel=1e-2)
+
+
+def test_a_step_in_fp8() -> None:
+    """As many FLOPs, of which the experts' are faster; rows are cast once for all products that take them so."""
+    (step, config), hardware = rehearsed("mixtral_8x7b", expert_precision="fp8"), replace(HARDWARE.device, fp8=2e12)
+    events = [event for event in step.recorder.events if event.place.part == "experts' products"]
+    products = [event for event in events if event.is_fp8]
+    casts = [event.name for event in events if event.name in ("_rows_kernel", "_columns_kernel")]
+    # of two layers and forwards: three products, two when computed again, six in backward
+    assert len(products) == 2 * 2 * (3 + 2 + 6)
+    assert sum(event.flops for event in products) == sum(event.flops for event in events)
+    # rows, w1, v1, w2, hidden numbers; again rows, w1, v1; the output's gradient, w2 and, both ways, gate's and up's
+    # and w1 and v1; columns of rows, hidden numbers and the output's gradient
+    assert len(casts) == 2 * 2 * (5 + 3 + 11)
+    tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), 3 * TOKENS * (TOKENS + 1) // 2
+    fast = ledger(step.recorder, 3, replace(HARDWARE, device=hardware), gpus_per_node=8)
+    assert fast.needed == pytest.approx(training_flops(step.counts, config, tokens, targets, pairs), rel=1e-2)
+    slow = ledger(step.recorder, 3, replace(HARDWARE, device=replace(hardware, fp8=1e12)), gpus_per_node=8)
+    assert fast.computing < slow.computing
 
 
 def test_all_to_alls_send_what_they_must(step: tuple[Rehearsed, Any]) -> None:

@@ -59,7 +59,7 @@ class Ledger:
         return max(self.device, self.host)
 
     def share_of_peak(self, hardware: Hardware) -> float:
-        """The model's FLOPs over those of the card in the time of the step: MFU."""
+        """The model's FLOPs over those of the card in bf16 in the time of the step: MFU, whatever computes in fp8."""
         return self.needed / (self.seconds * hardware.device.matrix)
 
 
@@ -104,7 +104,8 @@ def ledger(recorder: Recorder, micro: int, hardware: Hardware, gpus_per_node: in
 
 def kernel_seconds(event: Event, hardware: Hardware) -> float:
     """As long as its products or its memory take, whichever is longer, and its launch."""
-    computing = event.flops / (hardware.device.matrix * hardware.matrix_share)
+    rate = hardware.device.fp8 if event.is_fp8 else hardware.device.matrix
+    computing = event.flops / (rate * hardware.matrix_share)
     moving = event.moved / (hardware.device.memory_bandwidth * hardware.memory_share)
     return max(computing, moving) + LAUNCH
 

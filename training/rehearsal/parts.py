@@ -18,6 +18,8 @@ _BY_FILE = {
     "/moe/swiglu.py": "experts' activation",
     "/moe/swiglu_triton.py": "experts' activation",
     "/moe/activation.py": "experts' activation",
+    "/moe/fp8.py": "experts' products",
+    "/moe/fp8_triton.py": "experts' products",
     "/moe/grouped.py": "experts' products",
     "/moe/products.py": "experts' products",
     "/moe/kernels.py": "experts' products",

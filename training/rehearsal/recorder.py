@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe.exchange import UnderWay
+from moe.fp8 import MULTIPLE
 from sharding import has_dtensor
 from training.rehearsal.parts import LASTING, Parts, Place
 
@@ -40,7 +41,7 @@ class Event:
     in the step. flops: that it computes; needed: those of them that recomputation is not the reason for. sent: bytes to
     other ranks, of a collective among `ranks`. travels: whether it is an all-to-all that others run beside. waits:
     whether here the oldest of these among `ranks` is waited for, and nothing else done. reads, writes: bytes of each
-    storage.
+    storage. is_fp8: whether it multiplies in fp8.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Event:
     writes: dict[Key, int] = field(default_factory=dict)
     travels: bool = False
     waits: bool = False
+    is_fp8: bool = False
 
     @property
     def moved(self) -> int:
@@ -158,6 +160,7 @@ class Recorder(TorchDispatchMode):
         else:
             self._write(event, changed + fresh)
         event.flops = _flops(operator, inputs + changed, results)
+        event.is_fp8 = operator.name() == "aten::_scaled_grouped_mm"
         event.needed = 0.0 if event.phase == "recomputation" else event.flops * _NEEDED.get(operator.name(), 1.0)
         if (collective := _collective(operator)) is not None:
             event.collective, event.ranks = collective, _ranks(args, kwargs)
@@ -287,6 +290,15 @@ def _grouped(inputs: list[Tensor], results: list[Tensor]) -> float:
     return float(a.shape[0]) * a.shape[1] * b.shape[1]
 
 
+def _scaled_grouped(inputs: list[Tensor], results: list[Tensor]) -> float:
+    """Of operands, their scales, and where experts' rows end. What stands after the last expert's rows, where rows are
+    summed over, is room that is not multiplied (see `moe.fp8.Runs`)."""
+    a, b, ends_e = inputs[0], inputs[1], inputs[-1]
+    if b.dim() == 3:
+        return _grouped(inputs, results)
+    return float(a.shape[0]) * (a.shape[1] - MULTIPLE * len(ends_e)) * b.shape[1]
+
+
 def _causal_pairs(query_BHSA: Tensor, key_BGSA: Tensor) -> float:
     """Pairs of positions that see one another, over rows and heads: attention here is causal, and square."""
     rows, heads, positions, _ = query_BHSA.shape
@@ -311,6 +323,7 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::bmm": _product,
     "aten::baddbmm": _product,
     "aten::_grouped_mm": _grouped,
+    "aten::_scaled_grouped_mm": _scaled_grouped,
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
 }

@@ -151,7 +151,8 @@ def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
         adapt(model, config)
     elif config.freeze:
         freeze(model, config.freeze)
-    use_kernel(model, choose_kernel(_kernel(config), kernel_needs(model, "cpu", dtype)).kernel)
+    needs = kernel_needs(model, "cpu", dtype)
+    use_kernel(model, choose_kernel(_kernel(config), needs, config.expert_precision).kernel)
     fuse_layers(model)
     attach_loss_head(model, "chunked")
     if config.optim == "adamw_bf16":

@@ -1,0 +1,377 @@
+"""Products in fp8: what is cast, against fp8's error; products and gradients, against those of the rounded numbers."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import moe.fp8
+from moe import ExpertMeshError, Needs, choose_kernel
+from moe.experts import LowRank
+from moe.fp8 import MULTIPLE, WIDEST, Scaled, cast_columns, cast_rows, cast_runs, padded_runs, plain_rows, plain_runs
+from moe.grouped import for_any_rows
+from moe.kernels import FP8, LOOP
+from tests.interpreter import interpreted, round_to_nearest
+from tests.moe.test_experts import KINDS, TOP_K, of_family, random
+from tests.moe.test_kernels import COUNTS, fused
+from tests.moe.test_kernels import plain as plain_swiglu
+from tests.moe.test_products import ORDERS, plain
+from tests.tiny import our_experts, relative_error
+
+D, WIDTH = 32, 48
+RAGGED = {**COUNTS, "many": [0, 33, 1, 16, 0, 47, 0], "all but none": [70, 0]}
+HALF_A_STEP = 2.0**-4
+"""Of a number that is rounded to fp8, whose fraction has three bits."""
+SMALLEST = 2.0**-10
+"""Half of fp8's smallest number."""
+
+
+def rounded(x: Tensor, dim: int) -> Tensor:
+    """In fp64 what fp8 makes of x, with a scale for all numbers along `dim`; written anew, from what is said of it."""
+    x = x.double()
+    largest = x.abs().amax(dim=dim, keepdim=True)
+    scale = torch.exp2(torch.ceil(torch.log2(largest.clamp(min=1e-30) / 448)))
+    return (x / scale).float().to(torch.float8_e4m3fn).double() * scale
+
+
+def wide(cast: Scaled) -> Tensor:
+    return cast.codes.double() * cast.scales.double().unsqueeze(-1)
+
+
+def inputs(counts: list[int], is_transposed: bool, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """x_RI, a weight (e, O, I), or (e, I, O) as it lies in memory, and a gradient; numbers of unlike size."""
+    generator = torch.Generator().manual_seed(0)
+    scale_R, scale_I = torch.logspace(-3, 1, sum(counts)).unsqueeze(1), torch.logspace(-1, 0, D)
+    x_RI = torch.randn(sum(counts), D, generator=generator) * scale_R * scale_I
+    weight = torch.randn(len(counts), D if is_transposed else WIDTH, WIDTH if is_transposed else D, generator=generator)
+    grad_RO = torch.randn(sum(counts), WIDTH, generator=generator) * 1e-6
+    x_RI, weight, grad_RO = (t.to(device, torch.bfloat16) for t in (x_RI, weight, grad_RO))
+    return x_RI.requires_grad_(), weight.requires_grad_(), grad_RO
+
+
+def product(x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
+    assert FP8.product is not None
+    return FP8.product(x_RI, torch.tensor(counts, device=x_RI.device), weight_eOI)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_numbers_keep_four_bits_and_scales_are_the_least_power_of_two(dtype: torch.dtype) -> None:
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    x = (x * torch.logspace(-30, 30, 40).unsqueeze(1) * torch.logspace(-5, 0, 64)).to(dtype)
+    x[3], x[4, :2] = 0, torch.tensor([448.0, 449.0])
+    cast = plain_rows(x)
+    assert cast.codes.dtype == torch.float8_e4m3fn
+    assert torch.equal(torch.frexp(cast.scales).mantissa, torch.full((40,), 0.5))
+    assert not wide(cast)[3].any()
+    some = [row for row in range(40) if row != 3]
+    share = x[some].double().abs().amax(dim=1) / cast.scales[some].double()
+    assert bool(((share > 224) & (share <= 448)).all())
+    bound = x.double().abs() * HALF_A_STEP + cast.scales.double().unsqueeze(1) * SMALLEST
+    assert bool(((wide(cast) - x.double()).abs() <= bound).all())
+    assert torch.equal(wide(cast)[some], rounded(x, 1)[some])
+
+
+def test_what_shares_a_scale_hardly_matters() -> None:
+    """A number more than 2^-13 of the largest becomes the same, whatever the largest is."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(64, 64, generator=generator) + 2.0**-3
+    largest = torch.rand(64, 1, generator=generator) * 2.0**10 + 1
+    alone, beside = wide(plain_rows(x)), wide(plain_rows(torch.cat([x, largest], dim=1)))[:, :64]
+    assert torch.equal(alone, beside)
+    assert torch.equal(wide(plain_rows(x.t())).t(), alone)
+
+
+def test_a_number_that_is_none_stays_one() -> None:
+    x = torch.ones(2, 16, dtype=torch.bfloat16)
+    x[0, 3] = torch.nan
+    assert wide(plain_rows(x)).isnan().tolist() == x.isnan().tolist()
+
+
+@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
+def test_runs_are_padded_with_zeros(counts: list[int]) -> None:
+    """So that the operator can sum over each expert's: whole multiples, and some rows of every expert."""
+    num_rows = sum(counts)
+    padded = padded_runs(torch.tensor(counts), num_rows)
+    sizes = padded.padded_ends_e.diff(prepend=torch.zeros(1, dtype=torch.int32)).tolist()
+    assert all(size % MULTIPLE == 0 and count <= size for size, count in zip(sizes, counts, strict=True))
+    assert min(sizes) >= MULTIPLE
+    assert sum(sizes) <= padded.num_padded
+    assert padded.num_padded % MULTIPLE == 0
+    x_RN = torch.randn(num_rows, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    cast = plain_runs(x_RN, padded)
+    assert (cast.codes.shape, cast.scales.shape) == ((16, padded.num_padded), (len(counts), 16))
+    for n, (x, codes) in enumerate(zip(x_RN.split(counts), cast.codes[:, : sum(sizes)].split(sizes, 1), strict=True)):
+        found = wide(Scaled(codes, cast.scales[n]))
+        assert not found[:, counts[n] :].any()
+        assert torch.equal(found[:, : counts[n]], rounded(x.t(), 1) if counts[n] else found[:, :0])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
+def test_kernels_cast_the_same(counts: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    round_to_nearest(monkeypatch)
+    from moe import fp8_triton
+    from moe.fp8_triton import fused_columns, fused_rows, fused_runs
+
+    # several programs a column, each of which takes several tiles
+    monkeypatch.setattr(fp8_triton, "ROWS_A_PROGRAM", 5)
+    monkeypatch.setattr(fp8_triton, "ROWS", 8)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(counts), 80, generator=generator) * torch.logspace(-9, 3, sum(counts)).unsqueeze(1)
+    x = (x * torch.logspace(-6, 0, 80)).to(dtype)
+    x[1:2], x[:, 5] = 0, 0
+    weight = torch.randn(3, 48, 80, generator=generator).to(dtype)
+    padded = padded_runs(torch.tensor(counts), len(x))
+    used = int(padded.padded_ends_e[-1])
+    pairs = [(fused_rows(x), plain_rows(x)), (fused_columns(weight), plain_rows(weight.transpose(1, 2)))]
+    if len(x):  # without rows nothing is multiplied
+        codes, scales = fused_runs(x, padded.ends_e, padded.padded_ends_e, padded.num_padded)
+        plain = plain_runs(x, padded)
+        pairs.append(((codes[:, :used], scales), Scaled(plain.codes[:, :used], plain.scales)))
+    for (codes, scales), expected in pairs:
+        assert torch.equal(codes.float(), expected.codes.float())
+        assert torch.equal(scales, expected.scales)
+
+
+@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
+def test_products_are_those_of_rounded_numbers(counts: list[int], is_transposed: bool) -> None:
+    x_RI, weight, grad_RO = inputs(counts, is_transposed)
+    weight_eOI = weight.transpose(1, 2) if is_transposed else weight
+    out_RO = product(x_RI, counts, weight_eOI)
+    grad_x_RI, grad_weight = torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)
+    grad_weight_eOI = grad_weight.transpose(1, 2) if is_transposed else grad_weight
+    with torch.no_grad():
+        x, w, g = x_RI.detach(), weight_eOI.detach(), grad_RO
+        assert_near(out_RO, plain(rounded(x, 1), counts, rounded(w, 2)))
+        assert_near(grad_x_RI, plain(rounded(g, 1), counts, rounded(w, 1).transpose(1, 2)))
+        for n, (x_n, g_n) in enumerate(zip(x.split(counts), g.split(counts), strict=True)):
+            assert_near(grad_weight_eOI[n], rounded(g_n, 0).t() @ rounded(x_n, 0) if counts[n] else torch.zeros(48, D))
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    """Sums in fp32, rounded once to bf16; of an expert without rows nothing but zeros."""
+    assert found.dtype == torch.bfloat16
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2.0**-8, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
+def test_products_are_within_the_error_of_fp8(counts: list[int], is_transposed: bool) -> None:
+    """Of each number of a product, summed up; and, where numbers are many, far within."""
+    x_RI, weight, grad_RO = inputs(counts, is_transposed)
+    weight_eOI = weight.transpose(1, 2) if is_transposed else weight
+    out_RO = product(x_RI, counts, weight_eOI)
+    grad_x_RI, grad_weight = torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)
+    x, w, g = (t.detach().double() for t in (x_RI, weight_eOI, grad_RO))
+    grad_weight_eOI = (grad_weight.transpose(1, 2) if is_transposed else grad_weight).double()
+
+    def check(found: Tensor, a: Tensor, b: Tensor) -> None:
+        """Of a · bᵀ. A number is off by half a step, or by half of the smallest of its row, whose scale is at most
+        1 / 224 of the largest."""
+        off_a, off_b = (t.abs() * HALF_A_STEP + t.abs().amax(1, keepdim=True) / 224 * SMALLEST for t in (a, b))
+        bound = off_a @ b.abs().t() + a.abs() @ off_b.t() + off_a @ off_b.t()
+        exact = a @ b.t()
+        assert bool(((found.double() - exact).abs() <= bound + 2.0**-8 * exact.abs() + 1e-12).all())
+        assert relative_error(found, exact) < 0.06
+
+    parts = [t.split(counts) for t in (x, g, out_RO.detach(), grad_x_RI)]
+    for n, (x_n, g_n, out_n, dx_n) in enumerate(zip(*parts, strict=True)):
+        if counts[n]:
+            check(out_n, x_n, w[n])
+            check(dx_n, g_n, w[n].t())
+            check(grad_weight_eOI[n], g_n.t(), x_n.t())
+
+
+@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
+def test_swiglu(counts: list[int]) -> None:
+    """All of an expert at once: near what fp64 makes of the same numbers, and no nearer than fp8 is."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(counts), D), *[(len(counts) * 24, D)] * 3]
+    mine = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    exact = [t.detach().double().requires_grad_() for t in mine]
+    assert FP8.fused is not None
+    out = FP8.fused(mine[0], torch.tensor(counts), *mine[1:])
+    expected = plain_swiglu(exact[0], counts, *exact[1:])
+    grad = torch.randn(out.shape, generator=generator)
+    pairs = [(out, expected)]
+    found = torch.autograd.grad(out, mine, grad.bfloat16())
+    pairs += zip(found, torch.autograd.grad(expected, exact, grad.bfloat16().double()), strict=True)
+    for a, b in pairs:
+        a, b = a.detach(), b.detach()
+        assert (a.shape, a.dtype) == (b.shape, torch.bfloat16)
+        assert relative_error(a, b) < 0.12
+        assert a.numel() == 0 or not b.any() or relative_error(a, b) > 0.01
+
+
+def test_rows_of_several_products_are_cast_once() -> None:
+    calls = {name: mock.Mock(wraps=getattr(moe.fp8, name)) for name in ("cast_rows", "cast_columns", "cast_runs")}
+    tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in [(20, D), *[(2 * WIDTH, D)] * 3]]
+    assert FP8.fused is not None
+    with mock.patch.multiple(moe.fp8, **calls):
+        out = FP8.fused(tensors[0], torch.tensor([13, 7]), *tensors[1:])
+        # rows, hidden numbers, w1 and v1; w2, which lies transposed
+        assert [call.call_count for call in calls.values()] == [4, 1, 0]
+        out.sum().backward()
+    # gradients of output, gate and up, and w2; w1 and v1; columns of rows, hidden numbers and those gradients
+    assert [call.call_count for call in calls.values()] == [4 + 4, 1 + 2, 5]
+
+
+@pytest.mark.parametrize("counts", [[0], [0, 0, 0]])
+def test_nothing_is_called_without_rows(counts: list[int]) -> None:
+    with mock.patch.object(moe.fp8, "_multiply", side_effect=AssertionError):
+        x_RI, weight, grad_RO = inputs(counts, False)
+        out_RO = product(x_RI, counts, weight)
+        grads = torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)
+    assert out_RO.shape == grad_RO.shape
+    assert grads[0].shape == x_RI.shape
+    assert torch.equal(grads[1], torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("counts", [counts for counts in RAGGED.values() if any(counts)], ids=str)
+def test_the_operator_is_given_what_it_takes(
+    counts: list[int], is_transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strides and shapes as its own function for tensors without memory checks them; multiples, and rows of every
+    expert where they are summed over, as the source of its kernel demands."""
+    calls = []
+
+    def operator(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, offs: Tensor, **options: Any) -> Tensor:
+        calls.append(a.dim() + b.dim())
+        assert all(size % 16 == 0 for size in (a.shape[-1], *b.shape[-2:]))
+        assert (options["use_fast_accum"], options["out_dtype"]) == (False, torch.bfloat16)
+        if b.dim() == 2:
+            assert all(size > 0 and size % 16 == 0 for size in offs.diff(prepend=offs.new_zeros(1)).tolist())
+            assert int(offs[-1]) <= a.shape[1]
+        with FakeTensorMode() as fake:
+            stand_ins = [fake.from_tensor(t) for t in (a, b, scale_a, scale_b)]
+            shape = scaled_grouped_mm(*stand_ins, offs=fake.from_tensor(offs), **options).shape
+        of_experts = (offs.numel(), -1) if b.dim() == 2 else scale_b.shape
+        scale_a = scale_a.view(offs.numel(), -1) if b.dim() == 2 else scale_a
+        found = moe.fp8.plain_multiply(Scaled(a, scale_a), Scaled(b.transpose(-2, -1), scale_b.view(of_experts)), offs)
+        assert found.shape == shape
+        return found
+
+    expected = []
+    for is_operator in (False, True):
+        if is_operator:
+            scaled_grouped_mm = torch._scaled_grouped_mm
+            monkeypatch.setattr(torch, "_scaled_grouped_mm", operator)
+            monkeypatch.setattr(moe.fp8, "computes_on_cpu", lambda tensor: False)
+        x_RI, weight, grad_RO = inputs(counts, is_transposed)
+        out_RO = product(x_RI, counts, weight.transpose(1, 2) if is_transposed else weight)
+        expected.append([out_RO, *torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)])
+    assert calls == [5, 5, 4]
+    for found, want in zip(*expected, strict=True):
+        assert torch.equal(found, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="torch has it for Hopper alone"
+)
+@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
+def test_emulation_is_what_a_gpu_computes(counts: list[int], is_transposed: bool) -> None:
+    """The same codes and scales, and products but for the order of sums."""
+    results = []
+    for device in ("cpu", "cuda"):
+        x_RI, weight, grad_RO = inputs(counts, is_transposed, device)
+        out_RO = product(x_RI, counts, weight.transpose(1, 2) if is_transposed else weight)
+        padded = padded_runs(torch.tensor(counts, device=device), len(x_RI))
+        casts = [cast_rows(x_RI.detach()), cast_columns(weight.detach())]
+        if any(counts):
+            used, runs = int(padded.padded_ends_e[-1]), cast_runs(x_RI.detach(), padded)
+            casts.append(Scaled(runs.codes[:, :used], runs.scales))
+        numbers = [part for cast in casts for part in (cast.codes.float(), cast.scales)]
+        results.append((numbers, [out_RO, *torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)]))
+    (codes, products), (gpu_codes, gpu_products) = results
+    for expected, found in zip(codes, gpu_codes, strict=True):
+        assert torch.equal(found.cpu(), expected)
+    for expected, found in zip(products, gpu_products, strict=True):
+        largest = float(expected.abs().max()) if expected.numel() else 0.0
+        torch.testing.assert_close(found.cpu(), expected, rtol=2.0**-7, atol=1e-3 * largest)
+
+
+OTHER_KINDS: dict[str, Any] = {
+    "another activation": KINDS["another activation"][0],
+    "no gate": KINDS["no gate"][0],
+    # which hardly clamps: where it does, a gradient is nothing or all
+    "biases": partial(of_family, "gpt_oss", "GptOssExperts", swiglu_alpha=1.702, swiglu_limit=70.0),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_experts_of_other_kinds(kind: str) -> None:
+    """Biases and activations are as ever, between products in fp8."""
+    theirs = random(OTHER_KINDS[kind]())
+    results = []
+    for kernel in (FP8, LOOP):
+        experts = our_experts(theirs, TOP_K).bfloat16()
+        experts.mlp.kernel = kernel
+        experts_TK = torch.randint(4, (11, TOP_K), generator=torch.Generator().manual_seed(1))
+        x_TD = torch.randn(11, 16, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        out_TD = experts(x_TD, experts_TK, torch.full((11, TOP_K), 0.5))
+        gradients = torch.autograd.grad(out_TD.square().sum(), (x_TD, *experts.parameters()))
+        results.append([out_TD.detach(), *gradients])
+    for found, expected in zip(*results, strict=True):
+        assert relative_error(found, expected) < 0.15
+
+
+def test_adapters_are_multiplied_in_bf16() -> None:
+    experts = our_experts(random(of_family("mixtral", "MixtralExperts", hidden_act="silu")), TOP_K).bfloat16()
+    chosen = choose_kernel("auto", Needs("cpu", torch.bfloat16, ((16, 48),), False, (4,)), "fp8").kernel
+    assert chosen.product is FP8.product
+    assert chosen.low_rank is LOOP.product
+    counters = [mock.Mock(wraps=chosen.product), mock.Mock(wraps=chosen.low_rank)]
+    experts.mlp.kernel = replace(chosen, product=counters[0], low_rank=counters[1])
+    experts.mlp.low_rank = LowRank(4, 1.0, 0.0)
+    for name, (into, out) in {"w1": (16, 24), "v1": (16, 24), "w2": (24, 16)}.items():
+        for matrix, size in (("A", (4 * 4, into)), ("B", (4 * out, 4))):
+            experts.mlp.register_parameter(f"{name}_lora_{matrix}", torch.nn.Parameter(torch.randn(size).bfloat16()))
+    experts.mlp(torch.randn(9, 16).bfloat16(), torch.tensor([4, 0, 5, 0]))
+    assert [counter.call_count for counter in counters] == [3, 6]
+
+
+def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(device: str, name: str = "auto", dtype: torch.dtype = torch.bfloat16, *more: int) -> Any:
+        return choose_kernel(name, Needs(device, dtype, ((64, more[0] if more else 48),)), "fp8")
+
+    assert (of("cpu").name, of("cpu").why) == ("fp8", "emulated on a CPU")
+    assert fused("torch-grouped") is not FP8.fused
+    for capability in ((8, 9), (10, 0), (12, 0)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda found=capability: found)
+        with pytest.raises(ExpertMeshError, match=rf"compute capability 9 .* this one has {capability[0]}\.{capability[1]}"):
+            of("cuda")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    assert of("cuda", "torch-grouped").why.endswith("MFU is of the rate in bf16")
+    for kernel in ("loop", "megablocks-sparse", "megablocks-grouped"):
+        with pytest.raises(ExpertMeshError, match=f"--expert-precision fp8: .* leave out --expert-kernel {kernel}"):
+            of("cuda", kernel)
+    with pytest.raises(ExpertMeshError, match="--expert-precision fp8: .* add --bf16"):
+        of("cpu", "auto", torch.float32)
+    for width in (24, 2 * WIDEST):
+        with pytest.raises(ExpertMeshError, match=f"multiples of 16 up to 65536, and this model has {width}"):
+            of("cpu", "auto", torch.bfloat16, width)
+
+
+def test_too_many_rows_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe.kernels.computes_on_cpu", lambda tensor: False)
+    rows, weight = torch.empty(2**16, 2**15, device="meta"), torch.empty(16, 2**15, device="meta")
+    assert FP8.fused is not None
+    with pytest.raises(ExpertMeshError, match=r"--expert-precision fp8 cannot take 2\^31 elements.*--max-seq-length$"):
+        FP8.fused(rows, torch.tensor([2**16]), weight, weight, weight)
+
+
+def test_rows_that_are_none_need_no_cast() -> None:
+    gmm = for_any_rows(moe.fp8.fp8_products(torch.tensor([0]), 0), 1)
+    rows = torch.empty(0, D)
+    assert gmm.cast(rows, False) is rows
