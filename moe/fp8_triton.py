@@ -26,7 +26,7 @@ def fused_rows(x_NK: Tensor) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(width)
     if num_rows > 0:
         kernel: Any = _rows_kernel[(num_rows,)]
-        warps = min(32, max(4, block // 1024))
+        warps = max(1, block // 1024)
         kernel(x_NK, codes_NK, scales_N, width, BLOCK=block, num_warps=warps, enable_fp_fusion=True)
     return codes_NK, scales_N
 

@@ -186,9 +186,13 @@ def kernel_backward(setting: Setting, model: ModelShape) -> float:
     silu(gate)·up and the gradients of it, of gate and of up (R, F). With the loop it is those of one expert, of r rows:
     three (r, F), or five while the next expert begins; its rows, their gradients and its result's (r, D), on a CPU
     copied where they are padded; and there, for oneDNN, a transposed copy (r, F) and a product (F, D) before it is
-    written to its place. The gradient of the residual stream (T, D) waits beside."""
+    written to its place. The gradient of the residual stream (T, D) waits beside. Products in fp8 have operands with a
+    byte a number: one (R, F), and the rows (R, D) or a weight of all experts."""
     R, D, F = rows_received(setting, model), model.moe.model_width, model.moe.expert_width
     outside = 2 * R * D + float(setting.tokens * D)
+    if setting.expert_kernel == "fp8":
+        weight = model.moe.num_experts / setting.ep_size * F * D
+        return setting.compute_bytes * (outside + 4 * R * F) + R * F + max(R * D, weight)
     if setting.expert_kernel != "loop":
         return setting.compute_bytes * (outside + 4 * R * F)
     experts_here = model.moe.num_experts // setting.ep_size

@@ -47,7 +47,7 @@ class Setting:
         bf16: whether forward and backward compute in bf16; else in fp32.
         tf32: whether fp32 products are computed in TF32.
         optimizer: a key of OPTIMIZERS.
-        expert_kernel: see `moe.KERNELS`.
+        expert_kernel: see `moe.KERNELS`; or fp8, for `--expert-precision`.
         reshard_after_forward: whether gathered parameters are given up between forward and backward.
         offload: parameters, gradients and optimizer state in host memory.
         imbalance: tokens of the busiest expert over the mean (`expert_load_max_over_mean` in metrics.jsonl). Memory and

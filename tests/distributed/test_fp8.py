@@ -58,5 +58,5 @@ def test_arrangements(
 def _error(found: Figures, expected: Figures) -> float:
     """Of the first step's gradients as one vector."""
     assert found.grads.keys() == expected.grads.keys()
-    vectors = [torch.cat([figures.grads[name].flatten() for name in expected.grads]) for figures in (found, expected)]
-    return relative_error(*vectors)
+    mine, theirs = (torch.cat([of.grads[name].flatten() for name in expected.grads]) for of in (found, expected))
+    return relative_error(mine, theirs)

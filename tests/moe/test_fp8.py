@@ -252,8 +252,8 @@ def test_the_operator_is_given_what_it_takes(
             assert all(size > 0 and size % 16 == 0 for size in offs.diff(prepend=offs.new_zeros(1)).tolist())
             assert int(offs[-1]) <= a.shape[1]
         with FakeTensorMode() as fake:
-            stand_ins = [fake.from_tensor(t) for t in (a, b, scale_a, scale_b)]
-            shape = scaled_grouped_mm(*stand_ins, offs=fake.from_tensor(offs), **options).shape
+            of = fake.from_tensor
+            shape = scaled_grouped_mm(of(a), of(b), of(scale_a), of(scale_b), offs=of(offs), **options).shape
         of_experts = (offs.numel(), -1) if b.dim() == 2 else scale_b.shape
         scale_a = scale_a.view(offs.numel(), -1) if b.dim() == 2 else scale_a
         found = moe.fp8.plain_multiply(Scaled(a, scale_a), Scaled(b.transpose(-2, -1), scale_b.view(of_experts)), offs)
@@ -349,17 +349,18 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused("torch-grouped") is not FP8.fused
     for capability in ((8, 9), (10, 0), (12, 0)):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda found=capability: found)
-        with pytest.raises(ExpertMeshError, match=rf"compute capability 9 .* this one has {capability[0]}\.{capability[1]}"):
+        found = rf"this one has {capability[0]}\.{capability[1]}"
+        with pytest.raises(ExpertMeshError, match=f"compute capability 9 .* {found}"):
             of("cuda")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     assert of("cuda", "torch-grouped").why.endswith("MFU is of the rate in bf16")
     for kernel in ("loop", "megablocks-sparse", "megablocks-grouped"):
         with pytest.raises(ExpertMeshError, match=f"--expert-precision fp8: .* leave out --expert-kernel {kernel}"):
             of("cuda", kernel)
-    with pytest.raises(ExpertMeshError, match="--expert-precision fp8: .* add --bf16"):
+    with pytest.raises(ExpertMeshError, match=r"--expert-precision fp8: .* add --bf16"):
         of("cpu", "auto", torch.float32)
     for width in (24, 2 * WIDEST):
-        with pytest.raises(ExpertMeshError, match=f"multiples of 16 up to 65536, and this model has {width}"):
+        with pytest.raises(ExpertMeshError, match=f"multiples of 16 up to {WIDEST}, and this model has {width}"):
             of("cpu", "auto", torch.bfloat16, width)
 
 
