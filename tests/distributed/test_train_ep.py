@@ -151,11 +151,14 @@ def test_plain_python_and_torchrun(tiny_model: Path, tiny_data: Path, tmp_path: 
     assert "cpu_matmul" in json.loads((tmp_path / "2" / "environment.json").read_text())
 
 
-def test_all_modes_at_once(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """bf16, activation checkpointing, hybrid sharding and the grouped kernel together, against fp32 without any."""
+@pytest.mark.parametrize("products", [("--expert-kernel", "torch-grouped"), ("--expert-precision", "fp8")])
+def test_all_modes_at_once(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, products: tuple[str, str]
+) -> None:
+    """bf16, activation checkpointing, hybrid sharding and the grouped kernel or fp8, against fp32 without any."""
     batch = ("--per-device-train-batch-size", "4")
     plain = train(ranks, 4, tiny_model, tiny_data, tmp_path / "plain", *batch, "--ep-size", "2")
-    modes = ("--bf16", "--gradient-checkpointing", "--dense-shard", "hybrid", "--expert-kernel", "torch-grouped")
+    modes = ("--bf16", "--gradient-checkpointing", "--dense-shard", "hybrid", *products)
     found = train(ranks, 4, tiny_model, tiny_data, tmp_path / "modes", *batch, "--ep-size", "2", *modes)
     losses = [
         [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -166,9 +169,13 @@ def test_all_modes_at_once(ranks: RankPool, tiny_model: Path, tiny_data: Path, t
     assert max(relative_error(found[name], plain[name]) for name in plain) < 2e-2
 
 
-def test_working_weights_that_are_kept(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["same", "fp8"])
+def test_working_weights_that_are_kept(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, precision: str
+) -> None:
     """Experts that no rank shares, in bf16: rounded anew in each forward, or once an update; the same bits."""
     flags = ("--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "2", "--ep-size", "2", "--bf16")
+    flags += ("--expert-precision", precision)
     anew = train(ranks, 2, tiny_model, tiny_data, tmp_path / "anew", *flags, "--gradient-checkpointing", "selective")
     kept = train(ranks, 2, tiny_model, tiny_data, tmp_path / "kept", *flags, "--reshard-after-forward", "false")
     assert all(torch.equal(kept[name], anew[name]) for name in anew)
