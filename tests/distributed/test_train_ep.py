@@ -174,8 +174,8 @@ def test_working_weights_that_are_kept(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, precision: str
 ) -> None:
     """Experts that no rank shares, in bf16: rounded anew in each forward, or once an update; the same bits."""
-    flags = ("--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "2", "--ep-size", "2", "--bf16")
-    flags += ("--expert-precision", precision)
+    batch = ("--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "2")
+    flags = (*batch, "--ep-size", "2", "--bf16", "--expert-precision", precision)
     anew = train(ranks, 2, tiny_model, tiny_data, tmp_path / "anew", *flags, "--gradient-checkpointing", "selective")
     kept = train(ranks, 2, tiny_model, tiny_data, tmp_path / "kept", *flags, "--reshard-after-forward", "false")
     assert all(torch.equal(kept[name], anew[name]) for name in anew)
