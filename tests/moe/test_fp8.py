@@ -337,7 +337,7 @@ def test_adapters_are_multiplied_in_bf16() -> None:
     for name, (into, out) in {"w1": (16, 24), "v1": (16, 24), "w2": (24, 16)}.items():
         for matrix, size in (("A", (4 * 4, into)), ("B", (4 * out, 4))):
             experts.mlp.register_parameter(f"{name}_lora_{matrix}", torch.nn.Parameter(torch.randn(size).bfloat16()))
-    experts.mlp(torch.randn(9, 16).bfloat16(), torch.tensor([4, 0, 5, 0]))
+    experts(torch.randn(9, 16).bfloat16(), torch.tensor([[0, 2]] * 9), torch.rand(9, TOP_K))
     assert [counter.call_count for counter in counters] == [3, 6]
 
 
