@@ -13,6 +13,7 @@ from moe import training_flops
 from sharding.planner.hardware import Device, Hardware, Link
 from sharding.planner.shapes import read_config
 from training import TrainConfig
+from training.rehearsal.kinds import whole_stack
 from training.rehearsal.ledger import LAUNCH, Ledger, Part, kernel_seconds, ledger
 from training.rehearsal.parts import Place
 from training.rehearsal.recorder import Event, Recorder
@@ -112,7 +113,7 @@ def step(request: pytest.FixtureRequest) -> tuple[Rehearsed, Any]:
 
 
 def account(step: Rehearsed) -> Ledger:
-    return ledger(step.recorder, 3, HARDWARE, gpus_per_node=8)
+    return ledger(step, 3, HARDWARE, gpus_per_node=8)
 
 
 def parts(step: Rehearsed) -> dict[str, Part]:
@@ -159,12 +160,14 @@ def event(name: str, part: str, moved: int = 0, sent: float = 0.0, collective: s
 
 
 class Fixed:
-    """A recorder that has seen these events."""
+    """A step of these events, in no layer."""
 
     num_calls = 0
+    stack = whole_stack(())
 
     def __init__(self, *events: Event):
         self.events = list(events)
+        self.step = self.recorder = self
 
     def lasting(self) -> set[Any]:
         return set()

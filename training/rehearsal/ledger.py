@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from sharding.planner.cost import seconds_among
 from sharding.planner.hardware import Hardware
 from training.rehearsal.recorder import Event, Key, Recorder
+from training.rehearsal.world import Rehearsed
 
 LAUNCH = 2e-6
 """Seconds between the end of one kernel and the start of the next on an H100, where the host is ahead (assumed)."""
@@ -63,13 +64,13 @@ class Ledger:
         return self.needed / (self.seconds * hardware.device.matrix)
 
 
-def ledger(recorder: Recorder, micro: int, hardware: Hardware, gpus_per_node: int) -> Ledger:
-    """The account of a step of `micro` forwards, of which `recorder` has seen two at most: those after the first are
+def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: int) -> Ledger:
+    """The account of a step of `micro` forwards, of which two at most were rehearsed: those after the first are
     alike."""
-    events = recorder.events
+    events = rehearsed.step.events
     seen = 1 + max(event.micro for event in events if event.micro is not None)
     times = {None: 1, 0: 1, 1: micro - 1}
-    enough = _enough(recorder)
+    enough = _enough(rehearsed.recorder)
     parts: dict[str, Part] = defaultdict(lambda: Part(""))
     for event in events:
         part, often = parts[event.place.part or "other"], times[event.micro]
@@ -81,8 +82,8 @@ def ledger(recorder: Recorder, micro: int, hardware: Hardware, gpus_per_node: in
             part.moved += often * event.moved
             part.kernels += often
             part.seconds += often * kernel_seconds(event, hardware)
-    for (name, _, _, number), size in enough.items():
-        parts[name or "other"].enough += times[number] * size
+    for (name, layer, _, number), size in enough.items():
+        parts[name or "other"].enough += times[number] * rehearsed.stack.times(layer) * size
 
     clocks = [
         _timeline([e for e in events if e.micro == number], hardware, gpus_per_node) for number in (None, *range(seen))
@@ -98,7 +99,7 @@ def ledger(recorder: Recorder, micro: int, hardware: Hardware, gpus_per_node: in
         all_to_alls,
         sharding,
         exposed,
-        HOST * recorder.num_calls / seen * micro,
+        HOST * rehearsed.step.num_calls / seen * micro,
     )
 
 

@@ -10,7 +10,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 from unittest import mock
@@ -55,6 +55,44 @@ class Event:
     def moved(self) -> int:
         return sum(self.reads.values()) + sum(self.writes.values())
 
+    @property
+    def told(self) -> str:
+        """Phase, layer and part, in words."""
+        layer = "" if self.place.layer is None else f" of layer {self.place.layer}"
+        return f"{self.phase}{layer}, {self.place.part or 'other'}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A storage has grown by so many bytes, or shrunk. is_gone: for good."""
+
+    storage: int
+    more: int
+    is_gone: bool
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Here begins what a decoder layer does in a phase of a forward; or, without a layer, what no layer does.
+
+    num_calls: of operators until here.
+    """
+
+    phase: str
+    micro: int | None
+    layer: int | None
+    num_calls: int
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Of a storage: the place, phase and forward of the operator that made it, and the layer of the `Mark` before."""
+
+    place: Place
+    phase: str
+    micro: int | None
+    marked: int | None
+
 
 class Recorder(TorchDispatchMode):
     """Within it every operator leaves an `Event`. Numbers that the host would read of a tensor are 1, as there are
@@ -62,6 +100,8 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         events: in the order of their calls.
+        log: the same, with changes of memory, and marks of where layers begin.
+        makers: by a storage's number.
         num_calls: of operators, views included: what the host has to launch.
     """
 
@@ -69,9 +109,14 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.parts = parts
         self.events: list[Event] = []
+        self.log: list[Event | Change | Mark] = []
+        self.makers: dict[int, Maker] = {}
         self.num_calls = 0
         self.micro: int | None = None
         self.is_update = False
+        self.is_paused = False
+        self._marked: Mark | None = None
+        self._unmade: list[int] = []
         self._storages: dict[int, int] = {}
         self._versions: dict[int, int] = {}
         self._next = 0
@@ -83,8 +128,11 @@ class Recorder(TorchDispatchMode):
         if operator is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         result = operator(*args, **kwargs)
+        if self.is_paused:
+            return result
         self.num_calls += 1
         place = self.parts.here()
+        self._made_by(place)
         if not _moves_nothing(operator) and place.part != LASTING:
             self._record(operator, place, args, kwargs, result)
         return result
@@ -99,31 +147,57 @@ class Recorder(TorchDispatchMode):
     def next_forward(self, model: Any, args: Any) -> None:
         """To be called before each forward of the model."""
         self.micro = 0 if self.micro is None else self.micro + 1
+        self.mark(None)
 
     def moment(self, doing: str) -> None:
         """To be told what the step comes to next."""
         if self.micro is not None:
             self.is_update, self.micro = True, None
+            self.mark(None)
 
-    def now(self) -> str:
-        """What the step is at: phase, layer and part of the newest event."""
-        if not self.events:
-            return "the start"
-        newest = self.events[-1]
-        layer = "" if newest.place.layer is None else f" of layer {newest.place.layer}"
-        return f"{newest.phase}{layer}, {newest.place.part}"
+    def mark(self, layer: int | None) -> None:
+        """To be told which layer the step comes to, in its forward or in its backward; None: to what is in none."""
+        self._marked = Mark(self._phase(), self.micro, layer, self.num_calls)
+        self.log.append(self._marked)
+
+    def changed(self, storage: int, more: int, is_gone: bool) -> None:
+        """To be told of memory (see `LiveTensors`)."""
+        self.log.append(Change(storage, more, is_gone))
+        if storage not in self.makers and not is_gone:
+            self._unmade.append(storage)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it, operators are run without a trace."""
+        was_paused, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
 
     def lasting(self) -> set[Key]:
         """Storages that are there at this moment, as they are."""
         return {(number, self._versions[number]) for number in self._storages.values()}
 
-    def _event(self, name: str, place: Place) -> Event:
+    def _phase(self) -> str:
         in_backward = torch._C._current_autograd_node() is not None
-        phase = "update" if self.is_update else "backward" if in_backward else "forward"
-        phase = "recomputation" if place.is_recomputed else phase
-        event = Event(name, place, phase, self.micro)
+        return "update" if self.is_update else "backward" if in_backward else "forward"
+
+    def _event(self, name: str, place: Place) -> Event:
+        if place.layer is None and place.part in _IN_SOME_LAYER and self._marked is not None:
+            place = replace(place, layer=self._marked.layer)
+        event = Event(name, place, "recomputation" if place.is_recomputed else self._phase(), self.micro)
         self.events.append(event)
+        self.log.append(event)
         return event
+
+    def _made_by(self, place: Place) -> None:
+        """The storages that have come up since the operator before."""
+        marked = None if self._marked is None else self._marked.layer
+        phase = "recomputation" if place.is_recomputed else self._phase()
+        for storage in self._unmade:
+            self.makers[storage] = Maker(place, phase, self.micro, marked)
+        self._unmade.clear()
 
     def _record(self, operator: Any, place: Place, args: Any, kwargs: Any, result: Any) -> None:
         event = self._event(operator.name(), place)
@@ -184,6 +258,8 @@ class Recorder(TorchDispatchMode):
             event.writes[key] = event.writes.get(key, 0) + _bytes(tensor)
 
 
+_IN_SOME_LAYER = frozenset({"gradients added up", "other"})
+"""Parts of a step whose operators nobody calls that would say for which layer: the one that backward has come to."""
 _NO_KERNEL = frozenset(
     {
         "aten::empty.memory_format",

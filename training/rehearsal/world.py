@@ -3,7 +3,7 @@
 What depends on data is told: routing is even. Attention is the flash kernel's, as on a GPU.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from moe import (
 )
 from moe.gpu import rehearsing_gpu
 from moe.quantised import nf4_pairs
-from sharding import Topology, build_mesh, local_tensor, materialize, set_parameter_dtype
+from sharding import Topology, build_mesh, materialize, set_parameter_dtype
 from sharding.parallelize import parallelize
 from training.adapters import adapt
 from training.balance import LossWeights
@@ -42,45 +42,41 @@ from training.fused import fuse_layers
 from training.head import attach_loss_head
 from training.low_bit import dynamic_map
 from training.optimizer import build_optimizer
+from training.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
 from training.rehearsal.live import LiveTensors
 from training.rehearsal.parts import Parts
+from training.rehearsal.peaks import PeakMemory, peak_memory
 from training.rehearsal.recorder import Recorder, recording_triton
+from training.rehearsal.repeated import WholeStep, whole_step
+from training.rehearsal.shortened import Shortened
 from training.step import train_step
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """recorder: what the step has done, with two forwards and backwards at most. model, optimizer: whose step it was.
-    memory: what a rank's tensors hold at most. counts: of its parameters.
+    """step: what it has done, with two forwards and backwards at most. recorder: what of it was run, as told by stack.
+    model, optimizer: whose step it was. memory: what a rank's tensors hold at most. counts: of its parameters.
     """
 
+    step: WholeStep
     recorder: Recorder
+    stack: Stack
     model: Any
     optimizer: torch.optim.Optimizer
-    memory: "PeakMemory"
+    memory: PeakMemory
     counts: ParameterCounts
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """Bytes of a rank's tensors, in any step after the first.
-
-    peak: at the most. when: what the step was at then. parameters: of these, all that the model holds; trained: those
-    of them that are trained. state: of the optimizer.
-    """
-
-    peak: int
-    when: str
-    parameters: int
-    trained: int
-    state: int
-
-
-def rehearse(config: TrainConfig, model_config: Any, world_size: int, rank: int = 0) -> Rehearsed:
+def rehearse(
+    config: TrainConfig, model_config: Any, world_size: int, rank: int = 0, shortened: bool = True
+) -> Rehearsed:
     """One step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
     micro-batches at most, as all after the first are alike, and the update.
 
     Every row is one sample of `max_seq_length` tokens, all of them trained on; every expert gets as many rows.
+
+    Args:
+        shortened: run one layer for all that are like it, and repeat what it does; with the same outcome.
 
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be shared out so.
@@ -88,17 +84,19 @@ def rehearse(config: TrainConfig, model_config: Any, world_size: int, rank: int 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with rehearsing_gpu():
-            return _rehearse(config, model_config, world_size)
+            return _rehearse(config, model_config, world_size, shortened)
     finally:
         dist.destroy_process_group()
 
 
-def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehearsed:
+def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened: bool) -> Rehearsed:
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     model = _build(config, model_config, dtype)
     counts = count_parameters(model)
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
+    kinds = kinds_of_layers(model)
+    stack = shortened_stack(kinds) if shortened else whole_stack(kinds)
     mesh = build_mesh("cpu", Topology(world_size, config.ep_size, config.dense_shard))
     parallelize(model, mesh, dtype, config.gradient_checkpointing, False, config.reshard_after_forward)
     # made once in a process: not of tensors that hold no memory
@@ -112,35 +110,26 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehear
         model.register_forward_pre_hook(recorder.next_forward)
         batches = [_batch(config, fake)] * min(config.gradient_accumulation_steps, 2)
         weights = LossWeights(config.router_aux_loss_coef or 0.0, config.router_z_loss_coef)
-        live = LiveTensors([*model.parameters(), *model.buffers()], moment=recorder.now)
+        live = LiveTensors([*model.parameters(), *model.buffers()], changed=recorder.changed)
+        short = Shortened(model, stack, recorder, live)
+
+        def at(doing: str) -> None:
+            if doing == "the gradient norm":
+                short.add_gradients()
+            recorder.moment(doing)
+
         with (
             _told(config, moe_shape(model).top_k),
-            _leaving_out_shapes(live),
+            _leaving_out_shapes(live, recorder),
             recording_triton(recorder),
+            short,
             live,
             recorder,
         ):
-            train_step(model, optimizer, batches, mesh, weights, config.max_grad_norm, at=recorder.moment)
-    return Rehearsed(recorder, model, optimizer, _peak_memory(live, model, optimizer), counts)
-
-
-def _peak_memory(live: LiveTensors, model: Any, optimizer: torch.optim.Optimizer) -> PeakMemory:
-    """The optimizer's state is made in the first update, and in later steps is there from the start."""
-    state = _bytes(
-        value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)
-    )
-    return PeakMemory(
-        live.peak + (0 if str(live.when).startswith("update") else state),
-        str(live.when),
-        _bytes(model.parameters()),
-        _bytes(p for p in model.parameters() if p.requires_grad),
-        state,
-    )
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of this rank's parts."""
-    return sum(local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors)
+            train_step(model, optimizer, batches, mesh, weights, config.max_grad_norm, at=at)
+        step = whole_step(recorder, stack)
+        memory = peak_memory(step, recorder, live, model, optimizer)
+    return Rehearsed(step, recorder, stack, model, optimizer, memory, counts)
 
 
 def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
@@ -203,17 +192,14 @@ def _told(config: TrainConfig, top_k: int) -> Iterator[None]:
 
 
 @contextmanager
-def _leaving_out_shapes(live: LiveTensors) -> Iterator[None]:
-    """Within it, `live` does not count the whole tensors, without memory in any run, on which DTensor tries an operator
-    to find out the shapes of its results."""
+def _leaving_out_shapes(live: LiveTensors, recorder: Recorder) -> Iterator[None]:
+    """Within it, nothing is told of the whole tensors, without memory in any run, on which DTensor tries an operator
+    once to find out the shapes of its results."""
     find_out = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def paused(*args: Any, **kwargs: Any) -> Any:
-        was_paused, live.is_paused = live.is_paused, True
-        try:
+        with live.paused(), recorder.paused():
             return find_out(*args, **kwargs)
-        finally:
-            live.is_paused = was_paused
 
     with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused):
         yield
