@@ -159,7 +159,8 @@ def test_a_shortened_model_tells_the_whole_step(model: Any, world_size: int, fla
         assert found.enough == pytest.approx(part.enough, rel=1e-2)
         assert totals(found) == pytest.approx(totals(part), rel=1e-9)
     assert accounts[1].device == pytest.approx(accounts[0].device, rel=1e-9)
-    assert accounts[1].host == pytest.approx(accounts[0].host, rel=1e-2)
+    # what stands in for routers calls a few itself in backward
+    assert short.step.num_calls == pytest.approx(whole.step.num_calls, rel=1e-3)
 
 
 def totals(part: Part) -> list[float]:

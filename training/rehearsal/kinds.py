@@ -17,7 +17,7 @@ from moe import decoder_layers
 REACH = 2
 """Neighbours on either side that must be of the same kinds: no buffer of FSDP's is kept for longer."""
 
-_Facts = dict[Hashable, Hashable]
+_Facts = dict[Hashable, Any]
 
 
 def kinds_of_layers(model: Any) -> list[int]:
@@ -67,7 +67,7 @@ def _facts(layer: nn.Module, prefix: str) -> _Facts:
     return facts
 
 
-def _plain(value: Any, prefix: str) -> Hashable:
+def _plain(value: Any, prefix: str) -> Any:
     """What of a value decides on what is computed: of an object that is no plain data, its class."""
     if isinstance(value, str):
         return value.replace(prefix, "") if prefix else value

@@ -86,7 +86,8 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         parts[name or "other"].enough += times[number] * rehearsed.stack.times(layer) * size
 
     clocks = [
-        _timeline([e for e in events if e.micro == number], hardware, gpus_per_node) for number in (None, *range(seen))
+        timeline([e for e in events if e.micro == number], hardware, gpus_per_node)[0]
+        for number in (None, *range(seen))
     ]
     update, first, *later = clocks
     total = [a + b + (micro - 1) * c for a, b, c in zip(update, first, later[0] if later else first, strict=True)]
@@ -155,8 +156,18 @@ def _enough(recorder: Recorder) -> dict[Instance, float]:
 Clock = tuple[float, float, float, float, float]
 
 
-def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> Clock:
-    """(seconds in all, of kernels, of all-to-alls, of FSDP's collectives, of these waited for).
+@dataclass(frozen=True)
+class Span:
+    """Of an event, on one of two streams: kernels and what they wait for; or FSDP's gathering and reducing. Seconds."""
+
+    event: Event
+    is_sharding: bool
+    start: float
+    end: float
+
+
+def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> tuple[Clock, list[Span]]:
+    """(seconds in all, of kernels, of all-to-alls, of FSDP's collectives, of these waited for), and when each event is.
 
     Two streams: kernels and what they wait for at once, all-to-alls and sums over ranks; and FSDP's gathering and
     reducing, one after the other. A layer's kernels wait until its parameters are gathered, the end for all.
@@ -164,6 +175,7 @@ def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -
     now = computing = waiting = sharding = exposed = 0.0
     free = 0.0
     gathered: list[float] = []
+    spans: list[Span] = []
     for event in events:
         if event.collective is None:
             if "split_with_sizes_copy" in event.name and gathered:
@@ -171,20 +183,23 @@ def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -
                 exposed += max(0.0, ready - now)
                 now = max(now, ready)
             seconds = kernel_seconds(event, hardware)
+            spans.append(Span(event, False, now, now + seconds))
             now += seconds
             computing += seconds
             continue
         seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
         if event.collective in ("all-gather", "reduce-scatter"):
+            spans.append(Span(event, True, max(free, now), max(free, now) + seconds))
             free = max(free, now) + seconds
             sharding += seconds
             if event.collective == "all-gather":
                 gathered.append(free)
         else:
+            spans.append(Span(event, False, now, now + seconds))
             now += seconds
             waiting += seconds
     exposed += max(0.0, free - now)
-    return max(now, free), computing, waiting, sharding, exposed
+    return (max(now, free), computing, waiting, sharding, exposed), spans
 
 
 def sums(parts: Iterable[Part]) -> Part:

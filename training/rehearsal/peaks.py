@@ -1,9 +1,9 @@
 """What a rank holds over a step: the peak by kind of memory, and of every layer and phase."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -42,13 +42,11 @@ class PeakMemory:
 
 
 def peak_memory(
-    step: WholeStep, recorder: Recorder, live: LiveTensors, model: Any, optimizer: torch.optim.Optimizer
+    step: WholeStep, kinds: Mapping[int, MemoryKind], model: Any, optimizer: torch.optim.Optimizer
 ) -> PeakMemory:
-    """Of what was recorded; the optimizer's state, which the first update makes, is there from the start."""
-    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    kinds = _kinds(recorder, live, model, values)
-    lasting = {number for number, maker in recorder.makers.items() if maker.place.part == LASTING}
-    parameters, state = [*model.parameters()], _bytes(values)
+    """Of what was recorded. kinds: of its storages, from `kinds_of_storages`. The optimizer's state, which the first
+    update makes, is there from the start."""
+    parameters, state = [*model.parameters()], _bytes(_state(optimizer))
     held: defaultdict[MemoryKind, int] = defaultdict(int, {"optimizer state": state})
     total = peak = state
     at_peak = dict(held)
@@ -64,8 +62,7 @@ def peak_memory(
             if most == peak and when is None:
                 when = entry
             most = 0
-        elif entry.storage not in lasting:
-            kind = kinds[entry.storage]
+        elif (kind := kinds.get(entry.storage)) is not None:
             held[kind] += entry.more
             total += entry.more
             most = max(most, total)
@@ -74,7 +71,7 @@ def peak_memory(
     return PeakMemory(
         peak,
         "the end" if when is None else when.told,
-        {kind: size for kind, size in at_peak.items() if size},
+        {kind: at_peak[kind] for kind in get_args(MemoryKind) if at_peak.get(kind)},
         _bytes(parameters),
         _bytes(p for p in parameters if p.requires_grad),
         state,
@@ -82,8 +79,22 @@ def peak_memory(
     )
 
 
-def _kinds(recorder: Recorder, live: LiveTensors, model: Any, values: Iterable[Tensor]) -> dict[int, MemoryKind]:
-    """Of each storage."""
+def kinds_over_time(
+    step: WholeStep, kinds: Mapping[int, MemoryKind], memory: PeakMemory
+) -> Iterator[dict[MemoryKind, int]]:
+    """At each event what is held, of each kind; one dict, which changes."""
+    held: defaultdict[MemoryKind, int] = defaultdict(int, {"optimizer state": memory.state})
+    for entry in step.log:
+        if isinstance(entry, Event):
+            yield held
+        elif (kind := kinds.get(entry.storage)) is not None:
+            held[kind] += entry.more
+
+
+def kinds_of_storages(
+    recorder: Recorder, live: LiveTensors, model: Any, optimizer: torch.optim.Optimizer
+) -> dict[int, MemoryKind]:
+    """By number; of those that only a first step makes, none."""
     freed_in = _phases_of_end(recorder)
     kinds: dict[int, MemoryKind] = {
         number: _kind(maker, freed_in.get(number)) for number, maker in recorder.makers.items()
@@ -96,8 +107,15 @@ def _kinds(recorder: Recorder, live: LiveTensors, model: Any, values: Iterable[T
     name((p for p in model.parameters() if not p.requires_grad), "frozen parameters")
     name((p for p in model.parameters() if p.requires_grad), "parameters")
     name((p.grad for p in model.parameters() if p.grad is not None), "gradients")
-    name(values, "optimizer state")
-    return kinds
+    return {
+        number: kind
+        for number, kind in kinds.items()
+        if number not in recorder.makers or recorder.makers[number].place.part != LASTING
+    }
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def _kind(maker: Maker, freed_in: str | None) -> MemoryKind:

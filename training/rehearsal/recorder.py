@@ -36,7 +36,8 @@ class Event:
 
     place: part of the step and layer. phase: forward, backward, recomputation or update. micro: number of the forward
     in the step. flops: that it computes; needed: those of them that recomputation is not the reason for. sent: bytes to
-    other ranks, of a collective among `ranks`. reads, writes: bytes of each storage.
+    other ranks, of a collective among `ranks`, whose process group has the name `group`. reads, writes: bytes of each
+    storage.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Event:
     needed: float = 0.0
     sent: float = 0.0
     collective: str | None = None
+    group: str = ""
     ranks: tuple[int, ...] = ()
     reads: dict[Key, int] = field(default_factory=dict)
     writes: dict[Key, int] = field(default_factory=dict)
@@ -102,7 +104,7 @@ class Recorder(TorchDispatchMode):
         events: in the order of their calls.
         log: the same, with changes of memory, and marks of where layers begin.
         makers: by a storage's number.
-        num_calls: of operators, views included: what the host has to launch.
+        num_calls: of operators, views included, but not a profiler's: what the host has to launch.
     """
 
     def __init__(self, parts: Parts):
@@ -128,7 +130,7 @@ class Recorder(TorchDispatchMode):
         if operator is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         result = operator(*args, **kwargs)
-        if self.is_paused:
+        if self.is_paused or operator.namespace == "profiler":
             return result
         self.num_calls += 1
         place = self.parts.here()
@@ -157,7 +159,7 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, layer: int | None) -> None:
         """To be told which layer the step comes to, in its forward or in its backward; None: to what is in none."""
-        self._marked = Mark(self._phase(), self.micro, layer, self.num_calls)
+        self._marked = Mark(self.phase, self.micro, layer, self.num_calls)
         self.log.append(self._marked)
 
     def changed(self, storage: int, more: int, is_gone: bool) -> None:
@@ -175,28 +177,35 @@ class Recorder(TorchDispatchMode):
         finally:
             self.is_paused = was_paused
 
+    @property
+    def layer(self) -> int | None:
+        """That the step has come to."""
+        return None if self._marked is None else self._marked.layer
+
+    @property
+    def phase(self) -> str:
+        """That the step has come to."""
+        return (
+            "update" if self.is_update else "backward" if torch._C._current_autograd_node() is not None else "forward"
+        )
+
     def lasting(self) -> set[Key]:
         """Storages that are there at this moment, as they are."""
         return {(number, self._versions[number]) for number in self._storages.values()}
 
-    def _phase(self) -> str:
-        in_backward = torch._C._current_autograd_node() is not None
-        return "update" if self.is_update else "backward" if in_backward else "forward"
-
     def _event(self, name: str, place: Place) -> Event:
         if place.layer is None and place.part in _IN_SOME_LAYER and self._marked is not None:
             place = replace(place, layer=self._marked.layer)
-        event = Event(name, place, "recomputation" if place.is_recomputed else self._phase(), self.micro)
+        event = Event(name, place, "recomputation" if place.is_recomputed else self.phase, self.micro)
         self.events.append(event)
         self.log.append(event)
         return event
 
     def _made_by(self, place: Place) -> None:
         """The storages that have come up since the operator before."""
-        marked = None if self._marked is None else self._marked.layer
-        phase = "recomputation" if place.is_recomputed else self._phase()
+        phase = "recomputation" if place.is_recomputed else self.phase
         for storage in self._unmade:
-            self.makers[storage] = Maker(place, phase, self.micro, marked)
+            self.makers[storage] = Maker(place, phase, self.micro, self.layer)
         self._unmade.clear()
 
     def _record(self, operator: Any, place: Place, args: Any, kwargs: Any, result: Any) -> None:
@@ -218,10 +227,12 @@ class Recorder(TorchDispatchMode):
             event.writes = {(number, -1): size for (number, _), size in event.reads.items()}
         else:
             self._write(event, changed + fresh)
-        event.flops = _flops(operator, inputs + changed, results)
+        event.flops = _flops(operator, inputs + changed, results, args)
         event.needed = 0.0 if event.phase == "recomputation" else event.flops * _NEEDED.get(operator.name(), 1.0)
         if (collective := _collective(operator)) is not None:
-            event.collective, event.ranks = collective, _ranks(args, kwargs)
+            event.collective, event.group = collective, _group(args, kwargs)
+            group = _resolve_process_group(event.group)  # type: ignore[arg-type]
+            event.ranks = tuple(dist.get_process_group_ranks(group))
             largest = max(map(_bytes, inputs + changed + results), default=0)
             rounds = 2 if collective == "all-reduce" else 1
             event.sent = largest * rounds * (1 - 1 / len(event.ranks))
@@ -308,7 +319,7 @@ _FILLS_A_PART = frozenset({"fsdp::all_gather_copy_in"})
 
 
 def _moves_nothing(operator: Any) -> bool:
-    return operator.is_view or operator.name() in _NO_KERNEL or operator.namespace in ("prim", "profiler")
+    return operator.is_view or operator.name() in _NO_KERNEL or operator.namespace == "prim"
 
 
 def _inputs(operator: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -334,8 +345,11 @@ def _bytes(tensor: Tensor) -> int:
     return int(shown) * tensor.element_size()
 
 
-def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor]) -> float:
+def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
     """A multiplication and an addition for each pair of numbers that are multiplied in a product of matrices."""
+    if operator.name() in _LONGEST:
+        place, products = _LONGEST[operator.name()]
+        return 2.0 * _attention_in_samples(inputs[0], args[place], products)
     count = _FLOPS.get(operator.name())
     return 0.0 if count is None else 2.0 * count(inputs, results)
 
@@ -368,6 +382,12 @@ def _attention_backward(inputs: list[Tensor], results: list[Tensor]) -> float:
     return _causal_pairs(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
+def _attention_in_samples(query_NHA: Tensor, longest: int, products: int) -> float:
+    """Of samples that are all as long, and so many products of each pair of positions, whose heads are all as wide."""
+    tokens, heads, width = query_NHA.shape
+    return float(tokens * heads) * (longest + 1) / 2 * width * products
+
+
 _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::mm": _product,
     "aten::addmm": _product,
@@ -378,8 +398,12 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
 }
-_NEEDED = {"aten::_scaled_dot_product_flash_attention_backward": 0.8}
+_NEEDED = dict.fromkeys(
+    ("aten::_scaled_dot_product_flash_attention_backward", "torch_attn::_varlen_attn_backward"), 0.8
+)
 """Flash attention's backward computes the scores again: of five products one."""
+_LONGEST = {"torch_attn::_varlen_attn": (5, 2), "torch_attn::_varlen_attn_backward": (8, 5)}
+"""Of attention within samples: which argument says how long the longest is, here all are; and how many products."""
 
 _COLLECTIVES = {
     "c10d::_allgather_base_": "all-gather",
@@ -394,13 +418,13 @@ def _collective(operator: Any) -> str | None:
     return _COLLECTIVES.get(operator.name())
 
 
-def _ranks(args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Of the group that a collective is given, by its name or as an object."""
+def _group(args: Any, kwargs: Any) -> str:
+    """Name of the group that a collective is given, by its name or as an object."""
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            argument = dist.ProcessGroup.unbox(argument).group_name
+            return str(dist.ProcessGroup.unbox(argument).group_name)
         if isinstance(argument, str):
-            return tuple(dist.get_process_group_ranks(_resolve_process_group(argument)))  # type: ignore[arg-type]
+            return argument
     raise AssertionError("a collective without a group")
 
 
