@@ -156,7 +156,7 @@ def test_fused_adamw_moves_28_bytes_a_parameter(step: tuple[Rehearsed, Any]) -> 
 
 def event(name: str, part: str, moved: int = 0, sent: float = 0.0, collective: str | None = None) -> Event:
     reads = {(0, 0): moved} if moved else {}
-    return Event(name, Place(part, None), "forward", 0, 0.0, 0.0, sent, collective, tuple(range(4)), reads)
+    return Event(name, Place(part, None), "forward", 0, 0.0, 0.0, sent, collective, "0", tuple(range(4)), reads)
 
 
 class Fixed:

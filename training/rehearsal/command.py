@@ -21,6 +21,7 @@ from moe import ExpertMeshError
 from moe.sizes import parse_size
 from moe.whole import whole
 from sharding.planner.hardware import DEVICES, LINKS, Hardware, load_measured, preset
+from sharding.planner.shapes import read_config
 from training.config import TrainConfig, parse_config
 from training.rehearsal.told import Told, recorded, skewed
 
@@ -75,9 +76,9 @@ def main(argv: Sequence[str]) -> int:
     hardware = _hardware(arguments, config)
     told = _told(arguments, config)
     ranks = _ranks(arguments, config, told)
+    model_config, where = read_config(config.model)
 
     # from here on torch is needed
-    from sharding.planner.shapes import read_config
     from training.rehearsal.account import Account, account_of
     from training.rehearsal.order import Call, calls, check_order
     from training.rehearsal.picture import draw
@@ -86,7 +87,6 @@ def main(argv: Sequence[str]) -> int:
 
     warnings.filterwarnings("ignore")
     started = time.time()
-    model_config, where = read_config(config.model)
     accounts: list[Account] = []
     orders: dict[int, list[Call]] = {}
     for rank in ranks:

@@ -27,8 +27,8 @@ def check_order(by_rank: Mapping[int, Sequence[Call]]) -> int:
     for (first, of_first), (second, of_second) in combinations(by_rank.items(), 2):
         shared = {ranks for _, ranks, _ in of_first} & {ranks for _, ranks, _ in of_second}
         for group in sorted(shared):
-            members = ([call for call in calls if call[1] == group] for calls in (of_first, of_second))
-            _compare(first, second, *members, f"among {len(group)} ranks")
+            in_first, in_second = ([call for call in of_rank if call[1] == group] for of_rank in (of_first, of_second))
+            _compare(first, second, in_first, in_second, f"among {len(group)} ranks")
         _compare(first, second, of_first, of_second, "of all groups")
     return max(map(len, by_rank.values()), default=0)
 

@@ -20,7 +20,7 @@ COLOURS: dict[MemoryKind, str] = dict(
         strict=True,
     )
 )
-STREAMS = {"kernels": "#1f5a96", "all-to-alls, sums": "#c06a1c", "FSDP's collectives": "#5b8f3a"}
+STREAMS = {"kernels": "#1f5a96", "exchanges": "#c06a1c", "FSDP": "#5b8f3a"}
 
 
 def draw(rehearsed: Rehearsed, hardware: Hardware, gpus_per_node: int, title: str) -> str:
@@ -36,9 +36,9 @@ def draw(rehearsed: Rehearsed, hardware: Hardware, gpus_per_node: int, title: st
         body.append(f'<text x="{x + 16}" y="42">{kind}</text>')
     body += _area(curve, most)
     for share in (0.25, 0.5, 0.75, 1.0):
-        y = TOP + HEIGHT * (1 - share)
-        body.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{most * share / 2**30:,.1f}</text>')
-        body.append(f'<path d="M{LEFT} {y:.1f}H{LEFT + WIDTH}" stroke="#eee"/>')
+        height = TOP + HEIGHT * (1 - share)
+        body.append(f'<text x="{LEFT - 8}" y="{height + 4:.1f}" text-anchor="end">{most * share / 2**30:,.1f}</text>')
+        body.append(f'<path d="M{LEFT} {height:.1f}H{LEFT + WIDTH}" stroke="#eee"/>')
     body.append(f'<text x="{LEFT - 8}" y="{TOP - 8}" text-anchor="end">GiB</text>')
     for begin, name in phases:
         x = LEFT + WIDTH * begin / seconds
@@ -46,9 +46,7 @@ def draw(rehearsed: Rehearsed, hardware: Hardware, gpus_per_node: int, title: st
         body.append(f'<text x="{x + 3:.1f}" y="{TOP - 2}">{name}</text>')
     for number, (name, colour) in enumerate(STREAMS.items()):
         y = TOP + HEIGHT + 14 + STREAM * number
-        body.append(
-            f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end" font-size="9">{name.partition(",")[0]}</text>'
-        )
+        body.append(f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end" font-size="9">{name}</text>')
         body += _stream([span for span in spans if _stream_of(span) == name], seconds, y, colour)
     bottom = TOP + HEIGHT + 14 + 3 * STREAM + 20
     body.append(f'<text x="{LEFT}" y="{bottom}">0</text>')
@@ -63,8 +61,8 @@ def draw(rehearsed: Rehearsed, hardware: Hardware, gpus_per_node: int, title: st
 
 def _stream_of(span: Span) -> str:
     if span.is_sharding:
-        return "FSDP's collectives"
-    return "kernels" if span.event.collective is None else "all-to-alls, sums"
+        return "FSDP"
+    return "kernels" if span.event.collective is None else "exchanges"
 
 
 def _in_order(

@@ -142,8 +142,8 @@ def _assumptions(account: Account, config: TrainConfig, hardware: Hardware, told
     ]
     if config.offload:
         lines.append(
-            f"--offload: {account.fit.host / GIB:,.1f} GiB a rank of host memory; what the copies to and from there, and "
-            "the update on the host's cores, take is not in the forecast"
+            f"--offload: {account.fit.host / GIB:,.1f} GiB a rank of host memory; the forecast leaves out copies "
+            "to and from there, and takes the update for the card's"
         )
     if config.compile:
         lines.append("--compile: rehearsed as without it")

@@ -40,6 +40,10 @@ class Told:
         return totals.index(max(totals)) if totals else 0
 
 
+EVEN = Told()
+"""Every ep rank gets as many rows."""
+
+
 def skewed(imbalance: float, ep_size: int, ep_rank: int) -> tuple[tuple[float, ...], ...]:
     """Shares of which one ep rank's is `imbalance` times the mean; what is left is the same for all others.
 
@@ -48,7 +52,7 @@ def skewed(imbalance: float, ep_size: int, ep_rank: int) -> tuple[tuple[float, .
     """
     if not 1 <= imbalance <= ep_size:
         raise ExpertMeshError(
-            f"--imbalance {imbalance:g}: the most loaded of {ep_size} ep ranks gets between 1 and {ep_size} times the mean"
+            f"--imbalance {imbalance:g}: the most loaded of {ep_size} ep ranks gets 1 to {ep_size} times the mean"
         )
     if imbalance == 1:
         return ()

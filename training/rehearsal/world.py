@@ -58,7 +58,7 @@ from training.rehearsal.peaks import MemoryKind, PeakMemory, kinds_of_storages, 
 from training.rehearsal.recorder import Recorder, recording_triton
 from training.rehearsal.repeated import WholeStep, whole_step
 from training.rehearsal.shortened import Shortened
-from training.rehearsal.told import Told
+from training.rehearsal.told import EVEN, Told
 from training.step import train_step
 
 
@@ -66,7 +66,8 @@ from training.step import train_step
 class Rehearsed:
     """step: what it has done, with two forwards and backwards at most. recorder: what of it was run, as told by stack.
     model, optimizer: whose step it was. memory: what a rank's tensors hold at most. storages: what each is for. counts:
-    of its parameters. tokens, targets, pairs: of one forward (see `Batch`). groups: names of process groups, and what they are for.
+    of its parameters. tokens, targets, pairs: of one forward (see `Batch`). groups: what process groups are for, by
+    name.
     """
 
     step: WholeStep
@@ -89,7 +90,7 @@ def rehearse(
     world_size: int,
     rank: int = 0,
     shortened: bool = True,
-    told: Told = Told(),
+    told: Told = EVEN,
 ) -> Rehearsed:
     """One step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
     micro-batches at most, as all after the first are alike, and the update.
