@@ -41,9 +41,9 @@ def draw(rehearsed: Rehearsed, hardware: Hardware, gpus_per_node: int, title: st
         body.append(f'<path d="M{LEFT} {height:.1f}H{LEFT + WIDTH}" stroke="#eee"/>')
     body.append(f'<text x="{LEFT - 8}" y="{TOP - 8}" text-anchor="end">GiB</text>')
     for begin, name in phases:
-        x = LEFT + WIDTH * begin / seconds
-        body.append(f'<path d="M{x:.1f} {TOP - 8}V{TOP + HEIGHT + 3 * STREAM + 20}" stroke="#999"/>')
-        body.append(f'<text x="{x + 3:.1f}" y="{TOP - 2}">{name}</text>')
+        at = LEFT + WIDTH * begin / seconds
+        body.append(f'<path d="M{at:.1f} {TOP - 8}V{TOP + HEIGHT + 3 * STREAM + 20}" stroke="#999"/>')
+        body.append(f'<text x="{at + 3:.1f}" y="{TOP - 2}">{name}</text>')
     for number, (name, colour) in enumerate(STREAMS.items()):
         y = TOP + HEIGHT + 14 + STREAM * number
         body.append(f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end" font-size="9">{name}</text>')
