@@ -40,6 +40,7 @@ def main() -> int:
             model_config.num_hidden_layers = arguments.layers
         if config.router_aux_loss_coef is None:
             config = replace(config, router_aux_loss_coef=0.0)
+        config = replace(config, packing=False)
         hardware = preset(arguments.gpu, arguments.network)
         if not config.bf16:
             hardware = replace(hardware, device=replace(hardware.device, matrix=hardware.device.fp32))

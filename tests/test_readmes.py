@@ -71,7 +71,7 @@ MODULES = sorted(
 )
 
 
-TAKES_TRAINING_FLAGS = ("train_ep.py", "torchrun.sh", "slurm.sbatch", "benchmarks.ledger")
+TAKES_TRAINING_FLAGS = ("train_ep.py", "torchrun.sh", "slurm.sbatch", "benchmarks.ledger", "sharding rehearse")
 
 
 def options_for(command: str) -> set[str]:
@@ -81,6 +81,8 @@ def options_for(command: str) -> set[str]:
         known |= TORCHRUN
     if any(program in command for program in TAKES_TRAINING_FLAGS):
         known |= training_options()
+    if "sharding rehearse" in command:
+        known |= options_of("training.rehearsal.command")
     for module in re.findall(r"-m ([\w.]+)", command):
         known |= options_of(module) if module in MODULES else set()
     return known
