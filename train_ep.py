@@ -84,7 +84,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     with sharding.raise_together():
         sharding.check_ep_size(config.ep_size, ranks.world_size, num_experts)
         kernel = choose_kernel(config, model, ranks)
-        balance = training.choose_balance(config, model, source)
+        balance = training.choose_balance(config, model, source.config)
     if config.offload and ranks.device.type == "cuda":
         sharding.use_own_cores()
     counts = moe.count_parameters(model)

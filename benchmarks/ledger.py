@@ -27,7 +27,8 @@ from sharding.planner.hardware import DEVICES, LINKS, Hardware, preset
 from sharding.planner.shapes import read_config
 from training import TrainConfig, parse_config
 from training.rehearsal.ledger import Ledger, ledger, sums
-from training.rehearsal.world import PeakMemory, rehearse
+from training.rehearsal.peaks import PeakMemory
+from training.rehearsal.world import rehearse
 
 
 @ends_with_reader
@@ -40,6 +41,7 @@ def main() -> int:
             model_config.num_hidden_layers = arguments.layers
         if config.router_aux_loss_coef is None:
             config = replace(config, router_aux_loss_coef=0.0)
+        config = replace(config, packing=False)
         hardware = preset(arguments.gpu, arguments.network)
         if config.expert_precision == "fp8" and not hardware.device.fp8:
             raise ExpertMeshError(f"--expert-precision fp8: --gpu {arguments.gpu} has no products in fp8")
@@ -51,7 +53,7 @@ def main() -> int:
         print(f"benchmarks.ledger: error: {error}", file=sys.stderr)
         return 2
     micro = config.gradient_accumulation_steps
-    account = ledger(rehearsed.recorder, micro, hardware, arguments.gpus_per_node)
+    account = ledger(rehearsed, micro, hardware, arguments.gpus_per_node)
     print(setting(config, model_config, arguments, hardware))
     print_table(account)
     tokens = micro * config.per_device_train_batch_size * config.max_seq_length

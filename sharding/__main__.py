@@ -1,6 +1,7 @@
 """Plan a run and check a cluster: `python -m sharding ...`.
 
 python -m sharding plan --model DIR --gpus 16 --seq-length 4096       what fits, what it costs, how to start it
+python -m sharding rehearse --model DIR --gpus 16 --ep-size 8 ...     the real step of one rank, without a GPU
 python -m sharding mesh --world-size 16 --ep-size 8                   which ranks form which group
 torchrun --nproc-per-node 8 -m sharding mesh --ep-size 8 --check      whether the groups work, and how fast
 """
@@ -70,6 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--sweep", action="store_true", help="instead: 8 to 4,096 GPUs, with and without EP")
     plan.add_argument("--plot", type=Path, help="with --sweep: also draw it here, as SVG")
 
+    # its flags are its own and train_ep.py's, and are read where those are
+    commands.add_parser("rehearse", help="the real step of one rank, without a GPU: does it fit, what does it cost")
+
     mesh = commands.add_parser("mesh", help="which ranks form which group, and whether they work")
     mesh.add_argument("--world-size", type=int, help="ranks; default, under torchrun: its own")
     mesh.add_argument("--ep-size", type=int, required=True)
@@ -88,8 +92,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 where nothing fits; 2 after a mistake in the input, or where a group does not answer."""
     _, _, local_rank = read_environment()
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = build_parser().parse_args(argv)
+        if given[:1] == ["rehearse"]:
+            return _rehearse(given[1:])
+        arguments = build_parser().parse_args(given)
         return {"plan": _plan, "mesh": _mesh}[arguments.command](arguments)
     except ExpertMeshError as error:
         if local_rank == 0:
@@ -138,6 +145,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         print_plans(console, arguments.model, model, plans, cluster, arguments.top)
     return 0 if plans[0].fits else 1
+
+
+def _rehearse(argv: Sequence[str]) -> int:
+    # of a higher floor, which nothing else here knows of: it takes all flags of a training run
+    from training.rehearsal.command import main as rehearse
+
+    return rehearse(argv)
 
 
 def _check_positive(arguments: argparse.Namespace, *names: str) -> None:

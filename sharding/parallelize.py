@@ -4,7 +4,7 @@ The loss of every rank is its local sum divided by a global count, so gradients 
 averaging is switched off, and no factor of dp or ep exists anywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -59,7 +59,7 @@ def parallelize(
         layer.mlp.working.are_kept = not strategy.reshard_after_forward
     # over gloo nothing overlaps: it would only cost the memory of another layer
     if mesh.grid.device_type == "cuda" or is_rehearsing_gpu():
-        prefetch_layers(model)
+        prefetch_layers(model, decoder_layers(model))
     else:
         communicate_over_gloo(model)
 
@@ -106,14 +106,15 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
         )
 
 
-def prefetch_layers(model: nn.Module) -> None:
-    """While a layer computes, have FSDP gather the parameters of the next, in backward of the one before; in place.
+def prefetch_layers(model: nn.Module, decoders: Iterable[nn.Module]) -> None:
+    """While a layer computes, have FSDP gather the parameters of the next of `decoders`, in backward of the one before;
+    in place.
 
     By itself FSDP gathers a unit ahead only once the host gets there, and the host stands still while it waits for the
     counts of a layer's rows. After torchtitan (`models/llama4/infra/parallelize.py`).
     """
     # the layer's own unit, and its experts' where they have one
-    layers: list[list[Any]] = [fsdp_units(layer) for layer in decoder_layers(model)]
+    layers: list[list[Any]] = [fsdp_units(layer) for layer in decoders]
     root: Any = model
     root.set_modules_to_forward_prefetch(layers[0])
     root.set_modules_to_backward_prefetch(layers[-1])

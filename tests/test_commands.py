@@ -51,6 +51,7 @@ def test_help(module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
         ("sharding.__main__", ["plan", "--model", "MODEL", "--sweep"]),
         ("sharding.__main__", ["plan", "--model", "MODEL", "--json"]),
         ("sharding.__main__", ["mesh", "--world-size", "16", "--ep-size", "8"]),
+        ("sharding.__main__", ["rehearse", "--model", "MODEL", "--max-seq-length", "32"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

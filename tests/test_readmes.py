@@ -71,7 +71,11 @@ MODULES = sorted(
 )
 
 
-TAKES_TRAINING_FLAGS = ("train_ep.py", "torchrun.sh", "slurm.sbatch", "benchmarks.ledger")
+TAKES_TRAINING_FLAGS = ("train_ep.py", "torchrun.sh", "slurm.sbatch", "benchmarks.ledger", "sharding rehearse")
+
+
+REHEARSE = "training.rehearsal.command"
+"""What `python -m sharding rehearse` hands its flags to."""
 
 
 def options_for(command: str) -> set[str]:
@@ -81,6 +85,8 @@ def options_for(command: str) -> set[str]:
         known |= TORCHRUN
     if any(program in command for program in TAKES_TRAINING_FLAGS):
         known |= training_options()
+    if "sharding rehearse" in command:
+        known |= options_of(REHEARSE)
     for module in re.findall(r"-m ([\w.]+)", command):
         known |= options_of(module) if module in MODULES else set()
     return known
@@ -141,7 +147,7 @@ def test_files_that_are_named_exist(readme: Path) -> None:
 def test_flags_are_known(readme: Path) -> None:
     """In a command line to that command, be it in a remark behind it; elsewhere to any."""
     everything = training_options() | TORCHRUN | FOREIGN_FLAGS
-    for module in MODULES:
+    for module in (*MODULES, REHEARSE):
         everything |= options_of(module)
     for span in code(readme):
         for flag in flags(span):

@@ -41,6 +41,7 @@ def imported(*command: str) -> tuple[int, str, set[str]]:
         ["-m", "sharding", "--help"],
         ["-m", "sharding", "plan", "--help"],
         ["-m", "sharding", "mesh", "--help"],
+        ["-m", "sharding", "rehearse", "--help"],
         ["-m", "training.report", "--help"],
         *(
             ["-c", f"from {entry.partition(':')[0]} import {(name := entry.partition(':')[2])}; {name}()", "--help"]
@@ -68,6 +69,12 @@ def test_help(command: list[str]) -> None:
         (["-m", "checkpoints", "inspect", "/nonexistent"], "/nonexistent: no such directory"),
         (["-m", "sharding", "plan", "--model", "/nonexistent"], "--model /nonexistent: no such file"),
         (["-m", "sharding", "mesh", "--world-size", "8", "--ep-size", "3"], "--ep-size 3 does not divide"),
+        (
+            ["-m", "sharding", "rehearse", "--model", "m", "--gpus", "8", "--ep-size", "3"],
+            "--ep-size 3 does not divide",
+        ),
+        (["-m", "sharding", "rehearse", "--model", "m", "--gpu", "Z80"], "--gpu Z80 is unknown"),
+        (["-m", "sharding", "rehearse", "--model", "/nonexistent"], "--model /nonexistent: no such file"),
         (["-m", "training.report", "/nonexistent"], "/nonexistent"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
 from moe import ExpertMeshError, settled_attention
+from moe.gpu import is_rehearsing_gpu
 from training.data import Batch
 
 PACKED = "expertmesh_packed"
@@ -184,7 +185,8 @@ def packed_attention(
     rows, positions = query_BHSA.shape[0], query_BHSA.shape[2]
     assert sum(segments) == rows * positions, (segments, query_BHSA.shape)
     query_NHA, key_NGA, value_NGA = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHSA, key_BGSA, value_BGSA))
-    has_kernel = query_BHSA.is_cuda and query_BHSA.dtype in (torch.bfloat16, torch.float16)
+    is_gpus = query_BHSA.is_cuda or is_rehearsing_gpu()
+    has_kernel = is_gpus and query_BHSA.dtype in (torch.bfloat16, torch.float16)
     if has_kernel and dropout == 0 and _varlen_width(query_NHA, value_NGA) <= _WIDEST_VARLEN:
         out_NHA = _by_varlen_kernel(query_NHA, key_NGA, value_NGA, segments, scaling)
     else:

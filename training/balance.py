@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoints import ModelSource
 from moe import ExpertMeshError, moe_layers
 from training.config import TrainConfig
 from training.routing import Routing
@@ -68,7 +67,7 @@ class Balance:
         return per_layer + raised
 
 
-def choose_balance(config: TrainConfig, model: Any, source: ModelSource) -> Balance:
+def choose_balance(config: TrainConfig, model: Any, model_config: Any) -> Balance:
     """What was asked for; where nothing was, the balancing loss that transformers would add, and biases that stay.
 
     Raises:
@@ -79,10 +78,10 @@ def choose_balance(config: TrainConfig, model: Any, source: ModelSource) -> Bala
     rate = config.router_bias_update_rate
     if rate > 0 and not biases:
         raise ExpertMeshError(
-            f"--router-bias-update-rate {rate:g}: the routers of {source.model_type} have no correction bias; "
+            f"--router-bias-update-rate {rate:g}: the routers of {model_config.model_type} have no correction bias; "
             "--router-aux-loss-coef balances by a loss"
         )
-    coefficient, origin = _balancing_coefficient(config, model, source)
+    coefficient, origin = _balancing_coefficient(config, model, model_config.get_text_config())
     if coefficient > 0 and not hasattr(model, _COEFFICIENT):
         instead = f"--router-bias-update-rate {BIAS_RATE:g} balances without one" if biases else "leave it out"
         raise ExpertMeshError(
@@ -93,8 +92,8 @@ def choose_balance(config: TrainConfig, model: Any, source: ModelSource) -> Bala
     if (weights.balance > 0 or weights.z > 0) and any(layer.router is None for layer in moe_layers(model)):
         flag = "--router-aux-loss-coef" if weights.balance > 0 else "--router-z-loss-coef"
         raise ExpertMeshError(
-            f"{flag}: the routers of {source.model_type} give no logit for each expert, so that there is nothing to "
-            "take the loss of; set it to 0"
+            f"{flag}: the routers of {model_config.model_type} give no logit for each expert, so that there is nothing "
+            "to take the loss of; set it to 0"
         )
     return Balance(weights, origin, rate if biases else None)
 
@@ -103,15 +102,15 @@ _COEFFICIENT = "router_aux_loss_coef"
 """In a config of transformers, and of a model that adds the loss."""
 
 
-def _balancing_coefficient(config: TrainConfig, model: Any, source: ModelSource) -> tuple[float, str]:
+def _balancing_coefficient(config: TrainConfig, model: Any, text_config: Any) -> tuple[float, str]:
     """(the coefficient, where it comes from)."""
     if config.router_aux_loss_coef is not None:
         return config.router_aux_loss_coef, "--router-aux-loss-coef"
     if not hasattr(model, _COEFFICIENT):
         return 0.0, f"{type(model).__name__} has none"
-    if not getattr(source.text_config, "output_router_logits", False):
+    if not getattr(text_config, "output_router_logits", False):
         return 0.0, "config.json does not set output_router_logits"
-    return getattr(source.text_config, _COEFFICIENT), f"{_COEFFICIENT} of config.json, which sets output_router_logits"
+    return getattr(text_config, _COEFFICIENT), f"{_COEFFICIENT} of config.json, which sets output_router_logits"
 
 
 class BiasUpdate:

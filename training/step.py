@@ -79,6 +79,8 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
             balance = load_balancing_loss(stats, counts_GE, tokens_in_forward.clamp(min=1)) / len(batches)
         if weights.z > 0:
             z = router_z_loss(stats, num_tokens)
+        # a loss that is not taken would keep its graph, and with it the inputs of checkpointed layers, beyond backward
+        del stats
         (cross_entropy + weights.balance * balance + weights.z * z).backward()
         losses += torch.stack([cross_entropy, balance, z]).detach()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe import decoder_layers
 from sharding import Checkpointing, DenseShard, Topology, local_tensor
 from sharding.parallelize import prefetch_layers
 from tests.distributed.pool import RankPool
@@ -64,7 +65,7 @@ def _both_ways(path: Path, topology: Topology, case: Case) -> list[tuple[str, di
 def _run(path: Path, topology: Topology, case: Case, ahead: bool) -> tuple[str, dict[str, Tensor]]:
     model, _, _ = sharded_model(path, topology, case)
     if ahead:
-        prefetch_layers(model)
+        prefetch_layers(model, decoder_layers(model))
     with Order() as order:
         compute_gradients(
             model.train(), my_batches(case, topology, torch.distributed.get_rank()), LossWeights(0.0, case.z)

@@ -1,6 +1,5 @@
 """Which balancing acts, where it comes from, and what a bias's update is."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from training.routing import Routing
 
 def balance(family: str, changes: dict[str, Any] | None = None, **settings: Any) -> Any:
     config = tiny_config(family, **(changes or {}))
-    source: Any = SimpleNamespace(model_type=family, text_config=config.get_text_config())
-    return choose_balance(TrainConfig(model="m", dataset=["d"], **settings), build_model(config), source)
+    return choose_balance(TrainConfig(model="m", dataset=["d"], **settings), build_model(config), config)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from moe import training_flops
 from sharding.planner.hardware import Device, Hardware, Link
 from sharding.planner.shapes import read_config
 from training import TrainConfig
+from training.rehearsal.kinds import whole_stack
 from training.rehearsal.ledger import LAUNCH, Ledger, Part, kernel_seconds, ledger
 from training.rehearsal.parts import Place
 from training.rehearsal.recorder import Event, Recorder
@@ -139,7 +140,7 @@ def step(request: pytest.FixtureRequest) -> tuple[Rehearsed, Any]:
 
 
 def account(step: Rehearsed) -> Ledger:
-    return ledger(step.recorder, 3, HARDWARE, gpus_per_node=8)
+    return ledger(step, 3, HARDWARE, gpus_per_node=8)
 
 
 def parts(step: Rehearsed) -> dict[str, Part]:
@@ -166,9 +167,9 @@ def test_a_step_in_fp8() -> None:
     # and w1 and v1; columns of rows, hidden numbers and the output's gradient
     assert len(casts) == 2 * 2 * (5 + 3 + 11)
     tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), 3 * TOKENS * (TOKENS + 1) // 2
-    fast = ledger(step.recorder, 3, replace(HARDWARE, device=hardware), gpus_per_node=8)
+    fast = ledger(step, 3, replace(HARDWARE, device=hardware), gpus_per_node=8)
     assert fast.needed == pytest.approx(training_flops(step.counts, config, tokens, targets, pairs), rel=1e-2)
-    slow = ledger(step.recorder, 3, replace(HARDWARE, device=replace(hardware, fp8=1e12)), gpus_per_node=8)
+    slow = ledger(step, 3, replace(HARDWARE, device=replace(hardware, fp8=1e12)), gpus_per_node=8)
     assert fast.computing < slow.computing
 
 
@@ -201,15 +202,18 @@ def test_fused_adamw_moves_28_bytes_a_parameter(step: tuple[Rehearsed, Any]) -> 
 
 def event(name: str, part: str, moved: int = 0, sent: float = 0.0, collective: str | None = None) -> Event:
     reads = {(0, 0): moved} if moved else {}
-    return Event(name, Place(part, None), "forward", 0, 0.0, 0.0, sent, collective, tuple(range(4)), reads)
+    return Event(name, Place(part, None), "forward", 0, 0.0, 0.0, sent, collective, "0", tuple(range(4)), reads)
 
 
 class Fixed:
-    """A recorder that has seen these events."""
+    """A step of these events, in no layer."""
+
+    stack = whole_stack(())
 
     def __init__(self, *events: Event):
-        self.events = list(events)
         self.calls: dict[int | None, int] = {}
+        self.events = list(events)
+        self.step = self.recorder = self
 
     def lasting(self) -> set[Any]:
         return set()

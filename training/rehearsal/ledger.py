@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from sharding.planner.cost import seconds_among
 from sharding.planner.hardware import Hardware
 from training.rehearsal.recorder import Event, Key, Recorder
+from training.rehearsal.world import Rehearsed
 
 LAUNCH = 2e-6
 """Seconds between the end of one kernel and the start of the next on an H100, where the host is ahead (assumed)."""
@@ -63,13 +64,13 @@ class Ledger:
         return self.needed / (self.seconds * hardware.device.matrix)
 
 
-def ledger(recorder: Recorder, micro: int, hardware: Hardware, gpus_per_node: int) -> Ledger:
-    """The account of a step of `micro` forwards, of which `recorder` has seen two at most: those after the first are
+def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: int) -> Ledger:
+    """The account of a step of `micro` forwards, of which two at most were rehearsed: those after the first are
     alike."""
-    events = recorder.events
+    events = rehearsed.step.events
     seen = 1 + max(event.micro for event in events if event.micro is not None)
     times = {None: 1, 0: 1, 1: micro - 1}
-    enough = _enough(recorder)
+    enough = _enough(rehearsed.recorder)
     parts: dict[str, Part] = defaultdict(lambda: Part(""))
     for event in events:
         part, often = parts[event.place.part or "other"], times[event.micro]
@@ -81,11 +82,12 @@ def ledger(recorder: Recorder, micro: int, hardware: Hardware, gpus_per_node: in
             part.moved += often * event.moved
             part.kernels += often
             part.seconds += often * kernel_seconds(event, hardware)
-    for (name, _, _, number), size in enough.items():
-        parts[name or "other"].enough += times[number] * size
+    for (name, layer, _, number), size in enough.items():
+        parts[name or "other"].enough += times[number] * rehearsed.stack.times(layer) * size
 
     clocks = [
-        _timeline([e for e in events if e.micro == number], hardware, gpus_per_node) for number in (None, *range(seen))
+        timeline([e for e in events if e.micro == number], hardware, gpus_per_node)[0]
+        for number in (None, *range(seen))
     ]
     update, first, *later = clocks
     total = [a + b + (micro - 1) * c for a, b, c in zip(update, first, later[0] if later else first, strict=True)]
@@ -98,7 +100,7 @@ def ledger(recorder: Recorder, micro: int, hardware: Hardware, gpus_per_node: in
         all_to_alls,
         sharding,
         exposed,
-        HOST * sum(times[number] * calls for number, calls in recorder.calls.items()),
+        HOST * sum(times[number] * calls for number, calls in rehearsed.step.calls.items()),
     )
 
 
@@ -155,8 +157,18 @@ def _enough(recorder: Recorder) -> dict[Instance, float]:
 Clock = tuple[float, float, float, float, float]
 
 
-def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> Clock:
-    """(seconds in all, of kernels, of all-to-alls, of FSDP's collectives, of these waited for).
+@dataclass(frozen=True)
+class Span:
+    """When an event begins and ends, in seconds. runs_beside: whether what comes after it need not wait for it."""
+
+    event: Event
+    runs_beside: bool
+    start: float
+    end: float
+
+
+def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> tuple[Clock, list[Span]]:
+    """(seconds in all, of kernels, of all-to-alls, of FSDP's collectives, of these waited for), and when each event is.
 
     Streams: of kernels, and of what they wait for at once, sums over ranks; of the all-to-alls of each group, one after
     the other, which kernels wait for where their rows are needed; and of FSDP's gathering and reducing, one after the
@@ -168,9 +180,11 @@ def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -
     gathered: list[float] = []
     travelling: dict[tuple[int, ...], deque[float]] = defaultdict(deque)
     arrived: dict[tuple[int, ...], float] = defaultdict(float)
+    spans: list[Span] = []
     for event in events:
         if event.waits:
             ready = travelling[event.ranks].popleft()
+            spans.append(Span(event, False, now, max(now, ready)))
             waiting += max(0.0, ready - now)
             now = max(now, ready)
             continue
@@ -180,23 +194,28 @@ def _timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -
                 exposed += max(0.0, ready - now)
                 now = max(now, ready)
             seconds = kernel_seconds(event, hardware)
+            spans.append(Span(event, False, now, now + seconds))
             now += seconds
             computing += seconds
             continue
         seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
         if event.collective in ("all-gather", "reduce-scatter"):
+            spans.append(Span(event, True, max(free, now), max(free, now) + seconds))
             free = max(free, now) + seconds
             sharding += seconds
             if event.collective == "all-gather":
                 gathered.append(free)
         elif event.travels:
-            arrived[event.ranks] = max(now, arrived[event.ranks]) + seconds
+            start = max(now, arrived[event.ranks])
+            spans.append(Span(event, True, start, start + seconds))
+            arrived[event.ranks] = start + seconds
             travelling[event.ranks].append(arrived[event.ranks])
         else:
+            spans.append(Span(event, False, now, now + seconds))
             now += seconds
             waiting += seconds
     exposed += max(0.0, free - now)
-    return max(now, free), computing, waiting, sharding, exposed
+    return (max(now, free), computing, waiting, sharding, exposed), spans
 
 
 def sums(parts: Iterable[Part]) -> Part:

@@ -1,7 +1,9 @@
 """How much memory tensors hold at once: counted from storages as operators make them and as they go."""
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,19 +16,26 @@ from sharding import has_dtensor, local_tensor
 
 
 class LiveTensors(TorchDispatchMode):
-    """Within it, `peak` is the most bytes that storages held at once: of `held`, and of all that operators make; `when`
-    is what `moment` said then. What is made while it `is_paused` is not counted.
+    """Within it, `peak` is the most bytes that storages held at once: of `held`, and of all that operators make.
+    `changed` is told the number of each storage that grows or shrinks, by how much, and whether it is gone.
 
-    What the C library keeps of memory that was given back, and what is no tensor, is not counted. FSDP frees what it
-    has gathered by making its storage empty, which no operator tells of: so resizing is watched too.
+    While it `is_paused`, what is made is never counted, and what goes stays counted. What the C library keeps of memory
+    that was given back, and what is no tensor, is not counted. FSDP frees what it has gathered by making its storage
+    empty, which no operator tells of: so resizing is watched too.
     """
 
-    def __init__(self, held: Iterable[Tensor], moment: Callable[[], Any] = lambda: None):
+    def __init__(
+        self,
+        held: Iterable[Tensor],
+        changed: Callable[[int, int, bool], object] = lambda number, more, is_gone: None,
+    ):
         super().__init__()
-        self.moment = moment
-        self.when: Any = None
+        self.changed = changed
         self.is_paused = False
         self.sizes: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
+        self.left_out: set[int] = set()
+        self._numbering = itertools.count()
         self.total = 0
         self.peak = 0
         for tensor in held:
@@ -54,25 +63,47 @@ class LiveTensors(TorchDispatchMode):
         if has_dtensor(args, kwargs):
             return NotImplemented  # what it does with its local tensor comes here by itself
         result = operator(*args, **(kwargs or {}))
-        for leaf in () if self.is_paused else tree_leaves(result):
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
         return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        was_paused, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
+
+    def number(self, tensor: Tensor) -> int | None:
+        """That `changed` is told of a tensor's storage; None of one that is not counted."""
+        return self.numbers.get(local_tensor(tensor.detach()).untyped_storage()._cdata)
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         # the address of the storage itself: that of its memory may be another's before this one is gone
         key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = 0
+        if key in self.sizes or key in self.left_out:
+            return
+        if self.is_paused:
+            self.left_out.add(key)
+        else:
+            self.sizes[key], self.numbers[key] = 0, next(self._numbering)
             self._change(key, storage.nbytes())
-            weakref.finalize(storage, self._drop, key)
+        weakref.finalize(storage, self._drop, key)
 
     def _change(self, key: int, more: int) -> None:
         self.sizes[key] += more
         self.total += more
-        if self.total > self.peak:
-            self.peak, self.when = self.total, self.moment()
+        self.changed(self.numbers[key], more, False)
+        self.peak = max(self.peak, self.total)
 
     def _drop(self, key: int) -> None:
-        self.total -= self.sizes.pop(key)
+        if key in self.left_out:
+            self.left_out.remove(key)
+            return
+        size, number = self.sizes.pop(key), self.numbers.pop(key)
+        if not self.is_paused:
+            self.total -= size
+            self.changed(number, -size, True)

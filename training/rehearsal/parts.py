@@ -78,13 +78,15 @@ class Parts:
         node = torch._C._current_autograd_node()
         place = self._of_frames(sys._getframe(2), in_backward=node is not None)
         if node is None:
-            # the node that an operator's forward has made is the newest one
-            self.of_node[torch._C._autograd._get_sequence_nr() - 1] = place
+            # the node that an operator's forward has made is the newest one; those after it may have made none
+            self.of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         # no backward goes through what is recomputed, whose nodes another thread may number, from 0 again
-        elif place.part is None and not place.is_recomputed:
-            if "AccumulateGrad" in node.name():
-                return Place("gradients added up", None)
-            return self.of_node.get(node._sequence_nr(), Place("other", None))
+        elif not place.is_recomputed:
+            of_node = self.of_node.get(node._sequence_nr(), Place("other", None))
+            if place.part is not None:
+                # the backward of our own functions, which no module calls
+                return Place(place.part, of_node.layer) if place.layer is None else place
+            return Place("gradients added up", None) if "AccumulateGrad" in node.name() else of_node
         return Place("other", place.layer, place.is_recomputed) if place.part is None else place
 
     def _of_frames(self, frame: FrameType | None, in_backward: bool) -> Place:

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 from unittest import mock
@@ -39,9 +39,9 @@ class Event:
 
     place: part of the step and layer. phase: forward, backward, recomputation or update. micro: number of the forward
     in the step. flops: that it computes; needed: those of them that recomputation is not the reason for. sent: bytes to
-    other ranks, of a collective among `ranks`. travels: whether it is an all-to-all that others run beside. waits:
-    whether here the oldest of these among `ranks` is waited for, and nothing else done. reads, writes: bytes of each
-    storage. is_fp8: whether it multiplies in fp8.
+    other ranks, of a collective among `ranks`, whose process group has the name `group`. travels: whether it is an
+    all-to-all that others run beside. waits: whether here the oldest of these among `ranks` is waited for, and nothing
+    else done. reads, writes: bytes of each storage. is_fp8: whether it multiplies in fp8.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Event:
     needed: float = 0.0
     sent: float = 0.0
     collective: str | None = None
+    group: str = ""
     ranks: tuple[int, ...] = ()
     reads: dict[Key, int] = field(default_factory=dict)
     writes: dict[Key, int] = field(default_factory=dict)
@@ -63,6 +64,44 @@ class Event:
     def moved(self) -> int:
         return sum(self.reads.values()) + sum(self.writes.values())
 
+    @property
+    def told(self) -> str:
+        """Phase, layer and part, in words."""
+        layer = "" if self.place.layer is None else f" of layer {self.place.layer}"
+        return f"{self.phase}{layer}, {self.place.part or 'other'}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A storage has grown by so many bytes, or shrunk. is_gone: for good."""
+
+    storage: int
+    more: int
+    is_gone: bool
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Here begins what a decoder layer does in a phase of a forward; or, without a layer, what no layer does.
+
+    num_calls: of operators until here.
+    """
+
+    phase: str
+    micro: int | None
+    layer: int | None
+    num_calls: int
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Of a storage: the place, phase and forward of the operator that made it, and the layer of the `Mark` before."""
+
+    place: Place
+    phase: str
+    micro: int | None
+    marked: int | None
+
 
 class Recorder(TorchDispatchMode):
     """Within it every operator leaves an `Event`. Numbers that the host would read of a tensor are 1, as there are
@@ -70,6 +109,8 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         events: in the order of their calls.
+        log: the same, with changes of memory, and marks of where layers begin.
+        makers: by a storage's number.
         calls: by forward (None: the update), of operators, views included: what the host has to launch.
     """
 
@@ -77,9 +118,14 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.parts = parts
         self.events: list[Event] = []
+        self.log: list[Event | Change | Mark] = []
+        self.makers: dict[int, Maker] = {}
         self.calls: Counter[int | None] = Counter()
         self.micro: int | None = None
         self.is_update = False
+        self.is_paused = False
+        self._marked: Mark | None = None
+        self._unmade: list[int] = []
         self._storages: dict[int, int] = {}
         self._versions: dict[int, int] = {}
         self._next = 0
@@ -91,9 +137,13 @@ class Recorder(TorchDispatchMode):
         if operator is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         result = operator(*args, **kwargs)
+        # a real tensor's device is no operator
+        if self.is_paused or operator.namespace in ("prim", "profiler"):
+            return result
         place = self.parts.here()
-        # a real tensor's device is no operator; what is made once in a run is of no step
-        if operator.namespace not in ("prim", "profiler") and place.part != LASTING:
+        self._made_by(place)
+        # what is made once in a run is of no step
+        if place.part != LASTING:
             self.calls[self.micro] += 1
             if not _moves_nothing(operator):
                 self._record(operator, place, args, kwargs, result)
@@ -111,34 +161,72 @@ class Recorder(TorchDispatchMode):
         event = self._event("wait", self.parts.here())
         event.ranks, event.waits = ranks, True
 
+    @property
+    def num_calls(self) -> int:
+        """Of operators until now."""
+        return self.calls.total()
+
     def next_forward(self, model: Any, args: Any) -> None:
         """To be called before each forward of the model."""
         self.micro = 0 if self.micro is None else self.micro + 1
+        self.mark(None)
 
     def moment(self, doing: str) -> None:
         """To be told what the step comes to next."""
         if self.micro is not None:
             self.is_update, self.micro = True, None
+            self.mark(None)
 
-    def now(self) -> str:
-        """What the step is at: phase, layer and part of the newest event."""
-        if not self.events:
-            return "the start"
-        newest = self.events[-1]
-        layer = "" if newest.place.layer is None else f" of layer {newest.place.layer}"
-        return f"{newest.phase}{layer}, {newest.place.part}"
+    def mark(self, layer: int | None) -> None:
+        """To be told which layer the step comes to, in its forward or in its backward; None: to what is in none."""
+        self._marked = Mark(self.phase, self.micro, layer, self.num_calls)
+        self.log.append(self._marked)
+
+    def changed(self, storage: int, more: int, is_gone: bool) -> None:
+        """To be told of memory (see `LiveTensors`)."""
+        self.log.append(Change(storage, more, is_gone))
+        if storage not in self.makers and not is_gone:
+            self._unmade.append(storage)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it, operators are run without a trace."""
+        was_paused, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
+
+    @property
+    def layer(self) -> int | None:
+        """That the step has come to."""
+        return None if self._marked is None else self._marked.layer
+
+    @property
+    def phase(self) -> str:
+        """That the step has come to."""
+        return (
+            "update" if self.is_update else "backward" if torch._C._current_autograd_node() is not None else "forward"
+        )
 
     def lasting(self) -> set[Key]:
         """Storages that are there at this moment, as they are."""
         return {(number, self._versions[number]) for number in self._storages.values()}
 
     def _event(self, name: str, place: Place) -> Event:
-        in_backward = torch._C._current_autograd_node() is not None
-        phase = "update" if self.is_update else "backward" if in_backward else "forward"
-        phase = "recomputation" if place.is_recomputed else phase
-        event = Event(name, place, phase, self.micro)
+        if place.layer is None and place.part in _IN_SOME_LAYER and self._marked is not None:
+            place = replace(place, layer=self._marked.layer)
+        event = Event(name, place, "recomputation" if place.is_recomputed else self.phase, self.micro)
         self.events.append(event)
+        self.log.append(event)
         return event
+
+    def _made_by(self, place: Place) -> None:
+        """The storages that have come up since the operator before."""
+        phase = "recomputation" if place.is_recomputed else self.phase
+        for storage in self._unmade:
+            self.makers[storage] = Maker(place, phase, self.micro, self.layer)
+        self._unmade.clear()
 
     def _record(self, operator: Any, place: Place, args: Any, kwargs: Any, result: Any) -> None:
         event = self._event(operator.name(), place)
@@ -159,11 +247,13 @@ class Recorder(TorchDispatchMode):
             event.writes = {(number, -1): size for (number, _), size in event.reads.items()}
         else:
             self._write(event, changed + fresh)
-        event.flops = _flops(operator, inputs + changed, results)
+        event.flops = _flops(operator, inputs + changed, results, args)
         event.is_fp8 = operator.name() == "aten::_scaled_grouped_mm"
         event.needed = 0.0 if event.phase == "recomputation" else event.flops * _NEEDED.get(operator.name(), 1.0)
         if (collective := _collective(operator)) is not None:
-            event.collective, event.ranks = collective, _ranks(args, kwargs)
+            event.collective, event.group = collective, _group(args, kwargs)
+            group = _resolve_process_group(event.group)  # type: ignore[arg-type]
+            event.ranks = tuple(dist.get_process_group_ranks(group))
             largest = max(map(_bytes, inputs + changed + results), default=0)
             rounds = 2 if collective == "all-reduce" else 1
             event.sent = largest * rounds * (1 - 1 / len(event.ranks))
@@ -200,6 +290,8 @@ class Recorder(TorchDispatchMode):
             event.writes[key] = event.writes.get(key, 0) + _bytes(tensor)
 
 
+_IN_SOME_LAYER = frozenset({"gradients added up", "other"})
+"""Parts of a step whose operators nobody calls that would say for which layer: the one that backward has come to."""
 _NO_KERNEL = frozenset(
     {
         "aten::empty.memory_format",
@@ -273,8 +365,11 @@ def _bytes(tensor: Tensor) -> int:
     return int(shown) * tensor.element_size()
 
 
-def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor]) -> float:
+def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
     """A multiplication and an addition for each pair of numbers that are multiplied in a product of matrices."""
+    if operator.name() in _LONGEST:
+        place, products = _LONGEST[operator.name()]
+        return 2.0 * _attention_in_samples(inputs[0], args[place], products)
     count = _FLOPS.get(operator.name())
     return 0.0 if count is None else 2.0 * count(inputs, results)
 
@@ -316,6 +411,12 @@ def _attention_backward(inputs: list[Tensor], results: list[Tensor]) -> float:
     return _causal_pairs(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
+def _attention_in_samples(query_NHA: Tensor, longest: int, products: int) -> float:
+    """Of samples that are all as long, and so many products of each pair of positions, whose heads are all as wide."""
+    tokens, heads, width = query_NHA.shape
+    return float(tokens * heads) * (longest + 1) / 2 * width * products
+
+
 _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::mm": _product,
     "aten::addmm": _product,
@@ -327,8 +428,12 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
 }
-_NEEDED = {"aten::_scaled_dot_product_flash_attention_backward": 0.8}
+_NEEDED = dict.fromkeys(
+    ("aten::_scaled_dot_product_flash_attention_backward", "torch_attn::_varlen_attn_backward"), 0.8
+)
 """Flash attention's backward computes the scores again: of five products one."""
+_LONGEST = {"torch_attn::_varlen_attn": (5, 2), "torch_attn::_varlen_attn_backward": (8, 5)}
+"""Of attention within samples: which argument says how long the longest is, here all are; and how many products."""
 
 _COLLECTIVES = {
     "c10d::_allgather_base_": "all-gather",
@@ -342,13 +447,13 @@ def _collective(operator: Any) -> str | None:
     return _COLLECTIVES.get(operator.name())
 
 
-def _ranks(args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Of the group that a collective is given, by its name or as an object."""
+def _group(args: Any, kwargs: Any) -> str:
+    """Name of the group that a collective is given, by its name or as an object."""
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            argument = dist.ProcessGroup.unbox(argument).group_name
+            return str(dist.ProcessGroup.unbox(argument).group_name)
         if isinstance(argument, str):
-            return tuple(dist.get_process_group_ranks(_resolve_process_group(argument)))  # type: ignore[arg-type]
+            return argument
     raise AssertionError("a collective without a group")
 
 

@@ -1,41 +1,49 @@
 """One rank of any world, and one step of it, with tensors that hold no memory.
 
-What depends on data is told: routing is even. Attention is the flash kernel's, as on a GPU.
+What depends on data is told. Attention is the flash kernel's, as on a GPU.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cache
+from itertools import pairwise
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
 import moe.dispatch
+import training.attention
 from moe import (
+    ExpertMeshError,
     ParameterCounts,
     build_model,
     choose_kernel,
     count_parameters,
+    decoder_layers,
     kernel_needs,
+    moe_layers,
     moe_shape,
     store_frozen,
     use_kernel,
 )
 from moe.gpu import rehearsing_gpu
 from moe.quantised import nf4_pairs
-from sharding import Topology, build_mesh, local_tensor, materialize, set_parameter_dtype
+from sharding import Mesh, Topology, build_mesh, check_ep_size, materialize, set_parameter_dtype
 from sharding.parallelize import parallelize
 from training.adapters import adapt
-from training.balance import LossWeights
+from training.attention import check_packing, choose_attention
+from training.balance import BiasUpdate, choose_balance
 from training.config import TrainConfig
 from training.data import Batch
 from training.freezing import freeze
@@ -43,63 +51,76 @@ from training.fused import fuse_layers
 from training.head import attach_loss_head
 from training.low_bit import dynamic_map
 from training.optimizer import build_optimizer
+from training.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
 from training.rehearsal.live import LiveTensors
 from training.rehearsal.parts import Parts
+from training.rehearsal.peaks import MemoryKind, PeakMemory, kinds_of_storages, peak_memory
 from training.rehearsal.recorder import Recorder, recording_triton, recording_waits
+from training.rehearsal.repeated import WholeStep, whole_step
+from training.rehearsal.shortened import Shortened
+from training.rehearsal.told import EVEN, Told
 from training.step import train_step
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """recorder: what the step has done, with two forwards and backwards at most. model, optimizer: whose step it was.
-    memory: what a rank's tensors hold at most. counts: of its parameters.
+    """step: what it has done, with two forwards and backwards at most. recorder: what of it was run, as told by stack.
+    model, optimizer: whose step it was. memory: what a rank's tensors hold at most. storages: what each is for. counts:
+    of its parameters. tokens, targets, pairs: of one forward (see `Batch`). groups: what process groups are for, by
+    name.
     """
 
+    step: WholeStep
     recorder: Recorder
+    stack: Stack
     model: Any
     optimizer: torch.optim.Optimizer
-    memory: "PeakMemory"
+    memory: PeakMemory
+    storages: dict[int, MemoryKind]
     counts: ParameterCounts
+    tokens: int
+    targets: int
+    pairs: int
+    groups: dict[str, str]
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """Bytes of a rank's tensors, in any step after the first.
-
-    peak: at the most. when: what the step was at then. parameters: of these, all that the model holds; trained: those
-    of them that are trained. state: of the optimizer.
-    """
-
-    peak: int
-    when: str
-    parameters: int
-    trained: int
-    state: int
-
-
-def rehearse(config: TrainConfig, model_config: Any, world_size: int, rank: int = 0) -> Rehearsed:
+def rehearse(
+    config: TrainConfig,
+    model_config: Any,
+    world_size: int,
+    rank: int = 0,
+    shortened: bool = True,
+    told: Told = EVEN,
+) -> Rehearsed:
     """One step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
     micro-batches at most, as all after the first are alike, and the update.
 
-    Every row is one sample of `max_seq_length` tokens, all of them trained on; every expert gets as many rows.
+    Every row is full, and all of its tokens are trained on.
+
+    Args:
+        shortened: run one layer for all that are like it, and repeat what it does; with the same outcome.
 
     Raises:
-        ExpertMeshError: the model cannot be built, or its experts not be shared out so.
+        ExpertMeshError: the model cannot be built, or its experts not be shared out so; or an operator fails.
     """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with rehearsing_gpu():
-            return _rehearse(config, model_config, world_size)
+            return _rehearse(config, model_config, world_size, shortened, told)
     finally:
         dist.destroy_process_group()
 
 
-def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehearsed:
+def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: Told) -> Rehearsed:
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     model = _build(config, model_config, dtype)
     counts = count_parameters(model)
+    check_ep_size(config.ep_size, world_size, moe_shape(model).num_experts)
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
+    shares = _shares_by_layer(model, told)
+    kinds = list(zip(kinds_of_layers(model), shares, strict=True))
+    stack = shortened_stack(kinds) if shortened else whole_stack(kinds)
     mesh = build_mesh("cpu", Topology(world_size, config.ep_size, config.dense_shard))
     parallelize(model, mesh, dtype, config.strategy)
     # made once in a process: not of tensors that hold no memory
@@ -107,54 +128,99 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int) -> Rehear
         dynamic_map(signed, torch.device("cpu"))
     nf4_pairs(torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        materialize(model, torch.device("cpu"))
+        materialize(model, torch.device("cpu"), config.offload)
         optimizer = build_optimizer(model.train(), config, mesh)
         recorder = Recorder(Parts(model))
         model.register_forward_pre_hook(recorder.next_forward)
-        batches = [_batch(config, fake)] * min(config.gradient_accumulation_steps, 2)
-        weights = LossWeights(config.router_aux_loss_coef or 0.0, config.router_z_loss_coef)
-        live = LiveTensors([*model.parameters(), *model.buffers()], moment=recorder.now)
+        batch = _batch(config, model, told, fake)
+        batches = [batch] * min(config.forwards(world_size), 2)
+        balance = choose_balance(config, model, model_config)
+        bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
+        live = LiveTensors([*model.parameters(), *model.buffers()], changed=recorder.changed)
+        short = Shortened(model, stack, recorder, live)
+
+        def at(doing: str) -> None:
+            if doing == "the gradient norm":
+                short.add_gradients()
+            recorder.moment(doing)
+
         with (
-            _told(config, moe_shape(model).top_k),
-            _leaving_out_shapes(live),
+            _telling(config, batch.num_tokens * moe_shape(model).top_k, shares, recorder),
+            _leaving_out_shapes(live, recorder),
             recording_triton(recorder),
             recording_waits(recorder),
+            _naming_layers(recorder),
+            short,
             live,
             recorder,
         ):
-            train_step(model, optimizer, batches, mesh, weights, config.max_grad_norm, at=recorder.moment)
-    return Rehearsed(recorder, model, optimizer, _peak_memory(live, model, optimizer), counts)
+            train_step(model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update, at)
+        step = whole_step(recorder, stack)
+        storages = kinds_of_storages(recorder, live, model, optimizer)
+        memory = peak_memory(step, storages, model, optimizer)
+    figures = (batch.num_tokens, batch.num_targets, batch.num_pairs)
+    return Rehearsed(step, recorder, stack, model, optimizer, memory, storages, counts, *figures, _groups(mesh))
 
 
-def _peak_memory(live: LiveTensors, model: Any, optimizer: torch.optim.Optimizer) -> PeakMemory:
-    """The optimizer's state is made in the first update, and in later steps is there from the start."""
-    state = _bytes(
-        value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)
-    )
-    return PeakMemory(
-        live.peak + (0 if str(live.when).startswith("update") else state),
-        str(live.when),
-        _bytes(model.parameters()),
-        _bytes(p for p in model.parameters() if p.requires_grad),
-        state,
-    )
+def _shares_by_layer(model: Any, told: Told) -> list[tuple[float, ...]]:
+    """Of each decoder layer; none of those without experts."""
+    shares: list[tuple[float, ...]] = []
+    number = 0
+    for layer in decoder_layers(model):
+        has_experts = bool(moe_layers(layer))
+        shares.append(told.of_layer(number) if has_experts else ())
+        number += has_experts
+    return shares
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of this rank's parts."""
-    return sum(local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors)
+def _groups(mesh: Mesh) -> dict[str, str]:
+    """What each process group is for, by its name; of one that is for several things, the one that has most ranks."""
+    groups = {
+        mesh.exchange: "ep, rows",
+        mesh.dp.get_group(): "dp",
+        mesh.ep.get_group(): "ep",
+        mesh.all_ranks.get_group(): "all ranks",
+        dist.group.WORLD: "all ranks",
+    }
+    return {group.group_name: name for group, name in groups.items() if group is not None}
+
+
+@contextmanager
+def _naming_layers(recorder: Recorder) -> Iterator[None]:
+    """
+    Raises:
+        ExpertMeshError: an exception inside; it names where.
+    """
+    try:
+        yield
+    except ExpertMeshError:
+        raise
+    except Exception as error:
+        layer = "" if recorder.layer is None else f" of decoder layer {recorder.layer}"
+        module = _innermost_module(error.__traceback__, recorder.parts)
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise ExpertMeshError(f"the rehearsal fails in the {recorder.phase}{layer}{module}: {said}") from error
+
+
+def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
+    owners = (frame.f_locals.get("self") for frame, _ in walk_tb(traceback))
+    paths = [path for owner in owners if isinstance(owner, nn.Module) and (path := parts.paths.get(owner))]
+    return f", in {paths[-1]}" if paths else ""
 
 
 def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
-    model = build_model(model_config, "sdpa")
+    model = build_model(model_config, choose_attention(config.attn_implementation, config.packing, model_config))
     if config.adapter != "none":
         adapt(model, config)
     elif config.freeze:
         freeze(model, config.freeze)
+    if config.packing:
+        check_packing(model)
     needs = kernel_needs(model, "cpu", dtype)
     use_kernel(model, choose_kernel(_kernel(config), needs, config.expert_precision).kernel)
     fuse_layers(model)
-    attach_loss_head(model, "chunked")
+    # liger-kernel's is Triton of another's, which keeps as little
+    attach_loss_head(model, "full" if config.cross_entropy == "full" else "chunked")
     if config.optim == "adamw_bf16":
         set_parameter_dtype(model, torch.bfloat16)
     elif config.holds_base_in_bf16:
@@ -168,37 +234,57 @@ def _kernel(config: TrainConfig) -> str:
     return "torch-grouped" if is_auto else config.expert_kernel
 
 
-def _batch(config: TrainConfig, fake: FakeTensorMode) -> Batch:
-    rows, length = config.per_device_train_batch_size, config.max_seq_length
+def _batch(config: TrainConfig, model: Any, told: Told, fake: FakeTensorMode) -> Batch:
+    rows, samples = config.per_device_train_batch_size, told.samples if config.packing else 1
+    length = config.max_seq_length // samples
+    if length < 2:
+        raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have nothing to learn")
+    tokens, targets = rows * samples * length, rows * samples * (length - 1)
     with fake:
-        tokens_BS = torch.zeros(rows, length, dtype=torch.int64)
-        index_N = torch.zeros(rows * (length - 1), dtype=torch.int64)
-    pairs = rows * length * (length + 1) // 2
-    return Batch(tokens_BS, None, None, None, tokens_BS, index_N, tokens_BS.numel(), len(index_N), pairs)
+        tokens_BS = torch.zeros(rows, samples * length, dtype=torch.int64)
+        positions_BS = torch.zeros_like(tokens_BS) if config.packing else None
+        index_N = torch.zeros(targets, dtype=torch.int64)
+    segments = (length,) * (rows * samples) if config.packing else None
+    pairs = tokens * (length + 1) // 2
+    return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, tokens, targets, pairs)
 
 
 class _Splits:
-    """Of each part rows to and from each ep rank: as many everywhere, and of every expert."""
+    """Of each part rows to and from each ep rank."""
 
-    def __init__(self, rows: int, ranks: int, sizes: Sequence[int]):
-        ends = [rows // ranks * end // sum(sizes) for end in accumulate(sizes, initial=0)]
-        self.rows = [[[end - start] * ranks for start, end in pairwise(ends)]] * 2
+    def __init__(self, sent: list[int], received: list[int], sizes: Sequence[int]):
+        self.rows = [
+            [list(part) for part in zip(*(_split(n, sizes) for n in rows), strict=True)] for rows in (sent, received)
+        ]
 
     def tolist(self) -> list[list[list[int]]]:
         return self.rows
 
 
-@contextmanager
-def _told(config: TrainConfig, top_k: int) -> Iterator[None]:
-    """Within it, what only data or a GPU could tell is told."""
-    rows = config.per_device_train_batch_size * config.max_seq_length * top_k
+def _split(rows: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `rows`."""
+    ends = [round(rows * sum(shares[: number + 1]) / sum(shares)) for number in range(len(shares))]
+    return [end - start for start, end in pairwise([0, *ends])]
 
-    def even(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, _Splits]:
-        return torch.empty_like(counts_E), _Splits(rows, config.ep_size, sizes)
+
+@contextmanager
+def _telling(config: TrainConfig, rows: int, shares: Sequence[tuple[float, ...]], recorder: Recorder) -> Iterator[None]:
+    """Within it, what only data or a GPU could tell is told."""
+    ep_size, ep_rank = config.ep_size, dist.get_rank() % config.ep_size
+
+    def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, _Splits]:
+        assert recorder.layer is not None
+        sent = _split(rows, shares[recorder.layer] or (1.0,) * ep_size)
+        return torch.empty_like(counts_E), _Splits(sent, [sent[ep_rank]] * ep_size, sizes)
+
+    @cache
+    def ends(segments: tuple[int, ...], device: torch.device) -> Tensor:
+        return torch.empty(len(segments) + 1, dtype=torch.int32)
 
     with (
-        mock.patch.object(moe.dispatch, "exchange_counts", even),
+        mock.patch.object(moe.dispatch, "exchange_counts", told),
         mock.patch.object(moe.dispatch, "_wait_for_counts", return_value=None),
+        mock.patch.object(training.attention, "_ends", ends),
         mock.patch.object(F, "scaled_dot_product_attention", _flash_attention),
         # transformers makes masks that no kernel needs where it takes a forward for one that is being exported
         mock.patch.object(masking_utils, "is_tracing", return_value=False),
@@ -207,17 +293,14 @@ def _told(config: TrainConfig, top_k: int) -> Iterator[None]:
 
 
 @contextmanager
-def _leaving_out_shapes(live: LiveTensors) -> Iterator[None]:
-    """Within it, `live` does not count the whole tensors, without memory in any run, on which DTensor tries an operator
-    to find out the shapes of its results."""
+def _leaving_out_shapes(live: LiveTensors, recorder: Recorder) -> Iterator[None]:
+    """Within it, nothing is told of the whole tensors, without memory in any run, on which DTensor tries an operator
+    once to find out the shapes of its results."""
     find_out = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def paused(*args: Any, **kwargs: Any) -> Any:
-        was_paused, live.is_paused = live.is_paused, True
-        try:
+        with live.paused(), recorder.paused():
             return find_out(*args, **kwargs)
-        finally:
-            live.is_paused = was_paused
 
     with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused):
         yield

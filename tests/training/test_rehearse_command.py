@@ -1,0 +1,187 @@
+"""`python -m sharding rehearse`: what it says, and what it refuses."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
+
+from moe import ExpertMeshError
+from sharding.__main__ import main
+from training.rehearsal.fit import FRAGMENTATION, PEER, RING
+from training.rehearsal.order import check_order
+from training.rehearsal.told import Told, recorded, skewed
+
+LAYERS = 7
+FLAGS = ["--gpus", "16", "--ep-size", "8", "--bf16", "--max-seq-length", "64", "--per-device-train-batch-size", "1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with nothing but a config."""
+    directory = tmp_path_factory.mktemp("model")
+    MixtralConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ).save_pretrained(directory)
+    return str(directory)
+
+
+def told(model: str, capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> str:
+    assert main(["rehearse", "--model", model, *FLAGS, *flags]) == code
+    said = capsys.readouterr()
+    return said.out if code < 2 else said.err
+
+
+def accounts(model: str, capsys: pytest.CaptureFixture[str], *flags: str) -> list[Any]:
+    found: list[Any] = json.loads(told(model, capsys, "--json", *flags))
+    return found
+
+
+def test_it_says_all_of_a_step(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "step.svg"
+    said = told(model, capsys, "--gradient-accumulation-steps", "3", "--timeline", str(picture))
+    assert f"{LAYERS} layers, of which 5 run for all that are alike" in said
+    assert "\nfits: " in said
+    for name in ("optimizer state", "NCCL: ep, 8 ranks", "fragmentation", "CUDA's context", "tokens/s a GPU"):
+        assert name in said
+    # there and back, forward and backward, at each layer of three forwards
+    (line,) = (line.split() for line in said.splitlines() if "all-to-all" in line and line.startswith("ep"))
+    assert line[:4] == ["ep", "8", "all-to-all", str(4 * LAYERS * 3)]
+    tables = said.partition("\nforecast:")[0].partition("\nfits:")[2]
+    assert max(map(len, tables.splitlines())) <= 80
+    names = {element.tag.rpartition("}")[2] for element in ElementTree.parse(picture).iter()}
+    assert {"svg", "polygon", "path", "text"} <= names
+
+
+def test_what_it_needs_is_more_than_tensors(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (account,) = accounts(model, capsys)
+    fit, kinds = account["fit"], account["memory"]["kinds"]
+    assert fit["tensors"] == account["memory"]["peak"] == sum(kinds.values())
+    lasting = kinds["parameters"] + kinds.get("gradients", 0) + kinds["optimizer state"]
+    assert fit["fragmentation"] == pytest.approx(FRAGMENTATION * (fit["tensors"] - lasting))
+    buffers = {c["name"]: c["size"] for c in fit["communicators"]}
+    assert buffers == {"all ranks": RING, "dp": RING, "ep": 7 * PEER}
+    parts = (fit["tensors"], sum(buffers.values()), fit["fragmentation"], fit["context"])
+    assert account["needed_bytes"] == pytest.approx(sum(parts))
+    assert account["fits"]
+
+
+def test_a_card_that_is_too_small(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not fit: " in told(model, capsys, "--gpu-memory", "512MiB", code=1)
+
+
+def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last, loaded = accounts(model, capsys, "--ranks", "all", "--imbalance", "2")
+    assert [account["rank"] for account in (first, last, loaded)] == [0, 15, 1]
+    assert last["memory"]["peak"] == pytest.approx(first["memory"]["peak"], rel=0.01)
+    assert loaded["memory"]["peak"] > 1.02 * first["memory"]["peak"]
+    said = told(model, capsys, "--ranks", "all", "--imbalance", "2")
+    assert "ranks rehearsed: 0: " in said
+    assert "come in the same order" in said
+
+
+def test_routing_as_a_run_has_recorded_it(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of seven layers one sends nearly all to the first expert."""
+    even, skew = [10] * 8, [93] + [1] * 7
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "expert_tokens": [even] * 3 + [skew] + [even] * 3}, {"step": 3}]
+    metrics.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (of_loaded,) = accounts(model, capsys, "--routing", str(metrics))
+    (of_other,) = accounts(model, capsys, "--routing", str(metrics), "--rank", "3")
+    (as_even,) = accounts(model, capsys)
+    # no layer is like the one with skewed routing, nor stands next to others like it
+    assert of_loaded["layers"] == [7, LAYERS]
+    assert of_other["memory"]["peak"] < as_even["memory"]["peak"] < of_loaded["memory"]["peak"]
+    sent = {a["rank"]: {s["operator"]: s["sent"] for s in a["sent"]}["all-to-all"] for a in (of_loaded, of_other)}
+    assert sent[0] > sent[3]
+
+
+def test_shares_of_recorded_and_of_skewed_routing(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"expert_tokens": [[9, 0], [9, 0]]}\n{"expert_tokens": [[1, 2, 3, 4], [4, 0, 0, 0]]}\n')
+    assert recorded(metrics, 2) == ((0.3, 0.7), (1.0, 0.0))
+    assert Told(shares=recorded(metrics, 2)).most_loaded == 0
+    (shares,) = skewed(1.5, 4, 2)
+    assert shares[2] == pytest.approx(1.5 / 4)
+    assert sum(shares) == pytest.approx(1)
+    assert skewed(1, 4, 2) == ()
+
+
+def test_packed_rows_cost_fewer_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flops = {
+        samples: {
+            part["name"]: part["flops"]
+            for part in accounts(model, capsys, "--packing", "--samples-per-row", samples)[0]["ledger"]["parts"]
+        }
+        for samples in ("1", "4")
+    }
+    # samples of 64 and of 16 tokens: 65 / 2 and 17 / 2 pairs a token
+    assert flops["4"]["attention"] == pytest.approx(flops["1"]["attention"] * 17 / 65)
+    assert flops["4"]["experts' products"] == flops["1"]["experts' products"]
+
+
+def test_offload_leaves_what_lasts_in_host_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (account,) = accounts(model, capsys, "--offload")
+    kinds, fit = account["memory"]["kinds"], account["fit"]
+    assert fit["host"] == kinds["parameters"] + kinds.get("gradients", 0) + kinds["optimizer state"]
+    assert fit["tensors"] == account["memory"]["peak"] - fit["host"]
+
+
+def test_what_fails_is_told_with_its_layer(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = MixtralAttention.forward
+
+    def too_narrow(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
+        # not where the model is probed, before
+        is_wrong = self.layer_idx == 2 and isinstance(hidden_states, FakeTensor)
+        return forward(self, hidden_states[..., :-1] if is_wrong else hidden_states, **kwargs)
+
+    monkeypatch.setattr(MixtralAttention, "forward", too_narrow)
+    said = told(model, capsys, code=2)
+    assert said.startswith("sharding: error: the rehearsal fails in the forward of decoder layer 2, in model.layers.2.")
+    assert "63" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rank", "16"], "--rank 16: of 16 GPUs the ranks are 0 to 15"),
+        (["--imbalance", "9"], "--imbalance 9: the most loaded of 8 ep ranks gets 1 to 8 times the mean"),
+        (["--imbalance", "2", "--routing", "m"], "--routing and --imbalance"),
+        (["--routing", "/nonexistent"], "--routing /nonexistent: is no metrics.jsonl"),
+        (["--use-cpu"], "--use-cpu"),
+        (["--freeze", "nothing-like-it"], "--freeze nothing-like-it"),
+        (["--learning-rat", "1"], "unknown flag --learning-rat"),
+        (["--packing", "--samples-per-row", "40"], "--samples-per-row 40: samples of 1 tokens"),
+        (["--gpus", "15", "--ep-size", "15"], "--ep-size 15"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes(model: str, capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
+    assert said in told(model, capsys, *flags, code=2)
+
+
+def test_ranks_that_do_not_agree() -> None:
+    gather, reduce = ("all-gather", (0, 1), "forward"), ("reduce-scatter", (0, 1), "backward")
+    assert check_order({0: [gather, reduce], 1: [gather, reduce]}) == 2
+    with pytest.raises(ExpertMeshError, match=r"ranks 0 and 1 differ .* among 2 ranks: number 2 is reduce-scatter"):
+        check_order({0: [gather, reduce], 1: [gather, gather]})
+    with pytest.raises(ExpertMeshError, match=r"number 2 is reduce-scatter .* and none any more on rank 1"):
+        check_order({0: [gather, reduce], 1: [gather]})
+    # each group by itself agrees, and all of them together do not
+    alone, other = ("all-to-all", (0, 2), "forward"), ("all-to-all", (1, 2), "forward")
+    with pytest.raises(ExpertMeshError, match="of all groups: number 1"):
+        check_order({0: [alone, gather], 1: [gather, other]})

@@ -1,0 +1,163 @@
+"""Rehearse a training step before renting GPUs for it: `python -m sharding rehearse`.
+
+    python -m sharding rehearse --model DIR_OR_ID --gpus 256 --ep-size 64 --bf16 ...     # any flag of train_ep.py
+    python -m sharding rehearse --config configs/mixtral_8x7b.yaml --gpus 8 --timeline step.svg
+
+The real code of one rank (build, shard, forward, backward, clipping, update) runs with tensors that hold no memory: no
+GPU is needed, and no weights. Says whether it fits, what memory is for and when it is most, what is sent, how long a
+step would take, and what would fail. Every rate, and what NCCL and CUDA take, is assumed, and told.
+"""
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from moe import ExpertMeshError
+from moe.sizes import parse_size
+from moe.whole import whole
+from sharding.planner.hardware import DEVICES, LINKS, Hardware, load_measured, preset
+from sharding.planner.shapes import read_config
+from training.config import TrainConfig, parse_config
+from training.rehearsal.told import Told, recorded, skewed
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ExpertMeshError(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Of the flags that train_ep.py has not."""
+    parser = _Parser(
+        prog="python -m sharding rehearse",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Besides, every flag of train_ep.py: see its --help. Those that change no step are left alone.",
+    )
+    parser.add_argument("--gpus", type=int, default=8, help="in all (default 8)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
+    parser.add_argument("--gpu", default="H100", help=f"{', '.join(DEVICES)} (default H100)")
+    parser.add_argument("--gpu-memory", default="", help="of each, as 80GiB; default: the preset's")
+    parser.add_argument("--network", default="infiniband-ndr", help=f"between nodes: {', '.join(LINKS)}")
+    parser.add_argument("--calibrate", type=Path, help="rates that `mesh --check --json FILE` measured, for --gpu's")
+    parser.add_argument("--rank", type=int, default=0, help="whose step (default 0)")
+    parser.add_argument(
+        "--ranks",
+        choices=["one", "all"],
+        default="one",
+        help="all: one rank of each kind (the first, the last, the most loaded), and whether their collectives agree",
+    )
+    parser.add_argument(
+        "--imbalance", type=float, default=1.0, help="rows that the most loaded rank gets, over the mean (default 1)"
+    )
+    parser.add_argument("--routing", type=Path, help="instead: metrics.jsonl of a run, routed as its last line says")
+    parser.add_argument("--samples-per-row", type=int, default=8, help="with --packing (default 8)")
+    parser.add_argument("--every-layer", action="store_true", help="run them all, also those that are alike")
+    parser.add_argument("--timeline", type=Path, help="draw memory and streams over the step there, as SVG")
+    parser.add_argument("--json", action="store_true", help="everything as JSON, in place of the tables")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0; 1 where it does not fit.
+
+    Raises:
+        ExpertMeshError: a mistake in the flags, or what the rehearsal has found to fail.
+    """
+    arguments, rest = build_parser().parse_known_args(argv)
+    config = parse_config([*rest, "--dataset", "none"])
+    _check(arguments, config)
+    hardware = _hardware(arguments, config)
+    told = _told(arguments, config)
+    ranks = _ranks(arguments, config, told)
+    model_config, where = read_config(config.model)
+
+    # from here on torch is needed
+    from training.rehearsal.account import Account, account_of
+    from training.rehearsal.order import Call, calls, check_order
+    from training.rehearsal.picture import draw
+    from training.rehearsal.tables import print_account
+    from training.rehearsal.world import rehearse
+
+    warnings.filterwarnings("ignore")
+    started = time.time()
+    accounts: list[Account] = []
+    orders: dict[int, list[Call]] = {}
+    for rank in ranks:
+        rehearsed = rehearse(config, model_config, arguments.gpus, rank, not arguments.every_layer, told)
+        account = account_of(rehearsed, config, hardware, arguments.gpus, arguments.gpus_per_node, rank)
+        accounts.append(account)
+        orders[rank] = calls(rehearsed.step.events)
+        if rank == ranks[0] and arguments.timeline is not None:
+            title = f"{where}, rank {rank} of {arguments.gpus}, {hardware.name}"
+            _write(arguments.timeline, draw(rehearsed, hardware, arguments.gpus_per_node, title))
+        del rehearsed
+    compared = check_order(orders)
+    largest = max(accounts, key=lambda account: account.fit.total)
+    if arguments.json:
+        print(json.dumps([account.as_json() for account in accounts], indent=1))
+        return 0 if largest.fit.is_enough else 1
+    print_account(largest, config, where, hardware, told, arguments.gpus)
+    if len(ranks) > 1:
+        totals = ", ".join(f"{account.rank}: {account.fit.total / 2**30:,.1f} GiB" for account in accounts)
+        print(f"ranks rehearsed: {totals}; shown: the largest. Their {compared:,} collectives come in the same order.")
+    print(f"rehearsed in {time.time() - started:.0f} s")
+    return 0 if largest.fit.is_enough else 1
+
+
+def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
+    for name in ("gpus", "gpus_per_node", "samples_per_row"):
+        if getattr(arguments, name) < 1:
+            raise ExpertMeshError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be 1 or more")
+    if not 0 <= arguments.rank < arguments.gpus:
+        raise ExpertMeshError(
+            f"--rank {arguments.rank}: of {arguments.gpus} GPUs the ranks are 0 to {arguments.gpus - 1}"
+        )
+    if arguments.routing is not None and arguments.imbalance != 1:
+        raise ExpertMeshError("--routing and --imbalance: both say where rows go; give one of them")
+    if arguments.gpus % config.ep_size:
+        raise ExpertMeshError(f"--ep-size {config.ep_size} does not divide --gpus {arguments.gpus}")
+    if config.use_cpu:
+        raise ExpertMeshError("--use-cpu: a rehearsal is of a run on GPUs; leave it out")
+
+
+def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
+    """With the rate of products in the dtype that is computed in, and the memory that was asked for."""
+    hardware = preset(arguments.gpu, arguments.network)
+    if arguments.calibrate is not None:
+        measured = load_measured(arguments.calibrate)
+        hardware = replace(measured, name=f"rates of {arguments.calibrate}")
+    device = hardware.device
+    if not config.bf16:
+        device = replace(device, matrix=device.matrix / 2 if config.tf32 else device.fp32)
+    if arguments.gpu_memory:
+        device = replace(device, memory=parse_size("--gpu-memory", arguments.gpu_memory))
+    return replace(hardware, device=device)
+
+
+def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:
+    if arguments.routing is not None:
+        return Told(arguments.samples_per_row, recorded(arguments.routing, config.ep_size))
+    # of several ranks the most loaded one is to be neither the first nor the last, where there are others
+    loaded = min(1, config.ep_size - 1) if arguments.ranks == "all" else arguments.rank % config.ep_size
+    return Told(arguments.samples_per_row, skewed(arguments.imbalance, config.ep_size, loaded))
+
+
+def _ranks(arguments: argparse.Namespace, config: TrainConfig, told: Told) -> list[int]:
+    if arguments.ranks == "one":
+        return [arguments.rank]
+    return list(dict.fromkeys([0, arguments.gpus - 1, *([told.most_loaded] if told.shares else [])]))
+
+
+def _write(file: Path, content: str) -> None:
+    try:
+        with whole(file) as partial:
+            partial.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ExpertMeshError(f"--timeline {file}: cannot be written: {error.strerror}") from error
