@@ -40,6 +40,7 @@ from moe import (
 from moe.gpu import rehearsing_gpu
 from moe.quantised import nf4_pairs
 from sharding import Mesh, Topology, build_mesh, check_ep_size, materialize, set_parameter_dtype
+from sharding.checkpointing import keep_products
 from sharding.parallelize import parallelize
 from training.adapters import adapt
 from training.attention import check_packing, choose_attention
@@ -120,6 +121,8 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
     shares = _shares_by_layer(model, told)
+    # as `parallelize` will once more: layers that keep products are of another kind
+    keep_products(model, config.keep_expert_products)
     kinds = list(zip(kinds_of_layers(model), shares, strict=True))
     stack = shortened_stack(kinds) if shortened else whole_stack(kinds)
     mesh = build_mesh("cpu", Topology(world_size, config.ep_size, config.dense_shard))
