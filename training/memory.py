@@ -114,6 +114,7 @@ def forecast(
         seq_length=longest,
         accumulation=config.forwards(ranks.world_size),
         checkpointing=config.gradient_checkpointing,
+        keep_expert_products=config.keep_expert_products,
         bf16=config.bf16,
         optimizer=config.optim,
         expert_kernel=kernel.name,

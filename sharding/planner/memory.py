@@ -155,6 +155,14 @@ def layer_kept(setting: Setting, model: ModelShape) -> float:
     return layer_input(setting, model) + kept
 
 
+def _kept(setting: Setting, model: ModelShape, num_layers: int) -> float:
+    """Of the first `num_layers` layers, between forward and backward; the last ones of the model may keep gate and up
+    too (`--keep-expert-products`)."""
+    with_products = max(0, num_layers - (model.num_layers - setting.keep_expert_products))
+    products = setting.compute_bytes * 2 * _rows_computed(setting, model) * model.moe.expert_width
+    return num_layers * layer_kept(setting, model) + with_products * products
+
+
 def outside_layers_saved(setting: Setting, model: ModelShape) -> float:
     """Kept outside of the decoder layers: by the final norm all but its output, which the loss picks rows from; cosines
     and sines (S, A); tokens, targets and the targets' places in int64."""
@@ -300,7 +308,7 @@ def _at_loss(model: ModelShape, setting: Setting, units: Units) -> Memory:
         buffer = units.experts.gathered if units.experts.ranks > 1 else 0
     return Memory(
         **_lasting(setting, units, model.num_layers, 0),
-        activations=model.num_layers * layer_kept(setting, model) + outside_layers_saved(setting, model),
+        activations=_kept(setting, model, model.num_layers) + outside_layers_saved(setting, model),
         gathered=_always_gathered(model, setting, units) + setting.compute_bytes * buffer,
         logits=logits_peak(setting, model),
     )
@@ -348,7 +356,7 @@ def _at_experts(model: ModelShape, setting: Setting, units: Units, layer: int) -
     returned = setting.compute_bytes * rows_sent(setting, model) * model.moe.model_width
     return Memory(
         **_lasting(setting, units, model.num_layers, gradients),
-        activations=layer * layer_kept(setting, model) + _recomputed(setting, model) - returned,
+        activations=_kept(setting, model, layer) + _recomputed(setting, model) - returned,
         gathered=gathered,
         rows=kernel_backward(setting, model),
         logits=_head_gradient(model, setting),
@@ -369,7 +377,7 @@ def _at_reduction(model: ModelShape, setting: Setting, units: Units, layer: int)
     rows = (rows_received(setting, model) + setting.tokens) * model.moe.model_width * setting.compute_bytes
     return Memory(
         **_lasting(setting, units, model.num_layers, gradients),
-        activations=layer * layer_kept(setting, model) + _recomputed(setting, model) - experts_saved(setting, model),
+        activations=_kept(setting, model, layer) + _recomputed(setting, model) - experts_saved(setting, model),
         gathered=gathered,
         rows=rows,
         logits=_head_gradient(model, setting),
@@ -388,7 +396,7 @@ def _at_attention(model: ModelShape, setting: Setting, units: Units, layer: int)
     activations = _recomputed(setting, model) - experts_saved(setting, model) - norm_saved(setting, model)
     return Memory(
         **_lasting(setting, units, model.num_layers, gradients),
-        activations=layer * layer_kept(setting, model) + activations - routing_saved(setting, model),
+        activations=_kept(setting, model, layer) + activations - routing_saved(setting, model),
         gathered=gathered,
         rows=setting.tokens * widths * c,
         logits=_head_gradient(model, setting),

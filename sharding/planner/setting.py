@@ -44,6 +44,7 @@ class Setting:
         micro_batch: rows a rank takes in one forward, each of `seq_length` tokens.
         accumulation: forwards and backwards a step.
         checkpointing: what backward computes again (see `sharding.checkpointing`).
+        keep_expert_products: layers that do not compute their experts' first products again.
         bf16: whether forward and backward compute in bf16; else in fp32.
         tf32: whether fp32 products are computed in TF32.
         optimizer: a key of OPTIMIZERS.
@@ -65,6 +66,7 @@ class Setting:
     seq_length: int = 4096
     accumulation: int = 1
     checkpointing: Checkpointing = "none"
+    keep_expert_products: int = 0
     bf16: bool = True
     tf32: bool = False
     optimizer: str = "adamw_torch_fused"

@@ -1,6 +1,7 @@
 """Each term of the memory formula against a real run."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sharding.planner.memory import (
     kernel_backward,
     layer_kept,
     logits_peak,
+    moments,
     outside_layers_saved,
     parameters_held,
     peak,
@@ -227,3 +229,22 @@ def test_terms_add_up() -> None:
     _, memory = peak(model_shape(), cpu_setting(4, 2))
     assert memory.total == sum(memory.terms().values()) == pytest.approx(memory.total)
     assert Memory(parameters=1, gradients=2, optimizer=3, logits=4).lasting == 6
+
+
+def test_products_that_are_kept() -> None:
+    """Gate and up of the last layers, all of them until the loss; in backward of a layer those of the layers before."""
+    setting = Setting(4, 4, seq_length=512, checkpointing="selective")
+    model = model_shape(num_hidden_layers=8)
+    size = 2 * 2 * model.moe.top_k * 512 * model.moe.expert_width
+
+    def more(kept: int) -> dict[str, float]:
+        plain = dict(moments(model, setting))
+        found = dict(moments(model, replace(setting, keep_expert_products=kept)))
+        return {when: (memory.activations - plain[when].activations) / size for when, memory in found.items()}
+
+    last = model.num_layers - 1
+    found = more(5)
+    assert found["loss"] == pytest.approx(5)
+    assert found[f"backward of attention, layer {last}"] == pytest.approx(4)
+    assert found["backward of attention, layer 0"] == 0
+    assert more(model.num_layers)[f"backward of experts, layer {last}"] == pytest.approx(last)

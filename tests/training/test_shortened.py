@@ -53,7 +53,7 @@ def hybrid() -> Any:
         intermediate_size=64,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
-        num_hidden_layers=16,
+        num_hidden_layers=12,
         head_dim=16,
         num_experts=8,
         linear_num_key_heads=2,
@@ -67,7 +67,7 @@ def test_kinds_are_found_in_the_model_itself() -> None:
     assert kinds_of_layers(build_model(uniform(), "sdpa")) == [0] * 8
     assert kinds_of_layers(build_model(dense_first(), "sdpa")) == [0] * 2 + [1] * 7
     assert kinds_of_layers(build_model(alternating(), "eager")) == [0, 1] * 5
-    assert kinds_of_layers(build_model(hybrid(), "sdpa")) == [0, 0, 0, 1] * 4
+    assert kinds_of_layers(build_model(hybrid(), "sdpa")) == [0, 0, 0, 1] * 3
 
 
 def test_layers_that_gradients_do_not_go_through_are_of_another_kind() -> None:
@@ -124,22 +124,25 @@ def figures(event: Event) -> tuple[Any, ...]:
 
 
 CASES: list[tuple[Any, int, dict[str, Any]]] = [
-    (uniform, 8, {}),
-    (uniform, 16, {"gradient_checkpointing": "full", "dense_shard": "hybrid"}),
+    (
+        uniform,
+        8,
+        {
+            "ep_size": 4,
+            "overlap_chunks": 2,
+            "keep_expert_products": 1,
+            "reshard_after_forward": False,
+            "optim": "adamw_torch_8bit",
+        },
+    ),
     (
         uniform,
         16,
-        {"gradient_checkpointing": "none", "router_aux_loss_coef": 0.01, "router_z_loss_coef": 0.01, "optim": "muon"},
+        {"gradient_checkpointing": "none", "dense_shard": "hybrid", "router_aux_loss_coef": 0.01, "optim": "muon"},
     ),
-    (uniform, 8, {"reshard_after_forward": False, "optim": "adamw_torch_8bit"}),
     (uniform, 8, {"adapter": "lora", "base_dtype": "nf4"}),
-    (uniform, 2, {"ep_size": 1, "freeze": ["embeddings", "experts"]}),
-    (dense_first, 16, {"optim": "adamw_bf16"}),
-    (
-        dense_first,
-        8,
-        {"gradient_checkpointing": "none", "router_z_loss_coef": 0.01, "router_bias_update_rate": 0.001},
-    ),
+    (uniform, 2, {"ep_size": 1, "freeze": ["embeddings", "experts"], "gradient_checkpointing": "full"}),
+    (dense_first, 16, {"optim": "adamw_bf16", "router_z_loss_coef": 0.01, "router_bias_update_rate": 0.001}),
     (alternating, 8, {}),
     (hybrid, 16, {"gradient_checkpointing": "full"}),
 ]
