@@ -7,7 +7,7 @@ from sharding.planner.columns import Column, open_console, print_table
 from sharding.planner.hardware import Hardware
 from training.config import TrainConfig
 from training.rehearsal.account import Account
-from training.rehearsal.fit import CONTEXT, FRAGMENTATION, PEER, RING
+from training.rehearsal.fit import CONTEXT, FRAGMENTATION, LASTING, PEER, RING
 from training.rehearsal.ledger import HOST, LAUNCH, sums
 from training.rehearsal.told import Told
 
@@ -66,7 +66,7 @@ def _setting(account: Account, config: TrainConfig, where: str, hardware: Hardwa
 
 def _kinds(account: Account) -> list[Column]:
     fits = account.fit
-    host = {"parameters", "frozen parameters", "gradients", "optimizer state"} if fits.host else set()
+    host = LASTING if fits.host else frozenset()
     rows = [
         *((f"{kind}, in host memory" if kind in host else kind, size) for kind, size in account.memory.kinds.items()),
         ("= tensors on the card", fits.tensors),
