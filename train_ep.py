@@ -83,12 +83,13 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     products = training.choose_products(config, ranks)
     with sharding.raise_together():
         sharding.check_ep_size(config.ep_size, ranks.world_size, num_experts)
+        sharding.check_cp_size(config.cp_size, ranks.world_size)
         kernel = choose_kernel(config, model, ranks)
         balance = training.choose_balance(config, model, source.config)
     if config.offload and ranks.device.type == "cuda":
         sharding.use_own_cores()
     counts = moe.count_parameters(model)
-    topology = sharding.Topology(ranks.world_size, config.ep_size, config.dense_shard)
+    topology = sharding.Topology(ranks.world_size, config.ep_size, config.dense_shard, config.cp_size)
     if not config.preview:
         output_dir = prepare_output(config, ranks)
         watchdog.directory = output_dir / sharding.STUCK
@@ -172,6 +173,8 @@ def build(
         trained.append(training.freeze(model, config.freeze).line())
     if config.packing:
         training.check_packing(model)
+    if config.cp_size > 1:
+        training.share_rows(model, config.cp_size, config.packing)
     if config.compile:
         training.compile_layers(model)
     if ranks.device.type == "cuda":

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         take_logits,
         take_stats,
         use_kernel,
+        without_computing,
     )
     from moe.original import original_dmoe
     from moe.routing import RouterStats
@@ -81,4 +82,5 @@ __all__ = [
     "take_stats",
     "training_flops",
     "use_kernel",
+    "without_computing",
 ]

@@ -3,6 +3,8 @@
 All else stays Hugging Face's: routers, shared experts and their gates, dense layers, attention, norms.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -17,7 +19,7 @@ from moe.experts import ExpertMLP, expert_modules, read_layout
 from moe.kernels import ExpertKernel, Needs
 from moe.layer import DroplessExperts
 from moe.matmul import use_linear
-from moe.probe import Seen, SeenExperts, probe
+from moe.probe import Seen, SeenExperts, answering_host, leaving_no_trace, probe
 from moe.routing import RouterStats
 from moe.shape import MoEShape
 
@@ -252,6 +254,34 @@ def router_prefixes(model: nn.Module) -> tuple[str, ...]:
 def moe_shape(model: nn.Module) -> MoEShape:
     """Of the model's MoE layers: of the first, as their experts are equally many."""
     return moe_layers(model)[0].shape
+
+
+@contextmanager
+def without_computing(model: Any) -> Iterator[None]:
+    """Within it, a forward of a model on the meta device gives the shapes of its results; experts are not called."""
+    was_training = model.training
+    with ExitStack() as stack:
+        stack.enter_context(answering_host())
+        stack.enter_context(leaving_no_trace(model))
+        for layer in moe_layers(model):
+            stack.enter_context(_as_wide_as_tokens(layer))
+        for module in model.modules():
+            module._buffers = {name: None if x is None else x.to("meta") for name, x in module._buffers.items()}
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(was_training)
+
+
+@contextmanager
+def _as_wide_as_tokens(layer: DroplessExperts) -> Iterator[None]:
+    """Have a layer give an answer of the right shape."""
+    layer.forward = lambda x_TD, experts_TK, weights_TK: torch.empty_like(x_TD)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del layer.forward
 
 
 def count_parameters(model: Any) -> ParameterCounts:

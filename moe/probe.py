@@ -64,10 +64,8 @@ def probe(model: Any) -> Seen:
             stack.enter_context(_returns(module, path, returned, arguments, with_keywords))
         for path, module in expert_modules(model):
             stack.enter_context(_without_computing(module, path, calls, name))
-        stack.enter_context(_AnswerHost())
-        # of a mask nothing is known but its size
-        stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(answering_host())
+        stack.enter_context(leaving_no_trace(model))
         looked_at_positions = stack.enter_context(_looks_at_positions())
         tokens_BS = torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta")
         positions_BS = torch.arange(_POSITIONS, device="meta").unsqueeze(0)
@@ -180,6 +178,29 @@ def _without_computing(experts: Any, path: str, calls: dict[str, tuple[Tensor, T
         yield
     finally:
         del experts.forward
+
+
+@contextmanager
+def leaving_no_trace(model: nn.Module) -> Iterator[None]:
+    """What a forward leaves with the model's modules is gone at the end: on the meta device it has no values, and some
+    would be read in the next forward."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers = buffers
+
+
+@contextmanager
+def answering_host() -> Iterator[None]:
+    """Within it, a forward on the meta device goes on where its code asks for numbers."""
+    # of a mask nothing is known but its size
+    sizes = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    with _AnswerHost(), sizes, torch.no_grad():
+        yield
 
 
 class _AnswerHost(TorchDispatchMode):

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from sharding.checkpointing import checkpoint_layers
     from sharding.choices import Checkpointing, Strategy
     from sharding.clipping import clip_grad_norm
+    from sharding.context import RowGroup
     from sharding.debugger import debugging
     from sharding.ending import end_at_once
     from sharding.mesh import Mesh, build_mesh
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
         state_of,
         trainable_of,
     )
-    from sharding.topology import DenseShard, Topology, check_ep_size, rows_of
+    from sharding.topology import DenseShard, Topology, check_cp_size, check_ep_size, rows_of
     from sharding.torchrun import read_environment
     from sharding.watchdog import NO_LIMIT_SECONDS, SAVERS, STUCK, Watchdog, collectives_limit
 else:
@@ -49,6 +50,7 @@ __all__ = [
     "DenseShard",
     "Mesh",
     "Ranks",
+    "RowGroup",
     "StateTensor",
     "Strategy",
     "Topology",
@@ -56,6 +58,7 @@ __all__ = [
     "adapters_of",
     "build_mesh",
     "changing_state",
+    "check_cp_size",
     "check_ep_size",
     "check_replicas",
     "checkpoint_layers",

@@ -1,4 +1,4 @@
-"""The device mesh: (dp, ep), and its flattening over all ranks."""
+"""The device mesh: (dp, ep), its flattening over all ranks, and the ranks that share rows."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -7,18 +7,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from sharding.context import RowGroup
 from sharding.topology import Topology
 
 
 @dataclass(frozen=True)
 class Mesh:
     """grid: the (dp, ep) mesh. all_ranks: the same ranks in one dimension, "fsdp". exchange: the ranks of `ep`, in a
-    group whose collectives do not stand in line with FSDP's."""
+    group whose collectives do not stand in line with FSDP's. sharers: with whom this rank shares rows; None: nobody."""
 
     topology: Topology
     grid: DeviceMesh
     all_ranks: DeviceMesh
     exchange: dist.ProcessGroup
+    sharers: RowGroup | None = None
 
     @property
     def dp(self) -> DeviceMesh:
@@ -47,10 +49,14 @@ def build_mesh(device_type: str, topology: Topology, timeout_seconds: int | None
     """
     shape = (topology.dp_size, topology.ep_size)
     grid = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "ep"))
-    mesh = Mesh(topology, grid, grid._flatten("fsdp"), _exchange_group(topology, grid["ep"]))
+    exchange, sharers = _exchange_group(topology, grid["ep"]), _row_group(topology)
+    mesh = Mesh(topology, grid, grid._flatten("fsdp"), exchange, sharers)
     if timeout_seconds is not None:
+        groups = [*(part.get_group() for part in (mesh.dp, mesh.ep, mesh.all_ranks)), exchange]
+        if sharers is not None and sharers.ranks is not None:
+            groups.append(sharers.ranks)
         # the groups of a mesh do not inherit the time limit of the default group
-        for group in (*(part.get_group() for part in (mesh.dp, mesh.ep, mesh.all_ranks)), mesh.exchange):
+        for group in groups:
             _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
     return mesh
 
@@ -60,9 +66,20 @@ def _exchange_group(topology: Topology, ep: DeviceMesh) -> dist.ProcessGroup:
     the other way round, as it runs the collectives of one group one after the other."""
     if topology.ep_size == 1 or (topology.ep_size < topology.world_size and topology.dense_shard == "full"):
         return ep.get_group()
-    starts = range(0, topology.world_size, topology.ep_size)
-    groups = [list(range(start, start + topology.ep_size)) for start in starts]
-    # named as torch names that of the mesh, which is what is told of its collectives
-    group, _ = dist.new_subgroups_by_enumeration(groups, group_desc="mesh_ep")
+    return _group_of_neighbours(topology, topology.ep_size, "ep")
+
+
+def _row_group(topology: Topology) -> RowGroup | None:
+    """In a group of its own: rows' way to their experts, and parameters', begin while attention's may be under way."""
+    if topology.cp_size == 1:
+        return None
+    index = dist.get_rank() % topology.cp_size
+    return RowGroup(topology.cp_size, index, _group_of_neighbours(topology, topology.cp_size, "cp"))
+
+
+def _group_of_neighbours(topology: Topology, size: int, axis: str) -> dist.ProcessGroup:
+    groups = [list(range(start, start + size)) for start in range(0, topology.world_size, size)]
+    # named as torch names those of a mesh, which is what is told of their collectives
+    group, _ = dist.new_subgroups_by_enumeration(groups, group_desc=f"mesh_{axis}")
     assert group is not None
     return group

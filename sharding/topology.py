@@ -1,6 +1,8 @@
 """How ranks are arranged and which rows of a parameter each of them holds. Pure arithmetic: no process group, no torch.
 
 `world = dp × ep`; rank = dp index · ep + ep index. A tensor's layout says along which axes of the ranks it is cut.
+
+Data see another grid of the same ranks, `world = data × cp`: neighbours share rows. No parameter knows of it.
 """
 
 from collections.abc import Iterator
@@ -37,19 +39,30 @@ class Topology:
         ep_size: ranks that share out the experts; the dp groups each hold all of them.
         dense_shard: "full" cuts everything that is no expert over all ranks; "hybrid" over the ep ranks, with a
             replica in each dp group.
+        cp_size: neighbouring ranks that share rows, each with a run of their positions (context parallelism).
     """
 
     world_size: int
     ep_size: int
     dense_shard: DenseShard = "full"
+    cp_size: int = 1
 
     @property
     def dp_size(self) -> int:
         return self.world_size // self.ep_size
 
+    @property
+    def data_size(self) -> int:
+        """Groups of ranks that each read rows of their own."""
+        return self.world_size // self.cp_size
+
     def coordinates(self, rank: int) -> tuple[int, int]:
         """(dp index, ep index) of a rank."""
         return divmod(rank, self.ep_size)
+
+    def data_index(self, rank: int) -> int:
+        """Which of the groups that read rows a rank is in."""
+        return rank // self.cp_size
 
     def rows(self, num_rows: int, layout: Layout, rank: int) -> range:
         """Rows of a tensor with `num_rows` rows that `rank` holds; may be empty."""
@@ -101,6 +114,17 @@ def check_ep_size(ep_size: int, world_size: int, num_experts: int) -> None:
         )
     if world_size % ep_size:
         raise ExpertMeshError(f"--ep-size {ep_size} does not divide the {world_size} ranks; use {either(fits)}")
+
+
+def check_cp_size(cp_size: int, world_size: int) -> None:
+    """
+    Raises:
+        ExpertMeshError: `cp_size` does not divide the ranks; the message lists what would do.
+    """
+    if world_size % cp_size:
+        raise ExpertMeshError(
+            f"--cp-size {cp_size} does not divide the {world_size} ranks; use {either(divisors(world_size))}"
+        )
 
 
 def divisors(number: int) -> list[int]:

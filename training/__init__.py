@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from training.products import choose_products
     from training.profiling import check_profile
     from training.schedule import check_schedule
+    from training.shared_attention import share_rows
     from training.tf32 import compute_in_tf32
 else:
     __getattr__ = import_on_demand(__name__)
@@ -61,5 +62,6 @@ __all__ = [
     "parse_config",
     "print_preview",
     "read_inputs",
+    "share_rows",
     "train",
 ]

@@ -28,6 +28,9 @@ PACKED = "expertmesh_packed"
 """Name of this attention among those of transformers; without `segments` it is their sdpa."""
 
 
+SHARED = "expertmesh_shared_"
+"""What the name begins with of an attention in rows that several ranks share; the rest is that of the one within."""
+
 _BY_MASK = frozenset(
     {"attention", "full_attention", "sliding_attention", "chunked_attention", "sparse", "dense", "moe", "mlp"}
 )
@@ -73,13 +76,19 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
     if not packing:
         return attn_implementation
     text_config = config.get_text_config()
-    kinds = _kinds_of_layers(text_config)
-    if kinds - _BY_MASK:
+    kinds = kinds_of_layers(text_config)
+    if others := kinds_not_by_mask(config):
         raise ExpertMeshError(
-            f"--packing: {_why_not(config.model_type, kinds - _BY_MASK)}; leave it out, --group-by-length saves padding"
+            f"--packing: {_why_not(config.model_type, others)}; leave it out, --group-by-length saves padding"
         )
     sees_all = kinds == {"full_attention"} if kinds else getattr(text_config, "sliding_window", None) is None
     return PACKED if attn_implementation == "sdpa" and sees_all else attn_implementation
+
+
+def inner_attention(model: Any) -> str:
+    """Name of the attention by which a model computes, be its rows shared or not."""
+    name: str = model.config._attn_implementation
+    return name.removeprefix(SHARED)
 
 
 def _why_not(model_type: str, kinds: set[str]) -> str:
@@ -91,10 +100,15 @@ def _why_not(model_type: str, kinds: set[str]) -> str:
     return ", ".join(f"layers of {model_type} ({', '.join(found)}) {reason}" for reason, found in of_reason.items())
 
 
-def _kinds_of_layers(config: Any) -> set[str]:
+def kinds_of_layers(text_config: Any) -> set[str]:
     """As a config names them; empty where all are alike."""
     names = ("layer_types", "layers_block_type")
-    return {str(kind) for name in names for kind in getattr(config, name, None) or ()}
+    return {str(kind) for name in names for kind in getattr(text_config, name, None) or ()}
+
+
+def kinds_not_by_mask(config: Any) -> set[str]:
+    """Those that see other tokens otherwise than by attention under a mask."""
+    return kinds_of_layers(config.get_text_config()) - _BY_MASK
 
 
 def check_packing(model: Any) -> None:
@@ -102,8 +116,8 @@ def check_packing(model: Any) -> None:
     Raises:
         ExpertMeshError: neither transformers nor we have a mask that would keep apart samples in a row of this model.
     """
-    is_masked = model.config._attn_implementation == PACKED or model.masks_by_position
-    if not is_masked and (unknown := _kinds_of_layers(model.config.get_text_config()) - _MASKS.keys()):
+    is_masked = inner_attention(model) == PACKED or model.masks_by_position
+    if not is_masked and (unknown := kinds_of_layers(model.config.get_text_config()) - _MASKS.keys()):
         raise ExpertMeshError(
             f"--packing: nothing keeps packed samples apart in layers of {type(model).__name__} "
             f"({', '.join(sorted(unknown))}); leave it out, --group-by-length saves padding"
@@ -115,10 +129,10 @@ def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
     if batch.segments is None:
         # Causal attention hides padding behind rows by itself, and a mask would only cost memory; layers that carry a
         # state need one.
-        if batch.is_token_BS is None or not _kinds_of_layers(model.config.get_text_config()) - _BY_MASK:
+        if batch.is_token_BS is None or not kinds_not_by_mask(model.config):
             return {}
         return {"attention_mask": batch.is_token_BS.long()}
-    if model.config._attn_implementation == PACKED:
+    if inner_attention(model) == PACKED:
         # transformers takes a mask of four dimensions as it is, and builds none of its own; nobody reads this one
         unread = torch.empty(1, 1, 1, 1, device=batch.tokens_BS.device)
         return {"segments": batch.segments, "attention_mask": unread}
@@ -130,8 +144,8 @@ def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
 @contextmanager
 def told_whether_packed(batch: Batch) -> Iterator[None]:
     """Within it, transformers is told where a batch has one sample a row: by itself it would look for several in every
-    forward, and wait for the device to find out."""
-    if batch.segments is not None:
+    forward, and wait for the device to find out. Of a run of rows it could not tell."""
+    if batch.segments is not None and batch.shared is None:
         yield
         return
     find = masking_utils.find_packed_sequence_indices
@@ -155,7 +169,7 @@ def _masks(model: Any, batch: Batch) -> Any:
         past_key_values=None,
         position_ids=batch.positions_BS,
     )
-    kinds = _kinds_of_layers(model.config.get_text_config())
+    kinds = kinds_of_layers(model.config.get_text_config())
     return {kind: _MASKS[kind](**arguments) for kind in kinds} if kinds else create_causal_mask(**arguments)
 
 

@@ -81,6 +81,11 @@ class TrainConfig:
     dataset_num_proc: int | None = _flag(None, "Processes that tokenise. Default: by the size of the data.")
 
     ep_size: int = _flag(1, "Ranks that share out the experts; must divide the experts and the ranks.")
+    cp_size: int = _flag(
+        1,
+        "Ranks that share each row, for rows too long for one (context parallelism); must divide the ranks and the "
+        "attention heads.",
+    )
     dense_shard: DenseShard = _flag(
         "full", "Shard what is no expert over all ranks, or over the ep ranks with a replica in each dp group."
     )
@@ -138,7 +143,7 @@ class TrainConfig:
         metadata={"help": "Ranks on which breakpoint() and errors open a debugger; the others wait without limit."},
     )
 
-    per_device_train_batch_size: int = _flag(8, "Rows a rank takes in one forward.")
+    per_device_train_batch_size: int = _flag(8, "Rows a rank, or those that share rows, take in one forward.")
     gradient_accumulation_steps: int = _flag(1, "Forwards and backwards a step.")
     global_batch_size: int | None = _flag(
         None, "Rows a step over all ranks, in as many forwards as it takes, in place of --gradient-accumulation-steps."
@@ -432,15 +437,19 @@ class TrainConfig:
             return False
         return self.bf16 or self.base_dtype == "bfloat16"
 
+    def rows_a_forward(self, world_size: int) -> int:
+        """Rows that all ranks together take in one forward."""
+        return world_size // self.cp_size * self.per_device_train_batch_size
+
     def rows_a_step(self, world_size: int) -> int:
         """The global batch, in rows."""
         if self.global_batch_size is not None:
             return self.global_batch_size
-        return world_size * self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return self.rows_a_forward(world_size) * self.gradient_accumulation_steps
 
     def forwards(self, world_size: int) -> int:
         """Forwards a rank makes in a step."""
-        return math.ceil(self.rows_a_step(world_size) / (world_size * self.per_device_train_batch_size))
+        return math.ceil(self.rows_a_step(world_size) / self.rows_a_forward(world_size))
 
     @property
     def shard_bytes(self) -> int:
@@ -456,6 +465,7 @@ _AT_LEAST = {
     "keep_expert_products": 0,
     "max_seq_length": 2,
     "ep_size": 1,
+    "cp_size": 1,
     "ddp_timeout": 1,
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 1,

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,7 +19,8 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
 
     `ep_size` becomes the largest that divides the experts and the ranks and is no larger than was asked for. A larger
     one never takes more memory (a rank's part of the experts depends on all ranks alone, what is gathered for a layer
-    falls with it), so if this one does not fit, none does. The global batch stays what the run began with, in as many
+    falls with it), so if this one does not fit, none does. `cp_size` becomes the largest divisor of what was asked for
+    that divides the ranks. The global batch stays what the run began with, in as many
     forwards of `per_device_train_batch_size` rows as it takes. (A balancing loss depends on how it is cut.)
 
     Returns:
@@ -27,6 +29,7 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     Raises:
         ExpertMeshError: on all ranks, when what the run has written cannot be read.
     """
+    cp_size = gcd(config.cp_size, ranks.world_size)
     ep_size = max(
         size for size in range(1, config.ep_size + 1) if num_experts % size == 0 and ranks.world_size % size == 0
     )
@@ -35,13 +38,15 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
         if ranks.rank == 0 and config.global_batch_size is None:
             found = [rows_a_step_before(config.resume, Path(config.output_dir))]
     dist.broadcast_object_list(found, src=0)
-    fitting = replace(config, ep_size=ep_size)
+    fitting = replace(config, ep_size=ep_size, cp_size=cp_size)
     if found[0] is not None:
         fitting = replace(fitting, global_batch_size=found[0], gradient_accumulation_steps=1)
     changes = []
     if ep_size != config.ep_size:
         changes.append(f"--ep-size {ep_size} in place of {config.ep_size}")
-    forwards, asked = fitting.forwards(ranks.world_size), config.forwards(ranks.world_size)
+    if cp_size != config.cp_size:
+        changes.append(f"--cp-size {cp_size} in place of {config.cp_size}")
+    forwards, asked = fitting.forwards(ranks.world_size), replace(config, cp_size=cp_size).forwards(ranks.world_size)
     if forwards != asked:
         rows = fitting.rows_a_step(ranks.world_size)
         changes.append(f"{forwards} forwards a step in place of {asked}, for a global batch of {rows} rows as before")

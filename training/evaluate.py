@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sharding import Ranks
+from sharding import Mesh
 from training.data import Rows, collate, share_out
 from training.inference import inference
 from training.step import token_loss_sum
@@ -27,7 +27,7 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-def evaluate(model: Any, rows: Rows, per_device: int, ranks: Ranks) -> Evaluation:
+def evaluate(model: Any, rows: Rows, per_device: int, mesh: Mesh) -> Evaluation:
     """The loss over all rows; all ranks call it together, and get the same.
 
     A sum of token losses over a number of tokens, so neither how rows are spread over ranks and forwards nor how long
@@ -35,10 +35,11 @@ def evaluate(model: Any, rows: Rows, per_device: int, ranks: Ranks) -> Evaluatio
     """
     begin = time.perf_counter()
     order = rows.lengths.sort(descending=True, stable=True).indices.tolist()
-    sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    device, topology = torch.device(mesh.grid.device_type), mesh.topology
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     with inference(model):
-        for forward in share_out(order, ranks.world_size, per_device, ranks.rank):
-            batch = collate([rows[row] for row in forward]).to(ranks.device)
+        for forward in share_out(order, topology.data_size, per_device, topology.data_index(dist.get_rank())):
+            batch = collate([rows[row] for row in forward], mesh.sharers).to(device)
             sums[0] += token_loss_sum(model, batch)
             sums[1] += batch.num_targets
     dist.all_reduce(sums)

@@ -6,7 +6,7 @@ from typing import Any
 from checkpoints import Checkpoint, ModelSource
 from moe import KernelChoice, ParameterCounts, moe_shape
 from sharding import Topology
-from training.attention import PACKED
+from training.attention import PACKED, inner_attention
 from training.config import TrainConfig
 from training.data import DataOrder, describe
 from training.head import loss_head
@@ -64,18 +64,20 @@ def _why_none(config: TrainConfig, source: ModelSource) -> str:
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:
     world = topology.world_size
-    is_short = order.global_batch_size < world * config.per_device_train_batch_size * config.forwards(world)
+    is_short = order.global_batch_size < config.rows_a_forward(world) * config.forwards(world)
+    readers = f"{world} ranks" if config.cp_size == 1 else f"{topology.data_size} times {config.cp_size} ranks"
     return (
         f"{world} ranks: dp {topology.dp_size} x ep {topology.ep_size}, "
         f"{num_experts // topology.ep_size} experts a rank, dense shard {topology.dense_shard}; "
-        f"global batch {order.global_batch_size} rows = {world} ranks x {config.per_device_train_batch_size} rows "
+        + (f"{config.cp_size} ranks share each row; " if config.cp_size > 1 else "")
+        + f"global batch {order.global_batch_size} rows = {readers} x {config.per_device_train_batch_size} rows "
         f"x {config.forwards(world)} forwards" + (", the last not full" if is_short else "")
     )
 
 
 def _attention(model: Any) -> str:
-    used = model.config._attn_implementation
-    return "sdpa sample by sample" if used == PACKED else str(used)
+    used = inner_attention(model)
+    return "sdpa sample by sample" if used == PACKED else used
 
 
 def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:

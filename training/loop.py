@@ -56,7 +56,7 @@ def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataO
     """How the rows are shared out under this configuration."""
     return DataOrder(
         0 if rows is None else len(rows),
-        world_size,
+        world_size // config.cp_size,
         config.per_device_train_batch_size,
         config.forwards(world_size),
         config.seed,
@@ -204,8 +204,8 @@ def _had_enough(config: TrainConfig, best: Best) -> bool:
 
 def _batches(run: Run, step: int) -> list[Batch]:
     assert run.inputs.training is not None
-    rows = run.order.micro_batches(step, run.ranks.rank)
-    return [collate([run.inputs.training[row] for row in forward]).to(run.ranks.device) for forward in rows]
+    rows, sharers = run.order.micro_batches(step, run.mesh.topology.data_index(run.ranks.rank)), run.mesh.sharers
+    return [collate([run.inputs.training[row] for row in forward], sharers).to(run.ranks.device) for forward in rows]
 
 
 def _is_due(done: int, every: int, run: Run) -> bool:
@@ -232,7 +232,7 @@ def _write_profile(run: Run, profiler: StepProfiler) -> None:
 def _evaluate(run: Run, done: int) -> float:
     assert run.inputs.evaluation is not None
     run.watchdog.at("evaluation")
-    found = evaluate(run.model, run.inputs.evaluation, run.config.per_device_eval_batch_size, run.ranks)
+    found = evaluate(run.model, run.inputs.evaluation, run.config.per_device_eval_batch_size, run.mesh)
     run.log.event(
         {
             "step": done,

@@ -18,6 +18,7 @@ from moe import KERNELS, build_model, store_frozen, use_kernel
 from moe.kernels import FP8
 from sharding import (
     Checkpointing,
+    RowGroup,
     Topology,
     build_mesh,
     fill_adapters,
@@ -27,7 +28,7 @@ from sharding import (
 )
 from tests.families.configs import tiny_model
 from tests.tiny import our_rows, tiny_mixtral
-from training import TrainConfig, attach_loss_head, compile_layers
+from training import TrainConfig, attach_loss_head, compile_layers, share_rows
 from training.adapters import adapt
 from training.balance import LossWeights
 from training.data import Batch, DataOrder, Sample, collate
@@ -253,6 +254,8 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
         freeze(model, config.freeze)
     if config.adapter != "none":
         adapt(model, config)
+    if topology.cp_size > 1:
+        share_rows(model, topology.cp_size, config.packing)
     if config.compile:
         compile_layers(model)
     attach_loss_head(model, case.cross_entropy)
@@ -280,7 +283,7 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
     config = train_config(**case.settings)
     optimizer = build_optimizer(model, config, mesh)
     rank = dist.get_rank()
-    batches = my_batches(case, topology, rank)
+    batches = my_batches(case, topology, rank, mesh.sharers)
     weights = LossWeights(case.balance, case.z, config.router_aux_loss_per_layer)
     grads: dict[str, Tensor] = {}
 
@@ -300,10 +303,11 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
     return Figures(losses, results[0].balance_loss, results[0].z_loss, grad_norms, grads, final)
 
 
-def my_batches(case: Case, topology: Topology, rank: int) -> list[Batch]:
-    per_device = -(-len(case.samples) // (topology.world_size * case.accumulation))
-    order = DataOrder(len(case.samples), topology.world_size, per_device, case.accumulation, seed=0)
-    return [collate([[case.samples[row]] for row in rows]) for rows in order.micro_batches(0, rank)]
+def my_batches(case: Case, topology: Topology, rank: int, sharers: RowGroup | None = None) -> list[Batch]:
+    per_device = -(-len(case.samples) // (topology.data_size * case.accumulation))
+    order = DataOrder(len(case.samples), topology.data_size, per_device, case.accumulation, seed=0)
+    forwards = order.micro_batches(0, topology.data_index(rank))
+    return [collate([[case.samples[row]] for row in rows], sharers) for rows in forwards]
 
 
 def in_full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from moe import ExpertMeshError, build_model, moe_layers
 from moe.probe import SeenExperts, probe
 from moe.scores import UNKNOWN, RouterKind
 from tests.families.configs import tiny_config as config_of
-from tests.tiny import tiny_config
+from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
 
 
 def on_meta(config: Any, attention: str = "sdpa") -> Any:
@@ -27,6 +27,17 @@ def test_what_is_seen() -> None:
         f"model.layers.{n}.mlp.experts": SeenExperts(3, f"model.layers.{n}.mlp.gate", 8, RouterKind("softmax"))
         for n in range(2)
     }
+
+
+def test_nothing_of_the_meta_device_stays_behind() -> None:
+    """Rotary positions of this kind keep the frequencies of long rows where they first computed them."""
+    factors = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [3.0, 3.5, 4.0, 4.5], "factor": 4.0}
+    rotary = factors | {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12}
+    theirs = tiny_mixtral(rope_parameters=rotary, head_dim=8)
+    tokens_BS = torch.arange(3, 19).unsqueeze(0)
+    with torch.no_grad():
+        found = loaded(build_model(theirs.config, "eager"), theirs).eval()(tokens_BS).logits
+        assert relative_error(found, theirs.eval()(tokens_BS).logits) < 1e-6
 
 
 def test_a_model_is_left_as_it_was() -> None:

@@ -705,7 +705,7 @@ def test_rows_of_a_step_do_not_depend_on_how_they_are_shared_out() -> None:
     for step in range(11):  # into the third epoch; each ends in a short batch of 2 rows
         expected = sorted(orders[0].global_batch(step))
         for order in orders:
-            forwards = [order.micro_batches(step, rank) for rank in range(order.world_size)]
+            forwards = [order.micro_batches(step, rank) for rank in range(order.num_readers)]
             assert len({len(f) for f in forwards}) == 1, "ranks must make equally many forwards"
             assert sorted(row for rank in forwards for rows in rank for row in rows) == expected
             assert all(len(rows) <= order.per_device for rank in forwards for rows in rank)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from training.data.batch import IGNORED, Batch, collate
+    from training.data.batch import IGNORED, Batch, SharedRows, collate
     from training.data.chat import TrainOn, set_chat_template
     from training.data.files import SampleBy, parse_datasets
     from training.data.formats import Columns
@@ -28,6 +28,7 @@ __all__ = [
     "Sample",
     "SampleBy",
     "Samples",
+    "SharedRows",
     "TrainOn",
     "collate",
     "describe",

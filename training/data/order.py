@@ -17,18 +17,19 @@ _GROUPED_BATCHES = 50
 
 @dataclass(frozen=True, eq=False)
 class DataOrder:
-    """Which rows each step, and in it each rank and each forward, sees.
+    """Which rows each step, and in it each reader and each forward, sees.
 
     Attributes:
         num_rows: rows in the data set.
-        world_size, per_device, accumulation: how a global batch is shared out.
+        num_readers, per_device, accumulation: how a global batch is shared out. A reader is a rank, or several that
+            share rows.
         seed: of the order; every epoch is a permutation of its own.
         lengths: tokens of each row, to put rows of like length into the same batch; None leaves the order random.
-        rows_a_step: of a global batch, where it is not as many as the ranks can take in `accumulation` forwards.
+        rows_a_step: of a global batch, where it is not as many as the readers can take in `accumulation` forwards.
     """
 
     num_rows: int
-    world_size: int
+    num_readers: int
     per_device: int
     accumulation: int
     seed: int
@@ -39,7 +40,7 @@ class DataOrder:
     def global_batch_size(self) -> int:
         if self.rows_a_step is not None:
             return self.rows_a_step
-        return self.world_size * self.per_device * self.accumulation
+        return self.num_readers * self.per_device * self.accumulation
 
     @property
     def steps_per_epoch(self) -> int:
@@ -52,15 +53,15 @@ class DataOrder:
         rows: list[int] = _epoch(self, epoch)[start : start + self.global_batch_size].tolist()
         return rows
 
-    def micro_batches(self, step: int, rank: int) -> list[list[int]]:
-        """Row numbers of each forward of `rank` in a step: equally many on all ranks, some of them perhaps empty."""
-        return share_out(self.global_batch(step), self.world_size, self.per_device, rank)
+    def micro_batches(self, step: int, reader: int) -> list[list[int]]:
+        """Row numbers of each forward of a reader in a step: equally many for all of them, some perhaps empty."""
+        return share_out(self.global_batch(step), self.num_readers, self.per_device, reader)
 
 
-def share_out(rows: list[int], world_size: int, per_device: int, rank: int) -> list[list[int]]:
-    """Each forward's rows on one rank: dealt out in turn, so that no rank gets two more than another."""
-    size = world_size * per_device
-    return [rows[start : start + size][rank::world_size] for start in range(0, len(rows), size)]
+def share_out(rows: list[int], num_readers: int, per_device: int, reader: int) -> list[list[int]]:
+    """Each forward's rows of one reader: dealt out in turn, so that none gets two more than another."""
+    size = num_readers * per_device
+    return [rows[start : start + size][reader::num_readers] for start in range(0, len(rows), size)]
 
 
 @lru_cache(maxsize=2)

@@ -83,11 +83,11 @@ def describe(origin: Any) -> str:
 
 
 def positions_in_batches(rows: Rows, order: DataOrder) -> int:
-    """Positions of the forwards of one epoch over all ranks, padding included."""
+    """Positions of the forwards of one epoch over all readers, padding included."""
     total = 0
     for step in range(order.steps_per_epoch):
-        for rank in range(order.world_size):
-            total += sum(_positions(rows, forward) for forward in order.micro_batches(step, rank))
+        for reader in range(order.num_readers):
+            total += sum(_positions(rows, forward) for forward in order.micro_batches(step, reader))
     return total
 
 

@@ -1,0 +1,262 @@
+"""Attention in rows that several ranks share: any of transformers' attentions, on some heads of the whole rows.
+
+It stands between a model and the attention that was chosen, in transformers' registry of such functions, and so serves
+every family whose attention goes by it. Masks are made of the whole rows too.
+
+Shape suffixes: B rows, S positions, L of them on this rank, H heads, G heads of keys and values, h and g of them on
+this rank, A head width.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from math import gcd, lcm
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from moe import ExpertMeshError, decoder_layers, without_computing
+from sharding import RowGroup
+from sharding.topology import divisors, either
+from training.attention import SHARED, attention_arguments, kinds_not_by_mask, kinds_of_layers, told_whether_packed
+from training.data import Batch, Sample, SharedRows, collate
+
+_BY_ITSELF = frozenset({"mlp", "moe"})
+"""Kinds of layers that have no attention, as they look at each token by itself."""
+
+_IN_MASK = frozenset({"position_ids"})
+"""Tensors that attention is handed and needs not: what they say is in the mask, or in the order of the positions."""
+
+
+def share_rows(model: Any, cp_size: int, packing: bool) -> None:
+    """Have a model's attention be that of whole rows, in place: in forwards that are told `sharers`, a `RowGroup`; in
+    others it stays what it was.
+
+    It is tried at once, in a forward on the meta device.
+
+    Args:
+        model: from `moe.build_model`, on the meta device.
+        cp_size: ranks that will share a row, or a multiple of their number.
+        packing: whether rows will hold several samples.
+
+    Raises:
+        ExpertMeshError: `cp_size` does not divide the heads; or a layer sees other tokens otherwise than by attention
+            that goes through transformers' interface.
+    """
+    if kinds := kinds_not_by_mask(model.config):
+        raise _refused(model, f"({', '.join(sorted(kinds))}) do")
+    if any(isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for part in decoder_layers(model).modules()):
+        raise _refused(model, "with a convolution do")
+    inner = model.config._attn_implementation
+    AttentionInterface.register(SHARED + inner, partial(shared_attention, inner))
+    if inner in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(SHARED + inner, partial(mask_of_whole_rows, inner))
+    model.config._attn_implementation = SHARED + inner
+    for module in model.modules():
+        if _looks_for_longest(module):
+            module.register_forward_pre_hook(_of_whole_rows, with_kwargs=True)
+            module.register_forward_hook(_of_this_run)
+    model.register_forward_pre_hook(_TellSharers(_tried(model, inner, cp_size, packing)), with_kwargs=True)
+
+
+def _refused(model: Any, which: str) -> ExpertMeshError:
+    return ExpertMeshError(
+        f"--cp-size: layers of {type(model).__name__} {which} not see other tokens by attention alone, and the tokens "
+        "of a shared row lie on several ranks; leave it out"
+    )
+
+
+def _looks_for_longest(module: nn.Module) -> bool:
+    """Whether it gives rotary positions of a kind that depends on the longest position of a forward."""
+    types = getattr(module, "rope_type", None)
+    kinds = types.values() if isinstance(types, dict) else [types]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def _of_whole_rows(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before it is called: with the positions of whole rows in place of this rank's."""
+    shared = _SHARED.get()
+    if shared is None:
+        return None
+    if "position_ids" in kwargs:
+        return args, kwargs | {"position_ids": shared.positions_BS}
+    return (args[0], shared.positions_BS, *args[2:]), kwargs
+
+
+def _of_this_run(rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """After it: of what it gave, this rank's positions."""
+    shared = _SHARED.get()
+    if shared is None:
+        return output
+    return tree_map_only(Tensor, lambda x_BSA: x_BSA.chunk(shared.sharers.size, dim=1)[shared.sharers.index], output)
+
+
+class _TellSharers:
+    """A hook on a model: takes `sharers` from the arguments of a forward, and leaves it with the attention modules, for
+    that forward and for what its backward computes again."""
+
+    def __init__(self, modules: list[Any]):
+        self.modules = modules
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        sharers = kwargs.pop("sharers", None)
+        for module in self.modules:
+            module.sharers = sharers
+        return args, kwargs
+
+
+@torch.no_grad()
+def _tried(model: Any, inner: str, cp_size: int, packing: bool) -> list[Any]:
+    """The modules that call attention in a forward of rows that are shared, of which the shapes alone are computed."""
+    sharers, modules, heads = RowGroup(cp_size, 0, None), [], 0
+
+    def remembered(module: Any, query_BHLA: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal heads
+        heads = gcd(heads, query_BHLA.shape[1])
+        modules.append(module)
+        module.sharers = None if query_BHLA.shape[1] % cp_size else sharers
+        return shared_attention(inner, module, query_BHLA, *args, **kwargs)
+
+    samples = [Sample.of_prompt([0] * 4 * cp_size, 1)] * 2
+    batch = collate([samples if packing else samples[:1]], sharers).to(torch.device("meta"))
+    with without_computing(model), masks_of(batch), told_whether_packed(batch):
+        AttentionInterface.register(SHARED + inner, remembered)
+        try:
+            arguments = attention_arguments(model, batch)
+            model(**arguments, input_ids=batch.tokens_BS, position_ids=batch.positions_BS, use_cache=False)
+        finally:
+            AttentionInterface.register(SHARED + inner, partial(shared_attention, inner))
+    if heads % cp_size:
+        raise ExpertMeshError(
+            f"--cp-size {cp_size} does not divide the {heads} attention heads of this model, of which each rank that "
+            f"shares a row takes some; use {either(divisors(heads))}"
+        )
+    kinds = kinds_of_layers(model.config.get_text_config())
+    for layer in decoder_layers(model):
+        if not (kinds & _BY_ITSELF or any(part in modules for part in layer.modules())):
+            raise _refused(model, f"({type(layer).__name__}) do")
+    return modules
+
+
+@contextmanager
+def masks_of(batch: Batch) -> Iterator[None]:
+    """Within it masks are those of a batch's whole rows, where it holds a run of each."""
+    token = _SHARED.set(batch.shared)
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
+_SHARED: ContextVar[SharedRows | None] = ContextVar("_SHARED", default=None)
+
+
+def mask_of_whole_rows(inner: str, **arguments: Any) -> Any:
+    """The mask for attention by `inner`, in the signature of transformers' mask functions; within `masks_of` rows that
+    are shared, of the whole rows."""
+    shared, function = _SHARED.get(), masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[inner]
+    if shared is None:
+        return function(**arguments)
+    length = arguments["q_length"] * shared.sharers.size
+    arguments |= {"q_length": length, "kv_length": length}
+    if shared.is_packed:
+        positions_BS = shared.positions_BS
+        before_BS = torch.cat([positions_BS[:, :1] - 1, positions_BS[:, :-1]], dim=1)
+        sample_BS = (positions_BS != before_BS + 1).cumsum(dim=1)
+        within = masking_utils.packed_sequence_compatibility_function
+        arguments["mask_function"] = within(arguments["mask_function"], positions_BS, sample_BS)
+        arguments["allow_is_causal_skip"] = False
+    return function(**arguments)
+
+
+def shared_attention(
+    inner: str,
+    module: Any,
+    query_BHLA: Tensor,
+    key_BGLA: Tensor,
+    value_BGLA: Tensor,
+    attention_mask: Any,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Attention by `inner`, in the signature of transformers' attention functions; (B, L, H, A) out, where A is the
+    width of the values. With `module.sharers` it is that of the whole rows.
+
+    Raises:
+        ExpertMeshError: the module gives its attention a tensor, or a mask, that is not of the whole rows.
+    """
+    group: RowGroup | None = getattr(module, "sharers", None)
+    changed: dict[str, Any] = {"config": _Seen(module.config, _attn_implementation=inner)}
+    if group is None:
+        seen = _Seen(module, **changed)
+        out_BLHA, _ = _function(inner, module)(seen, query_BHLA, key_BGLA, value_BGLA, attention_mask, **arguments)
+        return out_BLHA, None
+    num_heads, num_groups = query_BHLA.shape[1], key_BGLA.shape[1]
+    arguments = {name: _of_heads(module, name, value, num_heads, group) for name, value in arguments.items()}
+    if getattr(module, "sinks", None) is not None:
+        changed["sinks"] = _mine(module.sinks, group)
+    # of fewer heads than ranks, or ones that do not come out even, as many copies as let each rank have its own
+    copies = lcm(num_groups, group.size) // num_groups
+    if copies > 1:
+        key_BGLA, value_BGLA = (x.repeat_interleave(copies, dim=1) for x in (key_BGLA, value_BGLA))
+    query_BhSA, key_BgSA, value_BgSA = group.to_heads(query_BHLA, key_BGLA, value_BGLA)
+    changed["num_key_value_groups"] = query_BhSA.shape[1] // key_BgSA.shape[1]
+    mask = _mask_of_heads(module, attention_mask, num_heads, query_BhSA.shape[2], group)
+    seen = _Seen(module, **changed)
+    out_BShA, _ = _function(inner, module)(seen, query_BhSA, key_BgSA, value_BgSA, mask, **arguments)
+    return group.to_positions(out_BShA), None
+
+
+class _Seen:
+    """An attention module, or its config, as its attention function is to see it: itself, but for what is set here."""
+
+    def __init__(self, itself: Any, **changed: Any):
+        self._itself = itself
+        vars(self).update(changed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._itself, name)
+
+
+def _function(inner: str, module: Any) -> Callable[..., Any]:
+    if inner == "eager":
+        # each family has its own, beside its attention
+        eager: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        return eager
+    function: Callable[..., Any] = AttentionInterface()[inner]
+    return function
+
+
+def _of_heads(module: Any, name: str, value: Any, num_heads: int, group: RowGroup) -> Any:
+    """What attention is given beside queries, keys and values, for this rank's heads."""
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        return value
+    if name in _IN_MASK:
+        return None
+    if isinstance(value, Tensor) and value.shape == (num_heads,):
+        return _mine(value, group)
+    raise ExpertMeshError(
+        f"--cp-size {group.size}: {type(module).__name__} gives its attention {name}, of which it is not known how "
+        "ranks that share a row would share it; leave --cp-size out"
+    )
+
+
+def _mask_of_heads(module: Any, mask: Any, num_heads: int, length: int, group: RowGroup) -> Any:
+    if not isinstance(mask, Tensor):
+        return mask
+    if mask.shape[-1] not in (1, length):
+        raise ExpertMeshError(
+            f"--cp-size {group.size}: {type(module).__name__} gives its attention a mask of {mask.shape[-1]} "
+            f"positions, made otherwise than by transformers' mask functions, where whole rows have {length}; leave "
+            "--cp-size out"
+        )
+    return _mine(mask.transpose(0, 1), group).transpose(0, 1) if mask.shape[1] == num_heads > 1 else mask
+
+
+def _mine(of_heads: Tensor, group: RowGroup) -> Tensor:
+    """Of dim 0, this rank's part."""
+    return of_heads.chunk(group.size)[group.index]
