@@ -32,7 +32,7 @@ from sharding.planner.search import MICRO_BATCHES, Cluster, search, sweep
 from sharding.planner.setting import OPTIMIZERS, Setting
 from sharding.planner.shapes import ModelShape, read_config, shape_of_config
 from sharding.planner.table import print_plans, sweep_columns
-from sharding.topology import Topology, check_ep_size
+from sharding.topology import Topology, check_cp_size, check_ep_size
 from sharding.torchrun import read_environment
 
 
@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     mesh = commands.add_parser("mesh", help="which ranks form which group, and whether they work")
     mesh.add_argument("--world-size", type=int, help="ranks; default, under torchrun: its own")
     mesh.add_argument("--ep-size", type=int, required=True)
+    mesh.add_argument("--cp-size", type=int, default=1, help="ranks that share each row")
     mesh.add_argument("--dense-shard", choices=["full", "hybrid"], default="full")
     mesh.add_argument("--gpus-per-node", type=int, help="default 8; under torchrun, its ranks a node")
     mesh.add_argument("--num-experts", type=int, default=8, help="of the model")
@@ -209,7 +210,8 @@ def _mesh(arguments: argparse.Namespace) -> int:
     if world < 1:
         raise ExpertMeshError(f"--world-size {world}: must be 1 or more")
     check_ep_size(arguments.ep_size, world, arguments.num_experts)
-    topology = Topology(world, arguments.ep_size, arguments.dense_shard)
+    check_cp_size(arguments.cp_size, world)
+    topology = Topology(world, arguments.ep_size, arguments.dense_shard, arguments.cp_size)
     gpus_per_node = arguments.gpus_per_node or _torchrun_ranks_a_node() or 8
     if gpus_per_node < 1:
         raise ExpertMeshError(f"--gpus-per-node {gpus_per_node}: must be 1 or more")

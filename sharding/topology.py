@@ -121,7 +121,7 @@ def check_cp_size(cp_size: int, world_size: int) -> None:
     Raises:
         ExpertMeshError: `cp_size` does not divide the ranks; the message lists what would do.
     """
-    if world_size % cp_size:
+    if cp_size < 1 or world_size % cp_size:
         raise ExpertMeshError(
             f"--cp-size {cp_size} does not divide the {world_size} ranks; use {either(divisors(world_size))}"
         )

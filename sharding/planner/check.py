@@ -55,6 +55,8 @@ def check_groups(mesh: Mesh, row_bytes: int, device: torch.device) -> list[Group
         "dp": (mesh.dp.get_group(), _all_reduce),
         "all": (mesh.all_ranks.get_group(), _all_reduce),
     }
+    if mesh.sharers is not None and mesh.sharers.ranks is not None:
+        exchanges["cp"] = (mesh.sharers.ranks, _all_to_all)
     own: list[GroupSpeed] = []
     for name, (group, exchange) in exchanges.items():
         ranks = tuple(dist.get_process_group_ranks(group))

@@ -21,7 +21,9 @@ def picture(topology: Topology, gpus_per_node: int, num_experts: int, width: int
     """
     ep, dp, world = topology.ep_size, topology.dp_size, topology.world_size
     nodes = -(-world // gpus_per_node)
-    lines = [f"{world} ranks = dp {dp} x ep {ep}, {gpus_per_node} a node, {nodes} node{'s' * (nodes > 1)}", ""]
+    data = "" if topology.cp_size == 1 else f" = data {topology.data_size} x cp {topology.cp_size}"
+    where = f"{gpus_per_node} a node, {nodes} node{'s' * (nodes > 1)}"
+    lines = [f"{world} ranks = dp {dp} x ep {ep}{data}, {where}", ""]
     columns = MOST_COLUMNS
     grid = _grid(topology, gpus_per_node, num_experts, columns)
     while width is not None and max(map(len, grid)) > width and columns > LEAST_COLUMNS:
@@ -31,6 +33,9 @@ def picture(topology: Topology, gpus_per_node: int, num_experts: int, width: int
     replicas = [range(index * ep, (index + 1) * ep) for index in range(dp)]
     sharers = [range(index, world, ep) for index in range(ep)]
     lines += ["", *_groups("ep", "all-to-all of tokens", replicas, gpus_per_node, width)]
+    if topology.cp_size > 1:
+        readers = [range(start, start + topology.cp_size) for start in range(0, world, topology.cp_size)]
+        lines += _groups("cp", "share rows, attention by heads", readers, gpus_per_node, width)
     lines += _groups("dp", "the same experts, sharded among them", sharers, gpus_per_node, width)
     if topology.dense_shard == "hybrid":
         lines.append("dense parameters: sharded within each ep group, a replica in each; summed up over the dp groups")

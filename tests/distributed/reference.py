@@ -45,7 +45,8 @@ class Case:
     """One comparison. `samples` are spread over ranks as the data order does, in one global batch each step.
 
     `changes` are to the model's config, `settings` to the run's. `family`: of the model, as transformers names it.
-    `frozen`: a pattern of the names that what --freeze names has in transformers' model.
+    `frozen`: a pattern of the names that what --freeze names has in transformers' model. `attention`: ours, where it is
+    not auto (Mixtral's) or eager (other families').
     """
 
     samples: list[Sample]
@@ -61,6 +62,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     family: str = "mixtral"
     frozen: str = ""
+    attention: str = ""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any,
     """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group."""
     source = open_source(path)
     config = train_config(**case.settings)
-    model: Any = source.build("eager" if case.family != "mixtral" else "auto")
+    model: Any = source.build(case.attention or ("auto" if case.family == "mixtral" else "eager"))
     use_kernel(model, FP8 if case.kernel == FP8.name else KERNELS[case.kernel])
     if config.freeze:
         freeze(model, config.freeze)

@@ -46,6 +46,19 @@ def test_rows_travel_in_a_group_of_their_own(topology: Topology) -> None:
         assert mesh.exchange.group_name not in [group.group_name for group in of_fsdp]
 
 
+@pytest.mark.parametrize("topology", [Topology(8, 4, "full", 4), Topology(8, 8, "hybrid", 2)], ids=str)
+def test_rows_are_shared_by_neighbours(topology: Topology) -> None:
+    """In a group that nothing else uses: what goes to experts, and parameters, may be under way at the same time."""
+    with fake_mesh(topology, rank=5) as mesh:
+        assert mesh.sharers is not None
+        assert mesh.sharers.ranks is not None
+        assert (mesh.sharers.size, mesh.sharers.index) == (topology.cp_size, 5 % topology.cp_size)
+        first = 5 - mesh.sharers.index
+        assert dist.get_process_group_ranks(mesh.sharers.ranks) == list(range(first, first + topology.cp_size))
+        others = [mesh.exchange, mesh.ep.get_group(), mesh.all_ranks.get_group()]
+        assert mesh.sharers.ranks.group_name not in [group.group_name for group in others]
+
+
 def test_its_time_limit_and_its_name(ranks: RankPool) -> None:
     for topology in (Topology(4, 4), Topology(4, 2, "hybrid"), Topology(4, 2)):
         told = (timedelta(seconds=77), "all_gather over ep of Float [2]")

@@ -176,6 +176,15 @@ def test_picture_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ep-size 3 does not divide the 8 experts" in capsys.readouterr().err
 
 
+def test_picture_of_shared_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mesh", "--world-size", "16", "--ep-size", "8", "--cp-size", "4", "--gpus-per-node", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "16 ranks = dp 2 x ep 8 = data 4 x cp 4, 2 a node" in out
+    assert "cp: 4 groups of 4 (share rows, attention by heads), 4 of them cross nodes\n  0 1 2 3   crosses" in out
+    assert main(["mesh", "--world-size", "16", "--ep-size", "8", "--cp-size", "3"]) == 2
+    assert "--cp-size 3 does not divide the 16 ranks; use 1, 2, 4, 8 or 16" in capsys.readouterr().err
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -272,7 +281,7 @@ def measure_groups() -> tuple[list[GroupSpeed], Any]:
     from sharding import build_mesh
 
     device = torch.device("cpu")
-    speeds = check_groups(build_mesh("cpu", Topology(4, 2)), 256, device)
+    speeds = check_groups(build_mesh("cpu", Topology(4, 2, "full", 4)), 256, device)
     return speeds, measured_hardware(speeds, 2, device)
 
 
@@ -281,7 +290,11 @@ def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
     for speeds, _ in results:
         assert speeds == results[0][0]
         found = {(speed.name, speed.ranks) for speed in speeds}
-        assert found == {("ep", (0, 1)), ("ep", (2, 3)), ("dp", (0, 2)), ("dp", (1, 3)), ("all", (0, 1, 2, 3))}
+        everyone = (0, 1, 2, 3)
+        assert found == {
+            *(("ep", (0, 1)), ("ep", (2, 3)), ("dp", (0, 2)), ("dp", (1, 3))),
+            *(("all", everyone), ("cp", everyone)),
+        }
         assert all(speed.latency > 0 and speed.bandwidth > 0 for speed in speeds)
     hardware = results[0][1]
     # ranks 0 and 1 share a node: the ep groups are inside, the others cross

@@ -30,6 +30,13 @@ def test_every_row_has_one_owner(topology: Topology, num_rows: int, layout: Layo
     assert held == set(range(num_rows))
 
 
+def test_shared_rows_leave_parameters_where_they_are() -> None:
+    shared, alone = Topology(8, 4, "full", 2), Topology(8, 4)
+    for layout in (DENSE, EXPERT, REPLICATED):
+        assert list(shared.owners(24, layout)) == list(alone.owners(24, layout))
+    assert (shared.data_size, [shared.data_index(rank) for rank in range(8)]) == (4, [0, 0, 1, 1, 2, 2, 3, 3])
+
+
 def test_more_ranks_than_rows() -> None:
     assert [len(Topology(4, 1).rows(2, DENSE, rank)) for rank in range(4)] == [1, 1, 0, 0]
 
