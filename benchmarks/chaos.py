@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ep-size", type=int, default=2)
+    parser.add_argument("--cp-size", type=int, default=1, help="ranks that share each row")
     parser.add_argument("--steps", type=int, default=200, help="of the whole run; a checkpoint is saved after each")
     parser.add_argument(
         "--adapter", choices=("none", "lora"), default="none", help="lora: train adapters, and merge them"
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
         directory = Path(name)
         make_inputs(directory / "model", directory / "data.jsonl", num_rows=ROWS)
         print(
-            f"{arguments.ranks} ranks, ep {arguments.ep_size}, {arguments.steps} steps, a checkpoint after each, "
+            f"{arguments.ranks} ranks, ep {arguments.ep_size}, cp {arguments.cp_size}, {arguments.steps} steps, a checkpoint after each, "
             f"{arguments.kills} kills, seed {arguments.seed}",
             flush=True,
         )
@@ -103,7 +104,7 @@ def train_flags(directory: Path, out: Path, arguments: argparse.Namespace, save_
     return [
         "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
         "--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl"), "--output-dir", str(out),
-        "--ep-size", str(arguments.ep_size), "--max-steps", str(arguments.steps),
+        "--ep-size", str(arguments.ep_size), "--cp-size", str(arguments.cp_size), "--max-steps", str(arguments.steps),
         "--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "2", "--learning-rate", "1e-3",
         "--save-steps", str(save_steps), "--save-total-limit", "3", "--resume", "auto",
         *(("--adapter", "lora", "--merge") if arguments.adapter == "lora" else ()),

@@ -61,6 +61,7 @@ class Bench:
     ranks: int
     steps: int
     rng: random.Random
+    cp_size: int = 1
     run_whole: Callable[[int, list[str]], Run] | None = None
     undisturbed: dict[tuple[str, ...], Path] = field(default_factory=dict)
 
@@ -82,7 +83,8 @@ class Bench:
         return [
             "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
             "--model", str(self.directory / "model"), "--dataset", str(self.directory / "data.jsonl"),
-            "--output-dir", str(out), "--ep-size", str(self.ep_size), "--max-steps", str(self.steps),
+            "--output-dir", str(out), "--ep-size", str(self.ep_size), "--cp-size", str(self.cp_size),
+            "--max-steps", str(self.steps),
             "--per-device-train-batch-size", "4", "--learning-rate", "1e-3", "--save-steps", "2", "--resume", "auto",
             *more,
         ]  # fmt: skip
@@ -181,8 +183,9 @@ def dies(bench: Bench) -> Outcome:
 def dies_again_and_again(bench: Bench) -> Outcome:
     """Ranks are killed at random moments, during saves included, under --max-restarts."""
     arguments = argparse.Namespace(
-        ranks=bench.ranks, ep_size=bench.ep_size, steps=60, seed=bench.rng.random(), kills=5, timeout=1200
-    )
+        ranks=bench.ranks, ep_size=bench.ep_size, cp_size=bench.cp_size, adapter="none", steps=60,
+        seed=bench.rng.random(), kills=5, timeout=1200,
+    )  # fmt: skip
     out, whole = bench.new_output(), bench.new_output()
     kills, _ = run_and_kill(bench.directory, out, arguments)
     if len(kills) != arguments.kills:
@@ -299,7 +302,7 @@ def fills_the_disk(bench: Bench) -> Outcome:
 def loses_a_node(bench: Bench) -> Outcome:
     """One of two nodes is gone for good: torchrun --nnodes 1:2 --max-restarts 3, --elastic."""
     out = bench.new_output()
-    node = Bench(bench.directory, bench.ranks // 2, bench.steps, bench.rng)
+    node = Bench(bench.directory, bench.ranks // 2, bench.steps, bench.rng, bench.cp_size)
     flags = ("--elastic", "--ep-size", str(bench.ep_size))
     rendezvous = (
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29533", "--rdzv-id", str(bench.rng.random()),
@@ -407,6 +410,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=None, metavar="FAULT", help=", ".join(FAULTS))
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--cp-size", type=int, default=1, help="ranks that share each row")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--short", action="store_true", help="the most telling faults, once each, on two ranks")
@@ -416,10 +420,11 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
         arguments.times, arguments.ranks, arguments.steps = 1, 2, 6
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         rng = random.Random(arguments.seed)
-        bench = Bench(Path(directory), arguments.ranks, arguments.steps, rng, run_whole)
+        bench = Bench(Path(directory), arguments.ranks, arguments.steps, rng, arguments.cp_size, run_whole)
         make_inputs(bench.directory / "model", bench.directory / "data.jsonl", num_rows=ROWS)
         print(
-            f"{bench.ranks} ranks, ep {bench.ep_size}, {bench.steps} steps, a checkpoint every 2, seed {arguments.seed}"
+            f"{bench.ranks} ranks, ep {bench.ep_size}, cp {bench.cp_size}, {bench.steps} steps, a checkpoint every 2, "
+            f"seed {arguments.seed}"
         )
         results = [inject_and_check(FAULTS[name], arguments.times, bench) for name in names]
     return 0 if all(results) else 1

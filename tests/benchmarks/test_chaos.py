@@ -14,7 +14,18 @@ from benchmarks import chaos
 def test_killed_ranks_lose_nothing(
     run_whole: Callable[[int, list[str]], chaos.Run], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--kills", "2", "--steps", "12", "--timeout", "400", "--json", str(tmp_path / "figures.json")]
+    flags = [
+        "--kills",
+        "2",
+        "--cp-size",
+        "2",
+        "--steps",
+        "12",
+        "--timeout",
+        "400",
+        "--json",
+        str(tmp_path / "figures.json"),
+    ]
     code = chaos.main(flags, run_whole)
     printed = capfd.readouterr()
     assert code == 0, printed.out + printed.err

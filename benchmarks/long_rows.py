@@ -1,0 +1,229 @@
+"""What ranks that share rows hold and take: `python -m benchmarks.long_rows --ranks 4`.
+
+Whole training steps (forward, backward, clipping, AdamW) of a random Mixtral on the same global batch, a row a rank, at
+--cp-size 1, 2 and 4, in turn in every round. With N ranks a row, a step is N forwards of one row for N ranks. Losses
+must agree or the run is void.
+
+    activations   most bytes of tensors at once in one forward and backward, less those with a row of a token a rank:
+                  gathered parameters and gradients are as many, however long a row; of the rank with most
+    tokens/CPU-s  of all ranks together; steadier than wall time where ranks share cores
+    evenness      CPU time of the rank with least over that of the rank with most, in one step
+
+Transformers' own ways to share rows, by accelerate's ParallelismConfig, are torch's context_parallel (a ring around
+the flash, memory-efficient and cuDNN kernels of GPUs) and DeepSpeed's: neither runs on a CPU, and none is an arm here.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoints import open_source, shard_and_load
+from moe import choose_kernel, kernel_needs, use_kernel
+from moe.terminal import ends_with_reader
+from moe.whole import whole
+from sharding import Checkpointing, Mesh, Ranks, Strategy, Topology, build_mesh, end_process_group, start_process_group
+from sharding.planner.columns import Column, open_console, print_table
+from training import TrainConfig, attach_loss_head, share_rows
+from training.balance import LossWeights
+from training.data import Batch, DataOrder, Sample, collate
+from training.optimizer import build_optimizer
+from training.rehearsal.live import LiveTensors
+from training.step import compute_gradients, train_step
+
+NO_LOSSES = LossWeights(0.0, 0.0)
+TOLERANCE = 1e-4
+"""Of losses, between arms."""
+
+
+@dataclass
+class Figures:
+    """Of one arm at one length. activations: bytes. cpu_seconds: of each step, rank by rank."""
+
+    activations: int = 0
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[list[float]] = field(default_factory=list)
+
+
+@ends_with_reader
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ep-size", type=int, default=4)
+    parser.add_argument("--cp-sizes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384], help="tokens a row")
+    parser.add_argument("--gradient-checkpointing", choices=["none", "full", "selective"], default="none")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--intermediate-size", type=int, default=448)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
+    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        return measure(arguments.worker, arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command += [str(arguments.ranks), "-m", "benchmarks.long_rows", "--worker", directory, *sys.argv[1:]]
+        save_model(Path(directory) / "model", arguments)
+        subprocess.run(command, check=True, timeout=3000, env={"OMP_NUM_THREADS": "1", **os.environ})
+        figures = json.loads((Path(directory) / "figures.json").read_text())
+    print_figures(figures)
+    if arguments.json is not None:
+        with whole(arguments.json) as partial:
+            partial.write_text(json.dumps(figures, indent=2))
+    return 0
+
+
+def save_model(path: Path, arguments: argparse.Namespace) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.hidden_size,
+        intermediate_size=arguments.intermediate_size,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        max_position_embeddings=max(arguments.lengths),
+    )
+    torch.manual_seed(0)
+    MixtralForCausalLM(config).save_pretrained(path)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One --cp-size: a model on the ranks, its optimizer and its mesh."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    mesh: Mesh
+
+    def batches(self, rows: Sequence[Sequence[int]], ranks: Ranks) -> list[Batch]:
+        """This rank's part of a global batch, in forwards of a row."""
+        topology = self.mesh.topology
+        order = DataOrder(len(rows), topology.data_size, 1, topology.cp_size, seed=0)
+        forwards = order.micro_batches(0, topology.data_index(ranks.rank))
+        samples = [[[Sample.of_prompt(list(rows[row]), 0)] for row in forward] for forward in forwards]
+        return [collate(forward, self.mesh.sharers).to(ranks.device) for forward in samples]
+
+
+def build_arm(directory: Path, cp_size: int, arguments: argparse.Namespace, ranks: Ranks) -> Arm:
+    device = ranks.device.type
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    checkpointing: Checkpointing = arguments.gradient_checkpointing
+    source = open_source(directory / "model")
+    model: Any = source.build("sdpa")
+    use_kernel(model, choose_kernel("auto", kernel_needs(model, device, dtype)).kernel)
+    if cp_size > 1:
+        share_rows(model, cp_size, packing=False)
+    attach_loss_head(model, "chunked")
+    mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size, "full", cp_size))
+    shard_and_load(model, source, mesh, ranks.device, dtype, Strategy(checkpointing))
+    config = TrainConfig(model="-", dataset=["-"], learning_rate=1e-5)
+    return Arm(model, build_optimizer(model.train(), config, mesh), mesh)
+
+
+def measure(directory: Path, arguments: argparse.Namespace) -> int:
+    """On each rank: at each length the arms in turn, round after round."""
+    ranks = start_process_group(use_cpu=not torch.cuda.is_available(), timeout_seconds=600)
+    arms = {cp_size: build_arm(directory, cp_size, arguments, ranks) for cp_size in arguments.cp_sizes}
+    generator = torch.Generator().manual_seed(0)
+    found: dict[int, dict[int, Figures]] = {}
+    for length in arguments.lengths:
+        rows = torch.randint(0, arguments.vocabulary, (ranks.world_size, length), generator=generator).tolist()
+        figures = {cp_size: Figures(activations_of(arm, rows, ranks)) for cp_size, arm in arms.items()}
+        for step in range(-1, arguments.rounds):  # the first round only warms up
+            for cp_size, arm in arms.items():
+                take_step(arm, arm.batches(rows, ranks), figures[cp_size] if step >= 0 else Figures(), ranks)
+        found[length] = figures
+    if ranks.rank == 0:
+        parameters = sum(p.numel() for p in arms[arguments.cp_sizes[0]].model.parameters()) / 1e6
+        setting = (
+            f"{ranks.world_size} ranks, ep {arguments.ep_size}, {ranks.device.type}, {parameters:.1f} M parameters "
+            f"({arguments.layers} layers of width {arguments.hidden_size}), {arguments.gradient_checkpointing} "
+            f"checkpointing, a row a rank and step, torch {torch.__version__}, {os.cpu_count()} cores; median of "
+            f"{arguments.rounds} rounds, arms interleaved"
+        )
+        lengths = {length: {cp: vars(figures) for cp, figures in arms.items()} for length, arms in found.items()}
+        (directory / "figures.json").write_text(json.dumps({"setting": setting, "lengths": lengths}))
+    end_process_group()
+    return 0
+
+
+def activations_of(arm: Arm, rows: Sequence[Sequence[int]], ranks: Ranks) -> int:
+    """Bytes, on the rank that holds most."""
+    peaks = []
+    for some in ([row[: ranks.world_size] for row in rows], rows):
+        (batch, *_) = arm.batches(some, ranks)
+        with LiveTensors([]) as live:
+            compute_gradients(arm.model, [batch], NO_LOSSES)
+        arm.optimizer.zero_grad()
+        peaks.append(live.peak)
+    most = torch.tensor(peaks[1] - peaks[0], device=ranks.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
+
+
+def take_step(arm: Arm, batches: list[Batch], figures: Figures, ranks: Ranks) -> None:
+    dist.barrier()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    result = train_step(arm.model, arm.optimizer, batches, arm.mesh, NO_LOSSES, 1.0)
+    spent = torch.zeros(ranks.world_size, dtype=torch.float64, device=ranks.device)
+    spent[ranks.rank] = time.process_time() - cpu_begin
+    dist.all_reduce(spent)
+    figures.losses.append(result.loss)
+    figures.seconds.append(time.perf_counter() - begin)
+    figures.cpu_seconds.append(spent.tolist())
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """
+    Raises:
+        SystemExit: arms have computed different losses.
+    """
+    print(figures["setting"])
+    table: dict[str, list[str]] = {
+        name: []
+        for name in ("tokens a row", "cp", "activations\na rank, MB", "x cp 1", "tokens/\nCPU-s", "x  cp 1", "evenness")
+    }
+    for length, arms in figures["lengths"].items():
+        first, *_ = arms.values()
+        for cp_size, f in arms.items():
+            off = max(abs(a / b - 1) for a, b in zip(f["losses"], first["losses"], strict=True))
+            if off > TOLERANCE:
+                raise SystemExit(f"void: at {length} tokens a row the loss at cp {cp_size} is {off:.2%} off")
+            speeds, of_first = speeds_of(f, int(length)), speeds_of(first, int(length))
+            ratio = statistics.median(a / b for a, b in zip(speeds, of_first, strict=True))
+            evenness = statistics.median(min(step) / max(step) for step in f["cpu_seconds"])
+            cells = (
+                *(f"{int(length):,}", cp_size, f"{f['activations'] / 1e6:,.1f}"),
+                f"{f['activations'] / first['activations']:.3f}",
+                *(f"{statistics.median(speeds):,.0f}", f"{ratio:.2f}", f"{evenness:.2f}"),
+            )
+            for column, cell in zip(table.values(), cells, strict=True):
+                column.append(cell)
+    print_table(open_console(), [Column(name, cells) for name, cells in table.items()])
+
+
+def speeds_of(arm: dict[str, Any], length: int) -> list[float]:
+    """Tokens a CPU-second, step by step."""
+    return [len(step) * length / sum(step) for step in arm["cpu_seconds"]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
