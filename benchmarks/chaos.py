@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
         directory = Path(name)
         make_inputs(directory / "model", directory / "data.jsonl", num_rows=ROWS)
         print(
-            f"{arguments.ranks} ranks, ep {arguments.ep_size}, cp {arguments.cp_size}, {arguments.steps} steps, a checkpoint after each, "
-            f"{arguments.kills} kills, seed {arguments.seed}",
+            f"{arguments.ranks} ranks, ep {arguments.ep_size}, cp {arguments.cp_size}, {arguments.steps} steps, "
+            f"a checkpoint after each, {arguments.kills} kills, seed {arguments.seed}",
             flush=True,
         )
         undisturbed = directory / "undisturbed"

@@ -9,8 +9,9 @@ must agree or the run is void.
     tokens/CPU-s  of all ranks together; steadier than wall time where ranks share cores
     evenness      CPU time of the rank with least over that of the rank with most, in one step
 
-Transformers' own ways to share rows, by accelerate's ParallelismConfig, are torch's context_parallel (a ring around
-the flash, memory-efficient and cuDNN kernels of GPUs) and DeepSpeed's: neither runs on a CPU, and none is an arm here.
+Transformers' own ways to share rows, by accelerate's ParallelismConfig, are torch's context_parallel, which knows the
+attention kernels of GPUs alone (on a CPU: "_scaled_dot_product_flash_attention_for_cpu does not have a sharding
+strategy registered"), and DeepSpeed's: none is an arm here.
 """
 
 import argparse

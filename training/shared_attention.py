@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe import ExpertMeshError, decoder_layers, without_computing
 from sharding import RowGroup
@@ -49,9 +50,9 @@ def share_rows(model: Any, cp_size: int, packing: bool) -> None:
             that goes through transformers' interface.
     """
     if kinds := kinds_not_by_mask(model.config):
-        raise _refused(model, f"({', '.join(sorted(kinds))}) do")
+        raise _refused(model, f"({', '.join(sorted(kinds))})")
     if any(isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for part in decoder_layers(model).modules()):
-        raise _refused(model, "with a convolution do")
+        raise _refused(model, "with a convolution")
     inner = model.config._attn_implementation
     AttentionInterface.register(SHARED + inner, partial(shared_attention, inner))
     if inner in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS:
@@ -66,7 +67,7 @@ def share_rows(model: Any, cp_size: int, packing: bool) -> None:
 
 def _refused(model: Any, which: str) -> ExpertMeshError:
     return ExpertMeshError(
-        f"--cp-size: layers of {type(model).__name__} {which} not see other tokens by attention alone, and the tokens "
+        f"--cp-size: layers of {type(model).__name__} {which} see other tokens otherwise than by attention, and those "
         "of a shared row lie on several ranks; leave it out"
     )
 
@@ -93,7 +94,8 @@ def _of_this_run(rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     shared = _SHARED.get()
     if shared is None:
         return output
-    return tree_map_only(Tensor, lambda x_BSA: x_BSA.chunk(shared.sharers.size, dim=1)[shared.sharers.index], output)
+    size, index = shared.sharers.size, shared.sharers.index
+    return tree_map_only(Tensor, lambda x_BSA: x_BSA.chunk(size, dim=1)[index].contiguous(), output)
 
 
 class _TellSharers:
@@ -129,6 +131,13 @@ def _tried(model: Any, inner: str, cp_size: int, packing: bool) -> list[Any]:
         try:
             arguments = attention_arguments(model, batch)
             model(**arguments, input_ids=batch.tokens_BS, position_ids=batch.positions_BS, use_cache=False)
+        except ExpertMeshError:
+            raise
+        except Exception as error:
+            raise ExpertMeshError(
+                f"--cp-size {cp_size}: {type(model).__name__} does not run on rows that ranks share: "
+                f"{type(error).__name__}: {error}; leave it out"
+            ) from error
         finally:
             AttentionInterface.register(SHARED + inner, partial(shared_attention, inner))
     if heads % cp_size:
@@ -139,7 +148,7 @@ def _tried(model: Any, inner: str, cp_size: int, packing: bool) -> list[Any]:
     kinds = kinds_of_layers(model.config.get_text_config())
     for layer in decoder_layers(model):
         if not (kinds & _BY_ITSELF or any(part in modules for part in layer.modules())):
-            raise _refused(model, f"({type(layer).__name__}) do")
+            raise _refused(model, f"({type(layer).__name__})")
     return modules
 
 
@@ -227,7 +236,7 @@ def _function(inner: str, module: Any) -> Callable[..., Any]:
         # each family has its own, beside its attention
         eager: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         return eager
-    function: Callable[..., Any] = AttentionInterface()[inner]
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[inner]
     return function
 
 
