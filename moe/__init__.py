@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         use_kernel,
     )
     from moe.original import original_dmoe
+    from moe.rope import RopeScaling, check_rope, read_rope_scaling, with_rope_scaling
     from moe.routing import RouterStats
     from moe.shape import MoEShape
 else:
@@ -53,6 +54,7 @@ __all__ = [
     "Needs",
     "ParameterCounts",
     "Precision",
+    "RopeScaling",
     "RouterStats",
     "active_parameters",
     "add_adapters",
@@ -60,6 +62,7 @@ __all__ = [
     "check_config",
     "check_kernel",
     "check_kernel_name",
+    "check_rope",
     "choose_kernel",
     "count_parameters",
     "decoder_layers",
@@ -73,6 +76,7 @@ __all__ = [
     "moe_shape",
     "original_dmoe",
     "outdate_working_weights",
+    "read_rope_scaling",
     "router_prefixes",
     "router_z_loss",
     "settled_attention",
@@ -81,4 +85,5 @@ __all__ = [
     "take_stats",
     "training_flops",
     "use_kernel",
+    "with_rope_scaling",
 ]

@@ -166,6 +166,10 @@ def test_what_fails_is_told_with_its_layer(
         (["--freeze", "nothing-like-it"], "--freeze nothing-like-it"),
         (["--learning-rat", "1"], "unknown flag --learning-rat"),
         (["--packing", "--samples-per-row", "40"], "--samples-per-row 40: samples of 1 tokens"),
+        (
+            ["--rope-scaling", '{"sliding": {"rope_type": "yarn", "factor": 4}}'],
+            "--rope-scaling: all layers of this model",
+        ),
         (["--gpus", "15", "--ep-size", "15"], "--ep-size 15"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
