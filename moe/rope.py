@@ -48,7 +48,7 @@ _NEEDED: dict[str, dict[str, _Kind]] = {
     "longrope": {"factor": _FACTOR, "short_factor": _NUMBERS, "long_factor": _NUMBERS},
 }
 _OF_YARN = {
-    **dict.fromkeys((_ORIGINAL,), _COUNT),
+    _ORIGINAL: _COUNT,
     **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _NUMBER),
     "truncate": _SWITCH,
 }

@@ -128,6 +128,11 @@ class TrainConfig:
         "Of so many layers selective checkpointing keeps experts' first products too: less computed again in backward, "
         "for more memory.",
     )
+    offload_activations: bool = _flag(
+        False,
+        "With --gradient-checkpointing: keep each layer's input in host memory from forward to backward. Copied beside "
+        "computing on a GPU.",
+    )
     compile: bool = _flag(False, "Compile attention and norms by torch.compile.", aliases=["--torch-compile"])
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
     tf32: bool = _flag(
@@ -303,6 +308,11 @@ class TrainConfig:
                 f"--keep-expert-products {self.keep_expert_products}: is for --gradient-checkpointing selective, not "
                 f"{self.gradient_checkpointing}"
             )
+        if self.offload_activations and self.gradient_checkpointing == "none":
+            raise ExpertMeshError(
+                "--offload-activations: without checkpointing a layer keeps far more than its input; add "
+                "--gradient-checkpointing full or selective"
+            )
         if self.overlap_chunks > 1 and self.ep_size == 1:
             raise ExpertMeshError(
                 f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 no row travels; leave it out"
@@ -430,6 +440,7 @@ class TrainConfig:
             self.offload,
             self.reshard_after_forward,
             self.overlap_chunks,
+            self.offload_activations,
         )
 
     @property

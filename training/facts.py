@@ -38,7 +38,8 @@ def first_lines(
         f"attention {_attention(model)}, cross-entropy {loss_head(model).kind}"
         + (", fp32 products in TF32" if config.tf32 else "")
         + (", compiled attention and norms" if config.compile else "")
-        + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing"),
+        + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing")
+        + (", layers' inputs in host memory" if config.offload_activations else ""),
         *_rope(config, source),
         *how,
     ]

@@ -83,6 +83,7 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
             ["--expert-precision", "fp8", "--bf16", "--adapter", "lora", "--base-dtype", "nf4"],
             "--expert-precision fp8: would round twice what --base-dtype nf4 holds",
         ),
+        (["--offload-activations"], "--offload-activations: .*; add --gradient-checkpointing full or selective"),
         (["--lora-targets", ""], "--lora-targets: what is to have adapters?"),
         (["--rope-scaling", "yarn"], "--rope-scaling yarn: the factor must be a number from 1 on, as in yarn:4"),
         (["--profile", "5-"], "--profile 5-: give steps, counted from 1, and ranges of them: 5, 5-7 or 5,9"),
