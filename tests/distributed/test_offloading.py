@@ -4,6 +4,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,21 @@ from training.step import compute_gradients, token_loss_sum
 SAMPLES = random_samples([5, 9, 7, 3, 12, 4, 8, 6])
 MODES: tuple[Checkpointing, ...] = ("full", "selective")
 LAYERS = 4
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "biases": {"family": "gpt_oss"},
+    "in bf16": {"compute_dtype": torch.bfloat16},
+    # the first layer's input has no gradient
+    "adapters": {"settings": {"adapter": "lora", "lora_rank": 4, "lora_dropout": 0.2}},
+}
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_no_bit_changes(ranks: RankPool, tmp_path: Path, family: str, world_size: int) -> None:
-    hf_model(Case(SAMPLES, family=family), seed=1).save_pretrained(tmp_path)
-    for by_mode in ranks.run(_gradients, world_size, tmp_path, family):
+def test_no_bit_changes(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
+    case = Case(SAMPLES, accumulation=2, **KINDS[kind])
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    for by_mode in ranks.run(_gradients, world_size, tmp_path, case):
         for (loss, grads, _), (offloaded_loss, offloaded, num_kept) in by_mode:
             assert num_kept == 2 * decoder_depth(tmp_path), "of two forwards"
             assert offloaded_loss == loss
@@ -43,16 +52,17 @@ def decoder_depth(path: Path) -> int:
     return depth
 
 
-def _gradients(path: Path, family: str) -> list[list[tuple[float, dict[str, Tensor], int]]]:
+def _gradients(path: Path, case: Case) -> list[list[tuple[float, dict[str, Tensor], int]]]:
     """By mode, without and with: loss, gradients, how many inputs went to host memory."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     topology, found = Topology(world_size, world_size), list[list[Any]]()
     for mode in MODES:
         found.append([])
         for offload in (False, True):
-            settings = {"gradient_checkpointing": mode, "offload_activations": offload}
-            case = Case(SAMPLES, accumulation=2, family=family, gradient_checkpointing=mode, settings=settings)
+            settings = {**case.settings, "gradient_checkpointing": mode, "offload_activations": offload}
+            case = replace(case, gradient_checkpointing=mode, settings=settings)
             model, _, _ = sharded_model(path, topology, case)
+            torch.manual_seed(rank)
             with counting_copies() as copies:
                 result = compute_gradients(model.train(), my_batches(case, topology, rank), LossWeights(0.0, 0.0))
             grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
