@@ -72,7 +72,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
 
     watchdog.at("the checks before training", limited=False)
     with sharding.raise_together():
-        source = checkpoints.open_source(checkpoints.resolve_model(config.model))
+        source = checkpoints.open_source(checkpoints.resolve_model(config.model), config.rope)
     with sharding.raise_together():
         model, trained = build(config, source, ranks)
     num_experts = moe.moe_shape(model).num_experts
@@ -204,7 +204,7 @@ def prepare_adapters(
     sharding.fill_adapters(model, topology, config.seed)
     if config.init_adapter and resume_from is None:
         names, lora = checkpoints.Names(model), training.lora_of(config)
-        checkpoints.load_adapter(model, Path(config.init_adapter), names, topology, lora)
+        checkpoints.load_adapter(model, Path(config.init_adapter), names, topology, lora, config.rope)
     return base
 
 

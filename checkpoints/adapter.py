@@ -1,6 +1,8 @@
 """Adapters as PEFT's directories hold them: written from a sharded model, and read for going on or for merging.
 
     adapter_config.json, adapter_model.safetensors (see `checkpoints.peft_format`)
+    rope_scaling.json                              where the base was trained with positions stretched, as PEFT has no
+                                                   place for it: what `moe.read_rope_scaling` reads
 
 Shape suffixes: E experts, r rank.
 """
@@ -40,12 +42,12 @@ from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint, read_header, read_json
 from checkpoints.tensors import DTYPE_CODES
 from checkpoints.verify import Comparison
-from moe import DroplessExperts, ExpertMeshError, Lora
+from moe import DroplessExperts, ExpertMeshError, Lora, RopeScaling, read_rope_scaling
 from moe.adapters import A, B
 from moe.whole import whole
 from sharding import Topology, adapters_of, raise_together
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, ROPE = "adapter_config.json", "adapter_model.safetensors", "rope_scaling.json"
 Form = Literal["auto", "per-expert", "packed"]
 _PAIRS_KEPT = 4
 """Gate, up and down of a layer's experts, and a linear layer's."""
@@ -92,8 +94,20 @@ def export_adapter(
         if partial is not None:
             with whole(partial / CONFIG) as file:
                 file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if (scaling := checkpoint.source.rope_scaling) is not None:
+                (partial / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
+
+
+def read_rope(path: Path) -> RopeScaling | None:
+    """How the positions of the model are stretched that an adapter in a directory is for.
+
+    Raises:
+        ExpertMeshError: the file that says so is damaged.
+    """
+    file = path / ROPE
+    return read_rope_scaling(json.dumps(read_json(file)), str(file)) if file.exists() else None
 
 
 def _not_adapted(model: nn.Module, plan: "_Plan") -> set[str]:
@@ -243,6 +257,8 @@ def describe_adapter(path: Path, list_tensors: bool) -> Iterator[str]:
     yield f"numbers     {numbers:,}, of them {experts:,} in tensors of experts"
     yield f"tensors     {len(infos):,}: {', '.join(dtypes)}"
     yield f"files       1, {(path / WEIGHTS).stat().st_size / 1e9:,.2f} GB"
+    if (scaling := read_rope(path)) is not None:
+        yield f"rope        for positions scaled by {json.dumps(scaling.as_json())}"
     if list_tensors:
         for name, info in infos.items():
             yield f"  {name}  {list(info.shape)}"
@@ -252,12 +268,15 @@ def compare_adapters(a: Path, b: Path, rtol: float | None) -> Comparison:
     """Hold the tensors of two adapters against one another by name, and what their configs say of scales: values that
     are the same; or, with `rtol`, within rtol of the tensor's largest."""
     configs, infos = [read_json(path / CONFIG) for path in (a, b)], [read_header(path / WEIGHTS) for path in (a, b)]
+    ropes = [read_rope(path) for path in (a, b)]
     keys = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
     differences = [
         f"{CONFIG}: {key} is {configs[0].get(key)} in {a}, {configs[1].get(key)} in {b}"
         for key in keys
         if (configs[0].get(key) or None) != (configs[1].get(key) or None)
     ]
+    if ropes[0] != ropes[1]:
+        differences.append(f"{ROPE}: positions are scaled otherwise")
     differences += [f"{name}: in one of them alone" for name in sorted(set(infos[0]) ^ set(infos[1]))]
     both = sorted(set(infos[0]) & set(infos[1]))
     with safe_open(a / WEIGHTS, framework="pt") as file_a, safe_open(b / WEIGHTS, framework="pt") as file_b:
@@ -417,13 +436,30 @@ class Adapter:
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, path: Path, names: Names, topology: Topology, lora: Lora) -> None:
+def load_adapter(
+    model: nn.Module,
+    path: Path,
+    names: Names,
+    topology: Topology,
+    lora: Lora,
+    rope_scaling: RopeScaling | None = None,
+) -> None:
     """Fill a sharded model's adapters from a directory. All ranks call it together.
 
+    Args:
+        rope_scaling: how the model's positions are stretched.
+
     Raises:
-        ExpertMeshError: on all ranks, when it is not of the same rank, scale and modules as the model's adapters.
+        ExpertMeshError: on all ranks, when it is not of the same rank, scale and modules as the model's adapters, or
+            was trained with positions stretched otherwise.
     """
     with raise_together():
+        if (scaling := read_rope(path)) != rope_scaling:
+            there, here = (
+                "no --rope-scaling" if found is None else f"--rope-scaling '{json.dumps(found.as_json())}'"
+                for found in (scaling, rope_scaling)
+            )
+            raise ExpertMeshError(f"--init-adapter {path}: was trained with {there}, this run has {here}")
         adapter = Adapter(path, names)
         shards = sharded_parameters(model, topology, adapters_of(model))
         wanted = {_beside(name) for name in shards}

@@ -68,7 +68,7 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
     _prepare(source_path, out, MANIFEST, how.overwrite)
     records = _write(files, out, readable, how)
     with write_errors(out):
-        copy_side_files(source.path, out)
+        copy_side_files(source, out)
         sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
         for file in sorted({*out.iterdir()} - {*traces(out)}):
             if file.name not in sums:
@@ -102,7 +102,7 @@ def write_hf(source_path: Path, source: Readable, out: Path, how: HowToWrite) ->
     _prepare(source_path, out, last, how.overwrite)
     _write(files, out, source, how)
     with write_errors(out):
-        copy_side_files(source.checkpoint.source.path, out)
+        copy_side_files(source.checkpoint.source, out)
         _finish(out, last, hf_index(files) if len(files) > 1 else None)
 
 

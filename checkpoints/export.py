@@ -54,7 +54,7 @@ def export_model(
     with replacing(out) as partial:
         with raise_together(), write_errors(out):
             if partial is not None:
-                copy_side_files(checkpoint.source.path, partial, tokenizer)
+                copy_side_files(checkpoint.source, partial, tokenizer)
         with raise_together(), write_errors(out):
             _write_weights(model, checkpoint, topology, partial, max_shard_size)
 

@@ -7,11 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checkpoints.encodings import quantization_of, without_quantization
 from moe import ExpertMeshError
 from moe.whole import PARTIAL
+
+if TYPE_CHECKING:
+    from checkpoints.source import ModelSource
 
 CONFIG = "config.json"
 CONFIG_FILES = (CONFIG, "generation_config.json")
@@ -32,15 +35,19 @@ TOKENIZER_FILES = (
 )
 
 
-def copy_side_files(source: Path, out: Path, tokenizer: Any = None) -> None:
+def copy_side_files(source: "ModelSource", out: Path, tokenizer: Any = None) -> None:
     """Copy config, generation config and tokenizer as they are; or save `tokenizer` in place of the last. A config that
-    says that tensors are stored in fewer bits no longer does."""
+    says that tensors are stored in fewer bits no longer does; where positions are stretched, it says how."""
     for name in CONFIG_FILES + (TOKENIZER_FILES if tokenizer is None else ()):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
-    config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+        if (source.path / name).is_file():
+            shutil.copyfile(source.path / name, out / name)
+    config = found = json.loads((out / CONFIG).read_text(encoding="utf-8"))
     if quantization_of(config) is not None:
-        (out / CONFIG).write_text(json.dumps(without_quantization(config), indent=2) + "\n", encoding="utf-8")
+        config = without_quantization(config)
+    if source.rope is not None:
+        config = source.rope.apply(config)
+    if config is not found:
+        (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints.adapter import CONFIG, WEIGHTS, Adapter
+from checkpoints.adapter import CONFIG, WEIGHTS, Adapter, read_rope
 from checkpoints.convert import HowToWrite, write_hf
 from checkpoints.manifest import check_all_bytes
 from checkpoints.opening import open_readable
@@ -20,7 +20,8 @@ _ROWS_AT_ONCE = 256
 
 def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     """Write `base`, of any form and encoding, with W + s · B · A in the place of every adapted W. Sums are rounded once
-    to fp32, from fp64, and then to the dtype of the base.
+    to fp32, from fp64, and then to the dtype of the base. The config has the positions that the adapter was
+    trained with.
 
     Returns:
         How many parameters were changed.
@@ -38,6 +39,8 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     # what is written depends on these files too
     files = [*readable.checkpoint.files, adapter / CONFIG, adapter / WEIGHTS]
     checkpoint = replace(readable.checkpoint, files=files)
+    if (scaling := read_rope(adapter)) is not None:
+        checkpoint = replace(checkpoint, source=replace(checkpoint.source, rope_scaling=scaling))
     write_hf(base, replace(readable, checkpoint=checkpoint, make_reader=make_reader), out, how)
     return len(changed.parameters)
 

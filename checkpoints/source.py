@@ -21,10 +21,11 @@ from checkpoints.encodings import TensorInfo, check_quantization, decoded, quant
 from checkpoints.mapping import DiskTensor
 from checkpoints.output import INDEX_NAME, SINGLE_NAME, OutputTensor
 from checkpoints.paths import check_regular, named_file
-from moe import ExpertMeshError, check_config
+from moe import ExpertMeshError, RopeScaling, check_config
 
 if TYPE_CHECKING:
     from checkpoints.names import Names
+    from moe.rope import RopeChange
 
 # not "*.safetensors": some repositories hold the weights a second time, as consolidated*.safetensors
 _HUB_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -39,11 +40,13 @@ class ModelSource:
     Attributes:
         model_type: what the family calls itself.
         quantization: what the config says of how its tensors are stored; None if as they are.
+        rope_scaling: how positions are to be stretched; None leaves them as the config has them.
     """
 
     path: Path
     model_type: str
     quantization: Any = None
+    rope_scaling: RopeScaling | None = None
 
     @cached_property
     def config(self) -> Any:
@@ -51,8 +54,23 @@ class ModelSource:
 
         Raises:
             ExpertMeshError: transformers cannot read config.json, or has no causal language model for it; or it says
-                that tensors are stored in a way that cannot be read.
+                that tensors are stored in a way that cannot be read; or positions are not to be stretched as asked.
         """
+        from moe.rope import changed_config
+
+        if self.rope is None:
+            return self._config_on_disk
+        return changed_config(read_json(self.path / "config.json"), self.rope)
+
+    @cached_property
+    def rope(self) -> RopeChange | None:
+        """What stretching positions changes of config.json."""
+        from moe.rope import rope_change
+
+        return None if self.rope_scaling is None else rope_change(self._config_on_disk, self.rope_scaling)
+
+    @cached_property
+    def _config_on_disk(self) -> Any:
         from transformers import AutoConfig
 
         from moe import model_class
@@ -80,10 +98,13 @@ class ModelSource:
         Raises:
             ExpertMeshError: it cannot be built; the message names config.json.
         """
-        from moe import build_model
+        from moe import build_model, check_rope
 
         try:
-            return build_model(self.config, attn_implementation)
+            model = build_model(self.config, attn_implementation)
+            if self.rope_scaling is not None:
+                check_rope(model, self.rope_scaling)
+            return model
         except ExpertMeshError as error:
             file = self.path / "config.json"
             raise ExpertMeshError(str(error) if str(file) in str(error) else f"{file}: {error}") from error
@@ -182,15 +203,18 @@ def check_model(model: str, flag: str = "--model") -> bool:
     return True
 
 
-def open_source(path: Path) -> ModelSource:
+def open_source(path: Path, rope_scaling: RopeScaling | None = None) -> ModelSource:
     """Read and check config.json, without transformers.
+
+    Args:
+        rope_scaling: how the model's positions are to be stretched.
 
     Raises:
         ExpertMeshError: it is missing, no JSON, or has impossible sizes.
     """
     file = path / "config.json"
     raw = read_json(file)
-    return ModelSource(path, check_config(raw, str(file)), quantization_of(raw))
+    return ModelSource(path, check_config(raw, str(file)), quantization_of(raw), rope_scaling)
 
 
 def read_json(file: Path) -> dict[str, Any]:

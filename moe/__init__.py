@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         without_computing,
     )
     from moe.original import original_dmoe
+    from moe.rope import RopeScaling, check_rope, read_rope_scaling, with_rope_scaling
     from moe.routing import RouterStats
     from moe.shape import MoEShape
 else:
@@ -54,6 +55,7 @@ __all__ = [
     "Needs",
     "ParameterCounts",
     "Precision",
+    "RopeScaling",
     "RouterStats",
     "active_parameters",
     "add_adapters",
@@ -61,6 +63,7 @@ __all__ = [
     "check_config",
     "check_kernel",
     "check_kernel_name",
+    "check_rope",
     "choose_kernel",
     "count_parameters",
     "decoder_layers",
@@ -74,6 +77,7 @@ __all__ = [
     "moe_shape",
     "original_dmoe",
     "outdate_working_weights",
+    "read_rope_scaling",
     "router_prefixes",
     "router_z_loss",
     "settled_attention",
@@ -82,5 +86,6 @@ __all__ = [
     "take_stats",
     "training_flops",
     "use_kernel",
+    "with_rope_scaling",
     "without_computing",
 ]

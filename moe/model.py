@@ -20,6 +20,7 @@ from moe.kernels import ExpertKernel, Needs
 from moe.layer import DroplessExperts
 from moe.matmul import use_linear
 from moe.probe import Seen, SeenExperts, answering_host, leaving_no_trace, probe
+from moe.rope import forget_earlier_rows
 from moe.routing import RouterStats
 from moe.shape import MoEShape
 
@@ -45,6 +46,7 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
         raise ExpertMeshError(
             f"{type(model).__name__} has no mixture-of-experts layer with this config: nothing to share out over ep"
         )
+    forget_earlier_rows(model)
     swap_experts(model, seen)
     _check_alike(model)
     model.head_is_last = seen.head_is_last

@@ -1,5 +1,6 @@
 """Activation checkpointing: what a decoder layer keeps from forward for its backward, and what it computes again."""
 
+import warnings
 from collections.abc import Set
 from functools import partial
 from typing import Any, Self
@@ -53,7 +54,10 @@ def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
         keeps_attention = not getattr(model.config.get_text_config(), "attention_dropout", 0) and not is_compiled
         kept = _ROUTING | _ATTENTION if keeps_attention else _ROUTING
         arguments["context_fn"] = partial(_selective_contexts, kept)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+    with warnings.catch_warnings():
+        # its name in the earliest transformers that is supported; later ones warn that they have another for it
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
 
 
 def keep_products(model: Any, num_layers: int) -> None:

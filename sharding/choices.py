@@ -18,6 +18,7 @@ class Strategy:
         offload: keep parameters and gradients in host memory, but for the layer that is being computed.
         reshard_after_forward: free a layer's gathered parameters after its forward and gather them again in backward;
             False keeps them, all layers' at once.
+        offload_activations: keep checkpointed layers' inputs in host memory until backward (see `offload_inputs`).
         overlap_chunks: parts in which a layer's rows travel to their experts, one beside another's products.
     """
 
@@ -26,3 +27,4 @@ class Strategy:
     offload: bool = False
     reshard_after_forward: bool = True
     overlap_chunks: int = 1
+    offload_activations: bool = False

@@ -23,6 +23,7 @@ from sharding.checkpointing import checkpoint_layers, keep_products
 from sharding.choices import Strategy
 from sharding.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
 from sharding.mesh import Mesh
+from sharding.offloading import offload_inputs
 from sharding.state import adapters_of, local_tensor
 from sharding.topology import Topology
 
@@ -47,6 +48,8 @@ def parallelize(
     place_experts(model, mesh, strategy.overlap_chunks)
     checkpoint_layers(model, strategy.checkpointing)
     keep_products(model, strategy.keep_expert_products)
+    if strategy.offload_activations:
+        offload_inputs(model, mesh.grid.device_type)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # host memory can be pinned only for a GPU
     placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if strategy.offload else OffloadPolicy()

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from moe import KERNEL_NAMES, ExpertMeshError, Precision, check_kernel_name
+from moe import KERNEL_NAMES, ExpertMeshError, Precision, RopeScaling, check_kernel_name, read_rope_scaling
 from moe.sizes import parse_size
 from moe.whole import whole
 from sharding import Checkpointing, DenseShard, Strategy
@@ -62,6 +62,11 @@ class TrainConfig:
     output_dir: str = _flag("output", "Where metrics.jsonl, config.yaml, report.html and the exported model (hf/) go.")
     overwrite_output_dir: bool = _flag(False, "Replace the results of an earlier run in --output-dir.")
     max_seq_length: int = _flag(1024, "Longer samples are cut off at this many tokens; packed rows hold as many.")
+    rope_scaling: str = _flag(
+        "",
+        "Stretch rotary positions for rows longer than the model was trained with: linear:2, dynamic:2, yarn:4, or "
+        "JSON with keys of transformers' rope_parameters. In place of what the model has; exported in its config.",
+    )
     packing: bool = _flag(False, "Put several samples into a row, each with positions and attention of its own.")
     group_by_length: bool = _flag(False, "Put samples of like length into a batch, where they are not packed.")
     preview: bool = _flag(False, "Print the first rows as the model sees them and what the data hold, and exit.")
@@ -127,6 +132,11 @@ class TrainConfig:
         0,
         "Of so many layers selective checkpointing keeps experts' first products too: less computed again in backward, "
         "for more memory.",
+    )
+    offload_activations: bool = _flag(
+        False,
+        "With --gradient-checkpointing: keep each layer's input in host memory from forward to backward. Copied beside "
+        "computing on a GPU.",
     )
     compile: bool = _flag(False, "Compile attention and norms by torch.compile.", aliases=["--torch-compile"])
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
@@ -292,6 +302,8 @@ class TrainConfig:
                 "leave one out"
             )
         check_kernel_name(self.expert_kernel)
+        if self.rope_scaling:
+            read_rope_scaling(self.rope_scaling)
         if self.seed >= 2**62:
             raise ExpertMeshError(f"--seed {self.seed}: must be below 2^62")
         if self.prompt_template and "{prompt}" not in self.prompt_template:
@@ -300,6 +312,11 @@ class TrainConfig:
             raise ExpertMeshError(
                 f"--keep-expert-products {self.keep_expert_products}: is for --gradient-checkpointing selective, not "
                 f"{self.gradient_checkpointing}"
+            )
+        if self.offload_activations and self.gradient_checkpointing == "none":
+            raise ExpertMeshError(
+                "--offload-activations: without checkpointing a layer keeps far more than its input; add "
+                "--gradient-checkpointing full or selective"
             )
         if self.overlap_chunks > 1 and self.ep_size == 1:
             raise ExpertMeshError(
@@ -348,7 +365,7 @@ class TrainConfig:
                 f"--router-bias-update-rate {self.router_bias_update_rate:g}: an adapter's files hold no router bias; "
                 "leave it out with --adapter lora"
             )
-        if self.adapter != "none" and not self.lora_targets:
+        if not self.lora_targets:
             raise ExpertMeshError("--lora-targets: what is to have adapters?")
         for name in ("init_adapter", "merge"):
             if getattr(self, name) and self.adapter == "none":
@@ -428,7 +445,13 @@ class TrainConfig:
             self.offload,
             self.reshard_after_forward,
             self.overlap_chunks,
+            self.offload_activations,
         )
+
+    @property
+    def rope(self) -> RopeScaling | None:
+        """How positions are stretched; None: as the model has them."""
+        return read_rope_scaling(self.rope_scaling) if self.rope_scaling else None
 
     @property
     def holds_base_in_bf16(self) -> bool:

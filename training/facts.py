@@ -1,5 +1,7 @@
 """What is about to run, in a few lines."""
 
+import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,11 +38,14 @@ def first_lines(
         f"attention {_attention(model)}, cross-entropy {loss_head(model).kind}"
         + (", fp32 products in TF32" if config.tf32 else "")
         + (", compiled attention and norms" if config.compile else "")
-        + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing"),
+        + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing")
+        + (", layers' inputs in host memory" if config.offload_activations else ""),
+        *_rope(config, source),
         *how,
     ]
     if inputs.training is not None:
         lines += _data(inputs, order, config)
+        lines += _too_long(inputs, source)
     return "\n".join(lines)
 
 
@@ -80,6 +85,16 @@ def _attention(model: Any) -> str:
     return "sdpa sample by sample" if used == PACKED else used
 
 
+def _rope(config: TrainConfig, source: ModelSource) -> list[str]:
+    if source.rope is None:
+        return []
+    told = (
+        "an adapter's files hold no config: rope_scaling.json beside them tells merge and --init-adapter; who loads "
+        f"them otherwise must give the base {json.dumps(source.rope.settings)}"
+    )
+    return [*source.rope.lines, *([] if config.adapter == "none" else [told])]
+
+
 def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:
     assert inputs.training is not None
     samples = inputs.training.samples
@@ -96,3 +111,18 @@ def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:
     if inputs.evaluation is not None:
         lines.append(f"evaluation on {len(inputs.evaluation):,} samples")
     return lines
+
+
+def _too_long(inputs: Inputs, source: ModelSource) -> list[str]:
+    """A warning of samples that go on beyond the positions the model knows. Dynamic ones go on without an end."""
+    assert inputs.training is not None
+    longest = int(inputs.training.samples.lengths.max())
+    parameters = getattr(source.text_config, "rope_parameters", None)
+    positions = getattr(source.text_config, "max_position_embeddings", None)
+    if not parameters or not positions or longest <= positions or '"dynamic"' in json.dumps(parameters):
+        return []
+    factor = math.ceil(longest / positions)
+    return [
+        f"warning: the longest sample has {longest:,} tokens, and the model knows {positions:,} positions"
+        + (f"; --rope-scaling yarn:{factor} stretches them" if source.rope is None else ": a greater factor is needed")
+    ]

@@ -327,7 +327,8 @@ _ADAPTER_SETTINGS = ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_t
 
 
 def _check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> None:
-    """One optimizer's state means nothing to another, to another adapter, or to what was frozen."""
+    """One optimizer's state means nothing to another, to another adapter, or to what was frozen; and weights that were
+    trained with positions stretched one way are not meant for another."""
     if settings.get("adapter", "none") != "none" or config.adapter != "none":
         for name in _ADAPTER_SETTINGS:
             if settings.get(name, "none") != getattr(config, name):
@@ -341,6 +342,12 @@ def _check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) ->
         raise ExpertMeshError(
             f"--resume {path}: that run had --optim {there}, this one has {config.optim}; take the same"
         )
+    scaling = settings.get("rope_scaling", "")
+    if scaling != config.rope_scaling:
+        there, here = (
+            f"--rope-scaling {text}" if text else "no --rope-scaling" for text in (scaling, config.rope_scaling)
+        )
+        raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")
     frozen = settings.get("freeze", [])
     if sorted(frozen) != sorted(config.freeze):
         there, here = (

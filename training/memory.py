@@ -121,6 +121,7 @@ def forecast(
         reshard_after_forward=config.reshard_after_forward,
         # host memory is the device's own on a CPU
         offload=config.offload and device == "cuda",
+        offload_activations=config.offload_activations and device == "cuda",
         trained=trained,
         device=device,
     )

@@ -151,7 +151,7 @@ class Saver:
                 partial = temporary_beside(self.directory / checkpoint_name(step))
                 made[0] = str(partial)
                 (partial / "model").mkdir()
-                copy_side_files(self.origin.source.path, partial / "model", self.tokenizer)
+                copy_side_files(self.origin.source, partial / "model", self.tokenizer)
             except OSError as error:
                 if made[0] is not None:
                     shutil.rmtree(made[0], ignore_errors=True)

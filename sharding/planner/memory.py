@@ -142,25 +142,27 @@ def layer_input(setting: Setting, model: ModelShape) -> float:
 def layer_kept(setting: Setting, model: ModelShape) -> float:
     """Kept from a layer's forward to its backward: all of it; under full checkpointing its input; under selective its
     input, attention's output (T, H·A) and logarithms (T, H), the chosen experts and their probabilities (T, K), and
-    what the two all-to-alls brought, (R, D) and (T·K, D)."""
+    what the two all-to-alls brought, (R, D) and (T·K, D). The input may lie in host memory."""
     if setting.checkpointing == "none":
         return layer_saved(setting, model)
+    own = 0.0 if setting.offload_activations else layer_input(setting, model)
     if setting.checkpointing == "full":
-        return layer_input(setting, model)
+        return own
     c, H = setting.compute_bytes, model.num_heads
     kept: float = setting.tokens * (H * model.head_width * c + 4 * H + (4 + 8) * model.moe.top_k)
     if setting.ep_size > 1:
         rows = rows_received(setting, model) + rows_sent(setting, model)
         kept += rows * model.moe.model_width * c
-    return layer_input(setting, model) + kept
+    return own + kept
 
 
 def _kept(setting: Setting, model: ModelShape, num_layers: int) -> float:
     """Of the first `num_layers` layers, between forward and backward; the last ones of the model may keep gate and up
-    too (`--keep-expert-products`)."""
+    too (`--keep-expert-products`). Of inputs in host memory, one is on its way back."""
     with_products = max(0, num_layers - (model.num_layers - setting.keep_expert_products))
     products = setting.compute_bytes * 2 * _rows_computed(setting, model) * model.moe.expert_width
-    return num_layers * layer_kept(setting, model) + with_products * products
+    coming = layer_input(setting, model) if setting.offload_activations and num_layers else 0.0
+    return num_layers * layer_kept(setting, model) + with_products * products + coming
 
 
 def outside_layers_saved(setting: Setting, model: ModelShape) -> float:

@@ -51,6 +51,7 @@ class Setting:
         expert_kernel: see `moe.KERNELS`; or fp8, for `--expert-precision`.
         reshard_after_forward: whether gathered parameters are given up between forward and backward.
         offload: parameters, gradients and optimizer state in host memory.
+        offload_activations: checkpointed layers' inputs in host memory.
         imbalance: tokens of the busiest expert over the mean (`expert_load_max_over_mean` in metrics.jsonl). Memory and
             time go by the busiest rank.
         trained: share of the tokens that have a loss.
@@ -73,6 +74,7 @@ class Setting:
     expert_kernel: str = "torch-grouped"
     reshard_after_forward: bool = True
     offload: bool = False
+    offload_activations: bool = False
     imbalance: float = 1.0
     trained: float = 1.0
     device: Literal["cuda", "cpu"] = "cuda"

@@ -250,6 +250,10 @@ def test_nothing_to_resume_starts_afresh(ranks: RankPool, tiny_model: Path, tiny
     [
         (["--seed", "7"], "that run had seed 42, this one has 7"),
         (["--gradient-accumulation-steps", "2"], "that run had global batch size 12, this one has 24"),
+        (
+            ["--rope-scaling", "yarn:2"],
+            "that run had no --rope-scaling, this one has --rope-scaling yarn:2; take the same",
+        ),
         (["--resume", "/no/such"], "/no/such"),
     ],
 )

@@ -18,6 +18,7 @@ from sharding.planner.memory import (
     Memory,
     experts_saved,
     kernel_backward,
+    layer_input,
     layer_kept,
     logits_peak,
     moments,
@@ -248,3 +249,14 @@ def test_products_that_are_kept() -> None:
     assert found[f"backward of attention, layer {last}"] == pytest.approx(4)
     assert found["backward of attention, layer 0"] == 0
     assert more(model.num_layers)[f"backward of experts, layer {last}"] == pytest.approx(last)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_inputs_in_host_memory(checkpointing: Any) -> None:
+    """All but one, which is on its way back."""
+    kept = cpu_setting(2, 2, checkpointing=checkpointing)
+    shape = model_shape(num_hidden_layers=6)
+    offloaded = replace(kept, offload_activations=True)
+    assert layer_kept(kept, shape) - layer_kept(offloaded, shape) == layer_input(kept, shape)
+    at_loss, at_loss_offloaded = (dict(moments(shape, setting))["loss"] for setting in (kept, offloaded))
+    assert at_loss.activations - at_loss_offloaded.activations == 5 * layer_input(kept, shape)

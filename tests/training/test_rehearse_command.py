@@ -138,6 +138,18 @@ def test_offload_leaves_what_lasts_in_host_memory(model: str, capsys: pytest.Cap
     assert fit["tensors"] == account["memory"]["peak"] - fit["host"]
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_inputs_of_layers_in_host_memory(model: str, capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    flags = ["--gradient-checkpointing", mode, "--max-seq-length", "2048"]
+    kept, offloaded = (accounts(model, capsys, *flags, *more)[0]["memory"] for more in ([], ["--offload-activations"]))
+    # (2048, 64) in bf16
+    one = 2048 * 64 * 2
+    assert kept["kinds"]["kept for backward"] - offloaded["kinds"]["kept for backward"] == LAYERS * one
+    # of the layer in backward, and of the one before it
+    assert kept["peak"] - offloaded["peak"] >= (LAYERS - 2) * one * (mode == "selective")
+    assert offloaded["peak"] < kept["peak"]
+
+
 def test_what_fails_is_told_with_its_layer(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +178,10 @@ def test_what_fails_is_told_with_its_layer(
         (["--freeze", "nothing-like-it"], "--freeze nothing-like-it"),
         (["--learning-rat", "1"], "unknown flag --learning-rat"),
         (["--packing", "--samples-per-row", "40"], "--samples-per-row 40: samples of 1 tokens"),
+        (
+            ["--rope-scaling", '{"sliding": {"rope_type": "yarn", "factor": 4}}'],
+            "--rope-scaling: all layers of this model",
+        ),
         (["--gpus", "15", "--ep-size", "15"], "--ep-size 15"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

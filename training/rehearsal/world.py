@@ -28,6 +28,7 @@ from moe import (
     ExpertMeshError,
     ParameterCounts,
     build_model,
+    check_rope,
     choose_kernel,
     count_parameters,
     decoder_layers,
@@ -36,6 +37,7 @@ from moe import (
     moe_shape,
     store_frozen,
     use_kernel,
+    with_rope_scaling,
 )
 from moe.gpu import rehearsing_gpu
 from moe.quantised import nf4_pairs
@@ -212,7 +214,10 @@ def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
 
 
 def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
+    model_config = with_rope_scaling(model_config, config.rope)
     model = build_model(model_config, choose_attention(config.attn_implementation, config.packing, model_config))
+    if config.rope is not None:
+        check_rope(model, config.rope)
     if config.adapter != "none":
         adapt(model, config)
     elif config.freeze:

@@ -1,0 +1,262 @@
+"""Layers' inputs in host memory from forward to backward: gradients keep every bit, and no input is held elsewhere."""
+
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe import decoder_layers
+from sharding import Checkpointing, Topology, local_tensor
+from sharding.offloading import Copies, CopiesAtOnce, CopiesBeside, InputStore, copies_of
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, hf_model, my_batches, random_samples, sharded_model
+from training.balance import LossWeights
+from training.step import compute_gradients, token_loss_sum
+
+SAMPLES = random_samples([5, 9, 7, 3, 12, 4, 8, 6])
+MODES: tuple[Checkpointing, ...] = ("full", "selective")
+LAYERS = 4
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "biases": {"family": "gpt_oss"},
+    "in bf16": {"compute_dtype": torch.bfloat16},
+    # the first layer's input has no gradient
+    "adapters": {"settings": {"adapter": "lora", "lora_rank": 4, "lora_dropout": 0.2}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_bit_changes(ranks: RankPool, tmp_path: Path, kind: str, world_size: int) -> None:
+    case = Case(SAMPLES, accumulation=2, **KINDS[kind])
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    for by_mode in ranks.run(_gradients, world_size, tmp_path, case):
+        for (loss, grads, _), (offloaded_loss, offloaded, num_kept) in by_mode:
+            assert num_kept == 2 * decoder_depth(tmp_path), "of two forwards"
+            assert offloaded_loss == loss
+            assert offloaded.keys() == grads.keys()
+            assert all(torch.equal(grad, offloaded[name]) for name, grad in grads.items())
+
+
+def decoder_depth(path: Path) -> int:
+    depth: int = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    return depth
+
+
+def _gradients(path: Path, case: Case) -> list[list[tuple[float, dict[str, Tensor], int]]]:
+    """By mode, without and with: loss, gradients, how many inputs went to host memory."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    topology, found = Topology(world_size, world_size), list[list[Any]]()
+    for mode in MODES:
+        found.append([])
+        for offload in (False, True):
+            settings = {**case.settings, "gradient_checkpointing": mode, "offload_activations": offload}
+            case = replace(case, gradient_checkpointing=mode, settings=settings)
+            model, _, _ = sharded_model(path, topology, case)
+            torch.manual_seed(rank)
+            with counting_copies() as copies:
+                result = compute_gradients(model.train(), my_batches(case, topology, rank), LossWeights(0.0, 0.0))
+            grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+            found[-1].append((result.loss, grads, len(copies)))
+    return found
+
+
+@contextmanager
+def counting_copies() -> Iterator[list[Tensor]]:
+    copies: list[Tensor] = []
+    leave = CopiesAtOnce.leave
+
+    def counted(self: CopiesAtOnce, tensor: Tensor) -> tuple[Tensor, None]:
+        copies.append(tensor.detach()[:0])
+        return leave(self, tensor)
+
+    CopiesAtOnce.leave = counted  # type: ignore[method-assign]
+    try:
+        yield copies
+    finally:
+        CopiesAtOnce.leave = leave  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("offload", [False, True])
+def test_no_input_is_held(ranks: RankPool, tmp_path: Path, mode: Checkpointing, offload: bool) -> None:
+    """After forward, and after backward, which gives up nothing of its graph; without --offload-activations all are."""
+    hf_model(Case(SAMPLES, changes={"num_hidden_layers": LAYERS}), seed=1).save_pretrained(tmp_path)
+    for held in ranks.run(_inputs_held, 2, tmp_path, mode, offload):
+        assert held == ((0, 0) if offload else (LAYERS, LAYERS))
+
+
+def _inputs_held(path: Path, mode: Checkpointing, offload: bool) -> tuple[int, int]:
+    """Storages of layers' inputs that are still there after forward, and after backward."""
+    settings = {"gradient_checkpointing": mode, "offload_activations": offload}
+    case = Case(SAMPLES, gradient_checkpointing=mode, settings=settings)
+    topology = Topology(2, 2)
+    model, _, _ = sharded_model(path, topology, case)
+    (batch,) = my_batches(case, topology, torch.distributed.get_rank())
+    seen: list[Any] = []
+
+    def note(layer: nn.Module, args: Any) -> None:
+        # not what is computed again
+        if torch._C._current_autograd_node() is None:
+            seen.append(weakref.ref(args[0].untyped_storage()))
+
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(note)
+    loss = token_loss_sum(model.train(), batch)
+    assert len(seen) == LAYERS
+    held = sum(storage() is not None for storage in seen)
+    loss.backward()
+    return held, sum(storage() is not None for storage in seen)
+
+
+class Log:
+    """A stand-in for torch.cuda that notes what is asked of it, in order; everything happens at once."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.names = iter(("leaving", "coming"))
+        self.current = FakeStream("compute", self)
+        self.num_events = 0
+
+    def Stream(self) -> "FakeStream":
+        return FakeStream(next(self.names), self)
+
+    def current_stream(self) -> "FakeStream":
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: "FakeStream") -> Iterator[None]:
+        before, self.current = self.current, stream
+        self.said.append(f"on {stream.name}")
+        yield
+        self.current = before
+
+
+class FakeStream:
+    def __init__(self, name: str, log: Log):
+        self.name = name
+        self.log = log
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.log.said.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.said.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.num_events += 1
+        self.log.said.append(f"{self.name} records {self.log.num_events}")
+        return str(self.log.num_events)
+
+
+def chain(copies: Copies | None, device: str = "cpu", note: Callable[[int], object] = id) -> tuple[Tensor, ...]:
+    """Result of three checkpointed layers, and gradients of input and weight. `note` is told when each begins."""
+    torch.manual_seed(0)
+    weight, first = (torch.randn(n, 16, device=device, requires_grad=True) for n in (16, 32))
+    plain = partial(checkpoint, use_reentrant=False)
+    run = plain if copies is None else InputStore(copies).around(plain)
+
+    def layer(number: int, x: Tensor) -> Tensor:
+        note(number)
+        return (x @ weight).tanh() + x
+
+    x = first
+    for number in range(3):
+        x = run(partial(layer, number), x)
+    note(-1)
+    x.sum().backward()
+    assert first.grad is not None
+    assert weight.grad is not None
+    return x.detach(), first.grad, weight.grad
+
+
+def test_order_of_copies() -> None:
+    """Each way has a stream; a copy out begins once its input is computed, and the memory is not given back before it
+    has ended; a copy back begins a layer ahead, where its memory is free, and ends before it is read."""
+    log = Log()
+    copies = CopiesBeside(log, pinned=False)
+    found = chain(copies, note=lambda number: log.said.append(f"layer {number}" if number >= 0 else "backward"))
+    assert all(map(torch.equal, found, chain(None)))
+    out = [["leaving waits for compute", "on leaving", f"leaving records {n + 1}", f"layer {n}"] for n in range(3)]
+    forward = [step for n in range(3) for step in (*out[n], f"compute waits for {n + 1}")]
+
+    def back(layer: int, event: int) -> list[str]:
+        waits = ["coming waits for compute", f"coming waits for {layer + 1}"]
+        return [*waits, "on coming", f"coming records {event}"]
+
+    backward = [
+        *(*back(2, 4), *back(1, 5), "compute waits for 4", "layer 2"),
+        *(*back(0, 6), "compute waits for 5", "layer 1"),
+        *("compute waits for 6", "layer 0"),
+    ]
+    assert log.said == [*forward, "backward", *backward]
+
+
+def test_what_all_layers_share_stays() -> None:
+    """A mask among the inputs, and whatever is no number."""
+    left: list[Tensor] = []
+
+    class Noting(CopiesAtOnce):
+        def leave(self, tensor: Tensor) -> tuple[Tensor, None]:
+            left.append(tensor)
+            return super().leave(tensor)
+
+    x, residual = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
+    mask, positions = torch.randn(3, 3), torch.arange(3)
+    run = InputStore(Noting()).around(partial(checkpoint, use_reentrant=False))
+    result = run(lambda x, mask, positions, residual: (mask @ x).exp() * residual, x, mask, positions, residual)
+    assert [tensor.shape for tensor in left] == [x.shape, residual.shape]
+    result.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.autograd.grad(((mask @ x).exp() * residual).sum(), x)[0])
+
+
+def test_an_input_that_backward_had_is_not_fetched_again() -> None:
+    """Of an earlier forward, whose graph is still held."""
+    come: list[Any] = []
+
+    class Noting(CopiesAtOnce):
+        def come(self, host: Tensor, left: None) -> tuple[Tensor, None]:
+            come.append(host)
+            return super().come(host, left)
+
+    run = InputStore(Noting()).around(partial(checkpoint, use_reentrant=False))
+    for _ in range(2):
+        x = torch.randn(3, requires_grad=True)
+        y = run(torch.exp, run(torch.sin, x))
+        y.sum().backward(retain_graph=True)
+        assert x.grad is not None
+    assert len(come) == 4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    found = chain(copies_of("cuda"), "cuda")
+    assert all(map(torch.equal, found, chain(None, "cuda")))
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu() -> None:
+    """Of 16 inputs none is there at the end of forward."""
+    held = []
+    for copies in (None, copies_of("cuda")):
+        plain = partial(checkpoint, use_reentrant=False)
+        run = plain if copies is None else InputStore(copies).around(plain)
+        first = x = torch.randn(2**20, device="cuda", requires_grad=True)
+        before = torch.cuda.memory_allocated()
+        for _ in range(16):
+            x = run(torch.sin, x)
+        held.append((torch.cuda.memory_allocated() - before) / 2**22)
+        x.sum().backward()
+        assert first.grad is not None
+    # the result; and the inputs, of which the first is the caller's
+    assert held == [16, 1]
