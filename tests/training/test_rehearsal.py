@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe import training_flops
+from sharding.planner.cost import LAUNCH
 from sharding.planner.hardware import Device, Hardware, Link
-from sharding.planner.shapes import read_config
+from sharding.planner.model_config import read_config
 from training import TrainConfig
 from training.rehearsal.kinds import whole_stack
-from training.rehearsal.ledger import LAUNCH, Ledger, Part, kernel_seconds, ledger
+from training.rehearsal.ledger import Ledger, Part, event_seconds, ledger
 from training.rehearsal.parts import Place
 from training.rehearsal.recorder import Event, Recorder
 from training.rehearsal.world import Rehearsed, rehearse
@@ -185,7 +186,7 @@ def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:
         assert of.seconds == of.device  # the host has called nothing
         return round(of.seconds, 3), round(of.exposed, 3)
 
-    assert kernel_seconds(kernel, HARDWARE) == pytest.approx(0.3 + LAUNCH)
+    assert event_seconds(kernel, HARDWARE) == pytest.approx(0.3 + LAUNCH)
     assert seconds(gather, kernel, use, kernel) == (0.6, 0.0)
     assert seconds(kernel, gather, use, kernel) == (0.8, 0.2)
     assert seconds(kernel, exchange, kernel) == (0.7, 0.0)

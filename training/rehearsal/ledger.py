@@ -4,15 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from sharding.planner.cost import seconds_among
+from sharding.planner.cost import HOST, Clock, kernel_seconds, seconds_among
 from sharding.planner.hardware import Hardware
 from training.rehearsal.recorder import Event, Key, Recorder
 from training.rehearsal.world import Rehearsed
-
-LAUNCH = 2e-6
-"""Seconds between the end of one kernel and the start of the next on an H100, where the host is ahead (assumed)."""
-HOST = 5e-6
-"""Seconds that the host takes for an operator, views included (assumed)."""
 
 Instance = tuple[str | None, int | None, str, int | None]
 """Part, layer, phase and forward: what one fused kernel could do at best."""
@@ -81,7 +76,7 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         if event.collective is None:
             part.moved += often * event.moved
             part.kernels += often
-            part.seconds += often * kernel_seconds(event, hardware)
+            part.seconds += often * event_seconds(event, hardware)
     for (name, layer, _, number), size in enough.items():
         parts[name or "other"].enough += times[number] * rehearsed.stack.times(layer) * size
 
@@ -89,7 +84,9 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         timeline([e for e in events if e.micro == number], hardware, gpus_per_node)[0]
         for number in (None, *range(seen))
     ]
-    update, first, *later = clocks
+    update, first, *later = (
+        (clock.now, clock.computing, clock.waiting, clock.sharding, clock.exposed) for clock in clocks
+    )
     total = [a + b + (micro - 1) * c for a, b, c in zip(update, first, later[0] if later else first, strict=True)]
     seconds, computing, all_to_alls, sharding, exposed = total
     return Ledger(
@@ -104,11 +101,9 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
     )
 
 
-def kernel_seconds(event: Event, hardware: Hardware) -> float:
-    """As long as its products or its memory take, whichever is longer, and its launch."""
-    computing = event.flops / (hardware.device.matrix * hardware.matrix_share)
-    moving = event.moved / (hardware.device.memory_bandwidth * hardware.memory_share)
-    return max(computing, moving) + LAUNCH
+def event_seconds(event: Event, hardware: Hardware) -> float:
+    """Of a kernel, at the rate of products in bf16."""
+    return kernel_seconds(event.flops, event.moved, hardware.device.matrix * hardware.matrix_share, hardware)
 
 
 def _instance(event: Event) -> Instance:
@@ -153,9 +148,6 @@ def _enough(recorder: Recorder) -> dict[Instance, float]:
     return total
 
 
-Clock = tuple[float, float, float, float, float]
-
-
 @dataclass(frozen=True)
 class Span:
     """Of an event, on one of two streams: kernels and what they wait for; or FSDP's gathering and reducing. Seconds."""
@@ -167,39 +159,31 @@ class Span:
 
 
 def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> tuple[Clock, list[Span]]:
-    """(seconds in all, of kernels, of all-to-alls, of FSDP's collectives, of these waited for), and when each event is.
-
-    Two streams: kernels and what they wait for at once, all-to-alls and sums over ranks; and FSDP's gathering and
-    reducing, one after the other. A layer's kernels wait until its parameters are gathered, the end for all.
-    """
-    now = computing = waiting = sharding = exposed = 0.0
-    free = 0.0
+    """The clock at the end, and when each event is. A layer's kernels wait until its parameters are gathered, the end
+    for all."""
+    clock = Clock()
     gathered: list[float] = []
     spans: list[Span] = []
     for event in events:
         if event.collective is None:
             if "split_with_sizes_copy" in event.name and gathered:
-                ready = gathered.pop(0)
-                exposed += max(0.0, ready - now)
-                now = max(now, ready)
-            seconds = kernel_seconds(event, hardware)
-            spans.append(Span(event, False, now, now + seconds))
-            now += seconds
-            computing += seconds
-            continue
-        seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
-        if event.collective in ("all-gather", "reduce-scatter"):
-            spans.append(Span(event, True, max(free, now), max(free, now) + seconds))
-            free = max(free, now) + seconds
-            sharding += seconds
-            if event.collective == "all-gather":
-                gathered.append(free)
+                clock.until(gathered.pop(0))
+            seconds, is_sharding = event_seconds(event, hardware), False
+            clock.kernel(seconds)
+            end = clock.now
         else:
-            spans.append(Span(event, False, now, now + seconds))
-            now += seconds
-            waiting += seconds
-    exposed += max(0.0, free - now)
-    return (max(now, free), computing, waiting, sharding, exposed), spans
+            seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
+            is_sharding = event.collective in ("all-gather", "reduce-scatter")
+            if is_sharding:
+                end = clock.shard(seconds)
+            else:
+                clock.wait(seconds)
+                end = clock.now
+            if event.collective == "all-gather":
+                gathered.append(end)
+        spans.append(Span(event, is_sharding, end - seconds, end))
+    clock.end()
+    return clock, spans
 
 
 def sums(parts: Iterable[Part]) -> Part:

@@ -27,30 +27,22 @@ import training.attention
 from moe import (
     ExpertMeshError,
     ParameterCounts,
-    build_model,
-    choose_kernel,
     count_parameters,
     decoder_layers,
-    kernel_needs,
     moe_layers,
     moe_shape,
     store_frozen,
-    use_kernel,
 )
 from moe.gpu import rehearsing_gpu
 from moe.quantised import nf4_pairs
-from sharding import Mesh, Topology, build_mesh, check_ep_size, materialize, set_parameter_dtype
+from sharding import Mesh, Topology, build_mesh, check_ep_size, materialize
 from sharding.parallelize import parallelize
-from training.adapters import adapt
-from training.attention import check_packing, choose_attention
 from training.balance import BiasUpdate, choose_balance
 from training.config import TrainConfig
 from training.data import Batch
-from training.freezing import freeze
-from training.fused import fuse_layers
-from training.head import attach_loss_head
 from training.low_bit import dynamic_map
 from training.optimizer import build_optimizer
+from training.rehearsal.building import build_rehearsed
 from training.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
 from training.rehearsal.live import LiveTensors
 from training.rehearsal.parts import Parts
@@ -113,7 +105,7 @@ def rehearse(
 
 def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: Told) -> Rehearsed:
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    model = _build(config, model_config, dtype)
+    model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
     check_ep_size(config.ep_size, world_size, moe_shape(model).num_experts)
     if config.base_dtype in ("fp8", "nf4"):
@@ -205,31 +197,6 @@ def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
     owners = (frame.f_locals.get("self") for frame, _ in walk_tb(traceback))
     paths = [path for owner in owners if isinstance(owner, nn.Module) and (path := parts.paths.get(owner))]
     return f", in {paths[-1]}" if paths else ""
-
-
-def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
-    model = build_model(model_config, choose_attention(config.attn_implementation, config.packing, model_config))
-    if config.adapter != "none":
-        adapt(model, config)
-    elif config.freeze:
-        freeze(model, config.freeze)
-    if config.packing:
-        check_packing(model)
-    use_kernel(model, choose_kernel(_kernel(config), kernel_needs(model, "cpu", dtype)).kernel)
-    fuse_layers(model)
-    # liger-kernel's is Triton of another's, which keeps as little
-    attach_loss_head(model, "full" if config.cross_entropy == "full" else "chunked")
-    if config.optim == "adamw_bf16":
-        set_parameter_dtype(model, torch.bfloat16)
-    elif config.holds_base_in_bf16:
-        set_parameter_dtype(model, torch.bfloat16, frozen_alone=True)
-    return model
-
-
-def _kernel(config: TrainConfig) -> str:
-    """What "auto" takes on a GPU from Hopper on, in bf16."""
-    is_auto = config.expert_kernel == "auto" and config.bf16
-    return "torch-grouped" if is_auto else config.expert_kernel
 
 
 def _batch(config: TrainConfig, model: Any, told: Told, fake: FakeTensorMode) -> Batch:
