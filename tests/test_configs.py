@@ -23,6 +23,7 @@ from training.rehearsal.cached import CachedMeasure
 from training.rehearsal.planning import setting_of
 
 ROOT = Path(__file__).parents[1]
+H100 = preset("H100", "infiniband-ndr")
 STATE_BYTES = {"adamw_torch_fused": 4 + 4 + 8, "adamw_torch_8bit": 4 + 4 + 2 + 8 / BLOCK, "adamw_bf16": 2 + 2 + 4}
 """Of a parameter, its gradient and both moments."""
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -146,22 +147,24 @@ def planned_recipe(name: str) -> Plan:
     """On as many H100 as the file counts positions for; the busiest expert has 1.2 times the mean."""
     ((_, gpus),) = re.findall(r"([\d,]+) positions a step on (\d+) GPUs", text_of(name))
     model_type, sizes = PUBLISHED[name]
-    config, hardware = config_of(name), preset("H100", "infiniband-ndr")
+    config = config_of(name)
     measure = CachedMeasure(config, CONFIG_MAPPING[model_type](**sizes), "cuda")
     setting = setting_of(config, int(gpus), measure.kernel, imbalance=1.2)
-    return forecast(measure, setting, Cluster(hardware, 8, hardware.device.memory))
+    return forecast(measure, setting, Cluster(H100, 8, H100.device.memory))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_forecasts_that_the_comments_state(name: str) -> None:
     plan = planned_recipe(name)
-    found = re.findall(r"\nForecast: ([\d.]+) GiB a GPU, ([\d,]+) tokens/s a GPU, ([\d.]+)% MFU", text_of(name).replace("# ", ""))
-    assert found, f"# Forecast: {summary(plan, preset('H100', 'infiniband-ndr'))}"
-    memory, speed, share = (float(figure.replace(",", "")) for figure in found[0])
-    now = f"# Forecast: {summary(plan, preset('H100', 'infiniband-ndr'))}"
+    now = f"# Forecast of {plan.setting.world_size} H100: {summary(plan, H100)}"
+    pattern = r"# Forecast of (\d+) H100: ([\d.]+) GiB a GPU, ([\d,]+) tokens/s a GPU, ([\d.]+)% MFU"
+    found = re.findall(pattern, text_of(name))
+    assert found, now
+    gpus, memory, speed, share = (float(figure.replace(",", "")) for figure in found[0])
+    assert gpus == plan.setting.world_size
     assert memory == pytest.approx(plan.memory.total / 2**30, rel=0.02), now
     assert speed == pytest.approx(plan.tokens_per_second, rel=0.05), now
-    assert share == pytest.approx(100 * plan.share_of_peak(preset("H100", "infiniband-ndr")), rel=0.05), now
+    assert share == pytest.approx(100 * plan.share_of_peak(H100), rel=0.05), now
 
 
 def test_the_recipes_are_those_of_the_table() -> None:

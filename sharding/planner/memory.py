@@ -1,9 +1,9 @@
 """What a rank holds when it holds the most, term by term, in bytes.
 
 A step is gone through act by act (`sharding.planner.order`). What layers hold while they compute was measured; what
-FSDP holds beside follows its code (`torch/distributed/fsdp/_fully_shard`: `_fsdp_param_group.py`, `_fsdp_collectives.py`):
-buffers into which parameters are gathered and out of which they are copied, gradients that wait to be summed up, in
-fp32, and the parts of them that stay.
+FSDP holds beside follows its code (`_fsdp_param_group.py` and `_fsdp_collectives.py` in torch): buffers into which
+parameters are gathered and out of which they are copied, gradients that wait to be summed up, in fp32, and the parts of
+them that stay.
 """
 
 from collections.abc import Iterable
