@@ -135,7 +135,11 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
     (uniform, 8, {"adapter": "lora", "base_dtype": "nf4"}),
     (uniform, 2, {"ep_size": 1, "freeze": ["embeddings", "experts"]}),
     (dense_first, 16, {"optim": "adamw_bf16"}),
-    (dense_first, 8, {"gradient_checkpointing": "none", "router_aux_loss_coef": 0.01}),
+    (
+        dense_first,
+        8,
+        {"gradient_checkpointing": "none", "router_z_loss_coef": 0.01, "router_bias_update_rate": 0.001},
+    ),
     (alternating, 8, {}),
     (hybrid, 16, {"gradient_checkpointing": "full"}),
 ]

@@ -107,6 +107,7 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
+    balance = choose_balance(config, model, model_config)
     check_ep_size(config.ep_size, world_size, moe_shape(model).num_experts)
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
@@ -126,7 +127,6 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         model.register_forward_pre_hook(recorder.next_forward)
         batch = _batch(config, model, told, fake)
         batches = [batch] * min(config.forwards(world_size), 2)
-        balance = choose_balance(config, model, model_config)
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
         live = LiveTensors([*model.parameters(), *model.buffers()], changed=recorder.changed)
         short = Shortened(model, stack, recorder, live)
