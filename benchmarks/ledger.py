@@ -24,7 +24,7 @@ from moe import ExpertMeshError, training_flops
 from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding.planner.hardware import DEVICES, LINKS, Hardware, preset
-from sharding.planner.shapes import read_config
+from sharding.planner.model_config import read_config
 from training import TrainConfig, parse_config
 from training.rehearsal.ledger import Ledger, ledger, sums
 from training.rehearsal.peaks import PeakMemory

@@ -9,16 +9,17 @@ from rich.text import Text
 from moe.terminal import folded
 from sharding.planner.columns import Column, print_table
 from sharding.planner.cost import matrix_rate
+from sharding.planner.hardware import Hardware
+from sharding.planner.measured import ModelParameters
 from sharding.planner.memory import Memory
 from sharding.planner.search import ARMS, Cluster, Plan, Point
 from sharding.planner.setting import Setting
-from sharding.planner.shapes import ModelShape
 
 GIB = 2**30
 
 
 def print_plans(
-    console: Console, name: str, model: ModelShape, plans: Sequence[Plan], cluster: Cluster, top: int
+    console: Console, name: str, model: ModelParameters, plans: Sequence[Plan], cluster: Cluster, top: int
 ) -> None:
     """The assumptions, the ranked table, the best plan's parts, and the line that starts it."""
 
@@ -31,6 +32,7 @@ def print_plans(
     fitting = sum(plan.fits for plan in plans)
     say(f"{fitting} of {len(plans)} settings fit; shown: {min(top, len(plans))}\n")
     best = plans[0]
+    say(f"the first: {summary(best, cluster.hardware)}")
     for line in parts(best):
         say(line)
     print_table(console, sent(best))
@@ -65,7 +67,7 @@ def _speed(plan: Plan | None) -> str:
     return f"{plan.tokens_per_second:,.0f}" if plan.fits else f"[red]{plan.memory.total / GIB:,.0f} GiB[/]"
 
 
-def assumptions(name: str, model: ModelShape, setting: Setting, cluster: Cluster) -> list[str]:
+def assumptions(name: str, model: ModelParameters, setting: Setting, cluster: Cluster) -> list[str]:
     hardware = cluster.hardware
     return [
         f"{name}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active a token",
@@ -109,7 +111,7 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
         Column("state", gib(m.lasting for m in memories), spare=4),
         Column("activ.", gib(m.activations for m in memories), spare=3),
         Column("gathered", gib(m.gathered for m in memories), spare=5),
-        Column("rows+\nlogits", gib(m.rows + m.logits for m in memories), "rows+logits", spare=5),
+        Column("work-\ning", gib(m.working for m in memories), "working", spare=5),
         Column("slack", gib(m.slack for m in memories), spare=5),
         Column("total\nGiB", [total(plan) for plan in plans]),
         Column("GB/step\nin", [f"{plan.inside / 1e9:.1f}" for plan in plans], spare=2),
@@ -119,13 +121,22 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
     ]
 
 
+def summary(plan: Plan, hardware: Hardware) -> str:
+    """What it takes and gives, in a line."""
+    return (
+        f"{plan.memory.total / GIB:.1f} GiB a GPU, {plan.tokens_per_second:,.0f} tokens/s a GPU, "
+        f"{plan.share_of_peak(hardware):.1%} MFU"
+    )
+
+
 def parts(plan: Plan) -> list[str]:
     """The best plan, opened up."""
     t = plan.time
+    pace = "" if t.device >= t.host else f"; the host, which calls it all, takes {t.host:.2f} s and sets the pace"
     return [
         f"peak at {plan.when}: {memory_terms(plan.memory)}",
         f"step: {t.matrices:.2f} s matrices + {t.elementwise:.2f} elementwise + {t.all_to_alls:.2f} all-to-alls + "
-        f"{t.exposed:.2f} of {t.sharding:.2f} sharding not hidden + {t.update:.2f} update = {t.total:.2f} s",
+        f"{t.exposed:.2f} of {t.sharding:.2f} sharding not hidden + {t.update:.2f} update = {t.device:.2f} s{pace}",
     ]
 
 

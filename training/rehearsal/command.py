@@ -21,7 +21,7 @@ from moe import ExpertMeshError
 from moe.sizes import parse_size
 from moe.whole import whole
 from sharding.planner.hardware import DEVICES, LINKS, Hardware, load_measured, preset
-from sharding.planner.shapes import read_config
+from sharding.planner.model_config import read_config
 from training.config import TrainConfig, parse_config
 from training.rehearsal.told import Told, recorded, skewed
 

@@ -251,12 +251,21 @@ class Recorder(TorchDispatchMode):
         event.is_fp8 = operator.name() == "aten::_scaled_grouped_mm"
         event.needed = 0.0 if event.phase == "recomputation" else event.flops * _NEEDED.get(operator.name(), 1.0)
         if (collective := _collective(operator)) is not None:
-            event.collective, event.group = collective, _group(args, kwargs)
-            group = _resolve_process_group(event.group)  # type: ignore[arg-type]
-            event.ranks = tuple(dist.get_process_group_ranks(group))
+            event.collective = collective
+            event.group, event.ranks = self.group_of(args, kwargs)
             largest = max(map(_bytes, inputs + changed + results), default=0)
             rounds = 2 if collective == "all-reduce" else 1
             event.sent = largest * rounds * (1 - 1 / len(event.ranks))
+
+    def group_of(self, args: Any, kwargs: Any) -> tuple[str, tuple[int, ...]]:
+        """Name and ranks of the group that a collective is given, by its name or as an object."""
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+                argument = str(dist.ProcessGroup.unbox(argument).group_name)
+            if isinstance(argument, str):
+                group = _resolve_process_group(argument)  # type: ignore[arg-type]
+                return argument, tuple(dist.get_process_group_ranks(group))
+        raise AssertionError("a collective without a group")
 
     def _is_fresh(self, tensor: Tensor, inputs: list[Tensor]) -> bool:
         storage = tensor.untyped_storage()._cdata
@@ -423,13 +432,21 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::addmm_": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
     "aten::bmm": _product,
     "aten::baddbmm": _product,
+    "mkldnn::_linear_pointwise": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
     "aten::_grouped_mm": _grouped,
     "aten::_scaled_grouped_mm": _scaled_grouped,
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
 _NEEDED = dict.fromkeys(
-    ("aten::_scaled_dot_product_flash_attention_backward", "torch_attn::_varlen_attn_backward"), 0.8
+    (
+        "aten::_scaled_dot_product_flash_attention_backward",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "torch_attn::_varlen_attn_backward",
+    ),
+    0.8,
 )
 """Flash attention's backward computes the scores again: of five products one."""
 _LONGEST = {"torch_attn::_varlen_attn": (5, 2), "torch_attn::_varlen_attn_backward": (8, 5)}
@@ -445,16 +462,6 @@ _COLLECTIVES = {
 
 def _collective(operator: Any) -> str | None:
     return _COLLECTIVES.get(operator.name())
-
-
-def _group(args: Any, kwargs: Any) -> str:
-    """Name of the group that a collective is given, by its name or as an object."""
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return str(dist.ProcessGroup.unbox(argument).group_name)
-        if isinstance(argument, str):
-            return argument
-    raise AssertionError("a collective without a group")
 
 
 @contextmanager

@@ -27,31 +27,23 @@ import training.attention
 from moe import (
     ExpertMeshError,
     ParameterCounts,
-    build_model,
-    choose_kernel,
     count_parameters,
     decoder_layers,
-    kernel_needs,
     moe_layers,
     moe_shape,
     store_frozen,
-    use_kernel,
 )
 from moe.gpu import rehearsing_gpu
 from moe.quantised import nf4_pairs
-from sharding import Mesh, Topology, build_mesh, check_ep_size, materialize, set_parameter_dtype
+from sharding import Mesh, Topology, build_mesh, check_ep_size, materialize
 from sharding.checkpointing import keep_products
 from sharding.parallelize import parallelize
-from training.adapters import adapt
-from training.attention import check_packing, choose_attention
 from training.balance import BiasUpdate, choose_balance
 from training.config import TrainConfig
 from training.data import Batch
-from training.freezing import freeze
-from training.fused import fuse_layers
-from training.head import attach_loss_head
 from training.low_bit import dynamic_map
 from training.optimizer import build_optimizer
+from training.rehearsal.building import build_rehearsed
 from training.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
 from training.rehearsal.live import LiveTensors
 from training.rehearsal.parts import Parts
@@ -114,7 +106,7 @@ def rehearse(
 
 def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: Told) -> Rehearsed:
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    model = _build(config, model_config, dtype)
+    model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
     balance = choose_balance(config, model, model_config)
     check_ep_size(config.ep_size, world_size, moe_shape(model).num_experts)
@@ -211,32 +203,6 @@ def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
     return f", in {paths[-1]}" if paths else ""
 
 
-def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
-    model = build_model(model_config, choose_attention(config.attn_implementation, config.packing, model_config))
-    if config.adapter != "none":
-        adapt(model, config)
-    elif config.freeze:
-        freeze(model, config.freeze)
-    if config.packing:
-        check_packing(model)
-    needs = kernel_needs(model, "cpu", dtype)
-    use_kernel(model, choose_kernel(_kernel(config), needs, config.expert_precision).kernel)
-    fuse_layers(model)
-    # liger-kernel's is Triton of another's, which keeps as little
-    attach_loss_head(model, "full" if config.cross_entropy == "full" else "chunked")
-    if config.optim == "adamw_bf16":
-        set_parameter_dtype(model, torch.bfloat16)
-    elif config.holds_base_in_bf16:
-        set_parameter_dtype(model, torch.bfloat16, frozen_alone=True)
-    return model
-
-
-def _kernel(config: TrainConfig) -> str:
-    """What "auto" takes on a GPU from Hopper on, in bf16."""
-    is_auto = config.expert_kernel == "auto" and config.bf16
-    return "torch-grouped" if is_auto else config.expert_kernel
-
-
 def _batch(config: TrainConfig, model: Any, told: Told, fake: FakeTensorMode) -> Batch:
     rows, samples = config.per_device_train_batch_size, told.samples if config.packing else 1
     length = config.max_seq_length // samples
@@ -252,7 +218,7 @@ def _batch(config: TrainConfig, model: Any, told: Told, fake: FakeTensorMode) ->
     return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, tokens, targets, pairs)
 
 
-class _Splits:
+class Splits:
     """Of each part rows to and from each ep rank."""
 
     def __init__(self, sent: list[int], received: list[int], sizes: Sequence[int]):
@@ -275,10 +241,10 @@ def _telling(config: TrainConfig, rows: int, shares: Sequence[tuple[float, ...]]
     """Within it, what only data or a GPU could tell is told."""
     ep_size, ep_rank = config.ep_size, dist.get_rank() % config.ep_size
 
-    def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, _Splits]:
+    def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
         assert recorder.layer is not None
         sent = _split(rows, shares[recorder.layer] or (1.0,) * ep_size)
-        return torch.empty_like(counts_E), _Splits(sent, [sent[ep_rank]] * ep_size, sizes)
+        return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
 
     @cache
     def ends(segments: tuple[int, ...], device: torch.device) -> Tensor:
