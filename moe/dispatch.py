@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe.exchange import Exchange
 from moe.permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows
+from moe.products import even
 from moe.replay import is_replaying, kept
 
 
@@ -228,8 +229,7 @@ Dispatcher = LocalDispatcher | AllToAllDispatcher
 def _part_sizes(num_experts: int, num_parts: int) -> list[int]:
     """Experts of each part, as even as can be."""
     assert 1 <= num_parts <= num_experts, (num_parts, num_experts)
-    each, more = divmod(num_experts, num_parts)
-    return [each + (part < more) for part in range(num_parts)]
+    return even(num_experts, num_parts)
 
 
 def _places(num_experts: int, ep_size: int, sizes: list[int]) -> Tensor:

@@ -55,12 +55,13 @@ def probe(model: Any) -> Seen:
     """
     returned: dict[str, Any] = {}
     arguments: dict[str, tuple[Any, ...]] = {}
+    with_keywords: set[str] = set()
     calls: dict[str, tuple[Tensor, Tensor]] = {}
     name = type(model).__name__
     was_training = model.training
     with ExitStack() as stack:
         for path, module in model.named_modules():
-            stack.enter_context(_returns(module, path, returned, arguments))
+            stack.enter_context(_returns(module, path, returned, arguments, with_keywords))
         for path, module in expert_modules(model):
             stack.enter_context(_without_computing(module, path, calls, name))
         stack.enter_context(_AnswerHost())
@@ -81,7 +82,8 @@ def probe(model: Any) -> Seen:
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
     experts, kinds = {}, {}
     for path, (x_TD, experts_TK) in calls.items():
-        router, beside = _router(experts_TK, returned), _beside(path, x_TD, returned, arguments)
+        alone = {other: args for other, args in arguments.items() if len(args) == 1 and other not in with_keywords}
+        router, beside = _router(experts_TK, returned), _beside(path, x_TD, returned, alone)
         if router is None:
             experts[path] = SeenExperts(experts_TK.shape[1], None, 0, UNKNOWN, beside)
             continue
@@ -109,14 +111,18 @@ def _router(experts_TK: Tensor, returned: dict[str, Any]) -> str | None:
     return max(chose, key=lambda path: path.count("."), default=None)
 
 
-def _beside(path: str, x_TD: Tensor, returned: dict[str, Any], arguments: dict[str, tuple[Any, ...]]) -> str | None:
-    """The outermost module of the same decoder layer that was called after the experts on their tokens alone."""
+def _beside(path: str, x_TD: Tensor, returned: dict[str, Any], alone: dict[str, tuple[Any, ...]]) -> str | None:
+    """The outermost module of the same decoder layer that was called after the experts, on their tokens alone.
+
+    Args:
+        alone: arguments of the modules that were called with a single one.
+    """
     order = list(returned)
     for other in sorted(order[order.index(path) + 1 :], key=lambda other: other.count(".")):
         is_near = path.startswith(f"{other.rpartition('.')[0]}.") and not path.startswith(f"{other}.")
         out = returned[other]
-        if is_near and len(arguments[other]) == 1 and isinstance(out, Tensor) and out.numel() == x_TD.numel():
-            (x,) = arguments[other]
+        if is_near and other in alone and isinstance(out, Tensor) and out.numel() == x_TD.numel():
+            (x,) = alone[other]
             if isinstance(x, Tensor) and x.untyped_storage()._cdata == x_TD.untyped_storage()._cdata:
                 return other
     return None
@@ -142,12 +148,18 @@ def _looks_at_positions() -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _returns(
-    module: nn.Module, path: str, returned: dict[str, Any], arguments: dict[str, tuple[Any, ...]]
+    module: nn.Module,
+    path: str,
+    returned: dict[str, Any],
+    arguments: dict[str, tuple[Any, ...]],
+    with_keywords: set[str],
 ) -> Iterator[None]:
-    def remember(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         returned[path], arguments[path] = output, args
+        if kwargs:
+            with_keywords.add(path)
 
-    hook = module.register_forward_hook(remember)
+    hook = module.register_forward_hook(remember, with_kwargs=True)
     try:
         yield
     finally:

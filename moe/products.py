@@ -147,8 +147,13 @@ def host_counts(counts_e: Tensor, num_rows: int) -> list[int]:
     """Each expert's number of rows, for which the host waits; as even as can be in a rehearsal, where nobody knows."""
     if not is_rehearsing_gpu():
         return counts_e.tolist()
-    each, more = divmod(num_rows, counts_e.numel())
-    return [each + (expert < more) for expert in range(counts_e.numel())]
+    return even(num_rows, counts_e.numel())
+
+
+def even(total: int, parts: int) -> list[int]:
+    """`total` in parts, as even as can be."""
+    each, more = divmod(total, parts)
+    return [each + (part < more) for part in range(parts)]
 
 
 def runs(counts: list[int]) -> list[slice]:

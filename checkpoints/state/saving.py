@@ -106,7 +106,7 @@ class Saver:
     def _make_stager(self) -> DefaultStager:
         """What copies each tensor once, in a thread of its own. On a GPU into pinned memory, which is kept for the next
         checkpoint: it is slow to come by. The copies begin when the device has done what it was told so far."""
-        is_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        is_gpu = _is_on_gpu()
         if self.stager is None:
             self.stager = DefaultStager(
                 StagingOptions(
@@ -122,7 +122,7 @@ class Saver:
 
     def _drop_copies(self) -> None:
         """What was copied is on disk, or will never be."""
-        if self.stager is not None and not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        if self.stager is not None and not _is_on_gpu():
             self.stager.close()
             self.stager = None
 
@@ -252,6 +252,10 @@ class Saver:
                     place_link(self.directory / BEST, Path(name) if found == places[0] else found)
         dist.broadcast_object_list(there, src=0)
         return there[0]
+
+
+def _is_on_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def _room(directory: Path) -> str:

@@ -15,7 +15,22 @@ from torch.utils._pytree import tree_leaves
 from sharding import has_dtensor, local_tensor
 
 
-class LiveTensors(TorchDispatchMode):
+class Pausable:
+    """is_paused: whether what goes on now is not told."""
+
+    is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it nothing is told."""
+        was_paused, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
+
+
+class LiveTensors(Pausable, TorchDispatchMode):
     """Within it, `peak` is the most bytes that storages held at once: of `held`, and of all that operators make.
     `changed` is told the number of each storage that grows or shrinks, by how much, and whether it is gone.
 
@@ -31,7 +46,6 @@ class LiveTensors(TorchDispatchMode):
     ):
         super().__init__()
         self.changed = changed
-        self.is_paused = False
         self.sizes: dict[int, int] = {}
         self.numbers: dict[int, int] = {}
         self.left_out: set[int] = set()
@@ -67,14 +81,6 @@ class LiveTensors(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
         return result
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        was_paused, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = was_paused
 
     def number(self, tensor: Tensor) -> int | None:
         """That `changed` is told of a tensor's storage; None of one that is not counted."""

@@ -40,6 +40,7 @@ from moe import (
 )
 from moe.dispatch import AllToAllDispatcher, LocalDispatcher
 from moe.gpu import rehearsing_gpu
+from moe.products import even
 from moe.routing import RouterStats
 from sharding import parameters_of
 from sharding.checkpointing import checkpoint_layers, keep_products
@@ -618,12 +619,6 @@ class _Group:
 
     def size(self) -> int:
         return self.ranks
-
-
-def even(total: int, parts: int) -> list[int]:
-    """`total` in parts, as even as can be."""
-    each, more = divmod(total, parts)
-    return [each + (part < more) for part in range(parts)]
 
 
 def _checkpoint(model: Any, workload: Workload) -> None:

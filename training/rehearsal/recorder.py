@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from moe.exchange import UnderWay
 from moe.fp8 import MULTIPLE
 from sharding import has_dtensor
+from training.rehearsal.live import Pausable
 from training.rehearsal.parts import LASTING, Parts, Place
 
 aten = torch.ops.aten
@@ -103,7 +104,7 @@ class Maker:
     marked: int | None
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Pausable, TorchDispatchMode):
     """Within it every operator leaves an `Event`. Numbers that the host would read of a tensor are 1, as there are
     none.
 
@@ -123,7 +124,6 @@ class Recorder(TorchDispatchMode):
         self.calls: Counter[int | None] = Counter()
         self.micro: int | None = None
         self.is_update = False
-        self.is_paused = False
         self._marked: Mark | None = None
         self._unmade: list[int] = []
         self._storages: dict[int, int] = {}
@@ -187,15 +187,6 @@ class Recorder(TorchDispatchMode):
         self.log.append(Change(storage, more, is_gone))
         if storage not in self.makers and not is_gone:
             self._unmade.append(storage)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within it, operators are run without a trace."""
-        was_paused, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = was_paused
 
     @property
     def layer(self) -> int | None:

@@ -9,6 +9,7 @@ from sharding.planner.hardware import Hardware
 from sharding.planner.memory import CONTEXT, FRAGMENTATION, PEER, RING
 from training.config import TrainConfig
 from training.rehearsal.account import Account
+from training.rehearsal.fit import LASTING
 from training.rehearsal.ledger import sums
 from training.rehearsal.told import Told
 
@@ -67,7 +68,7 @@ def _setting(account: Account, config: TrainConfig, where: str, hardware: Hardwa
 
 def _kinds(account: Account) -> list[Column]:
     fits = account.fit
-    host = {"parameters", "frozen parameters", "gradients", "optimizer state"} if fits.host else set()
+    host = LASTING if fits.host else frozenset()
     rows = [
         *((f"{kind}, in host memory" if kind in host else kind, size) for kind, size in account.memory.kinds.items()),
         ("= tensors on the card", fits.tensors),
