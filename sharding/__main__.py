@@ -134,7 +134,6 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     base = setting_of(
         config,
         arguments.gpus,
-        measure.kernel,
         ep_size=1,
         seq_length=arguments.seq_length,
         accumulation=arguments.gradient_accumulation_steps,

@@ -149,7 +149,7 @@ def planned_recipe(name: str) -> Plan:
     model_type, sizes = PUBLISHED[name]
     config = config_of(name)
     measure = CachedMeasure(config, CONFIG_MAPPING[model_type](**sizes), "cuda")
-    setting = setting_of(config, int(gpus), measure.kernel, imbalance=1.2)
+    setting = setting_of(config, int(gpus), imbalance=1.2)
     return forecast(measure, setting, Cluster(H100, 8, H100.device.memory))
 
 

@@ -123,6 +123,9 @@ def _peak(
     trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
     # MegaBlocks' kernels run on GPUs alone; torch's grouped ones keep as much, but for the activation's product
     name = "torch-grouped" if kernel.name.startswith("megablocks") else kernel.name
+    if kernel.name == "fp8":
+        # which --expert-precision says
+        name = config.expert_kernel
     flags = replace(config, expert_kernel=name)
     device: Any = ranks.device.type
     run = planned(flags, source.config, topology.world_size, device, seq_length=longest, trained=trained)

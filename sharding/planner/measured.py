@@ -89,7 +89,6 @@ class Workload:
     seq_length: int
     targets: int
     bf16: bool
-    expert_kernel: str
     checkpointing: Checkpointing
     ep_size: int
     rows_received: int
@@ -173,8 +172,6 @@ class Measure(Protocol):
     """Gives the figures of one model under a workload; it may have them at hand."""
 
     parameters: ModelParameters
-    kernel: str
-    """What computes the experts (see `moe.KERNELS`)."""
 
     def __call__(self, workload: Workload) -> MeasuredModel:
         """

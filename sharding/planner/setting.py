@@ -21,7 +21,6 @@ class Setting:
         bf16: whether forward and backward compute in bf16; else in fp32.
         tf32: whether fp32 products are computed in TF32.
         optimizer: see `training.config.Optimizer`.
-        expert_kernel: see `moe.KERNELS`; or fp8, for `--expert-precision`.
         reshard_after_forward: whether gathered parameters are given up between forward and backward.
         overlap_chunks: parts in which a layer's rows travel to their experts.
         offload: parameters, gradients and optimizer state in host memory.
@@ -43,7 +42,6 @@ class Setting:
     bf16: bool = True
     tf32: bool = False
     optimizer: str = "adamw_torch_fused"
-    expert_kernel: str = "torch-grouped"
     reshard_after_forward: bool = True
     overlap_chunks: int = 1
     offload: bool = False
@@ -89,7 +87,6 @@ class Setting:
             self.seq_length,
             round(self.tokens * self.trained),
             self.bf16,
-            self.expert_kernel,
             self.checkpointing,
             self.ep_size,
             self.rows_received(model.num_experts, model.top_k),

@@ -62,12 +62,12 @@ class CachedMeasure:
         self.is_new = False
         content = {} if self.file is None else _read(self.file)
         if content:
-            self.parameters, self.kernel = _parameters(content["parameters"]), str(content["kernel"])
+            self.parameters = _parameters(content["parameters"])
             for each in content["found"]:
                 told = each["measured"]
                 self.found[Workload(**each["workload"])] = told if isinstance(told, str) else _measured(told)
         else:
-            self.parameters, self.kernel = self._measurer.parameters, self._measurer.kernel
+            self.parameters = self._measurer.parameters
 
     @cached_property
     def _measurer(self) -> Measure:
@@ -99,7 +99,6 @@ class CachedMeasure:
             return
         content = {
             "parameters": asdict(self.parameters),
-            "kernel": self.kernel,
             "found": [
                 {"workload": asdict(workload), "measured": found if isinstance(found, str) else asdict(found)}
                 for workload, found in self.found.items()
@@ -145,7 +144,7 @@ def _read(file: Path) -> dict[str, Any]:
     """What `save` wrote; nothing where there is no such file, or another program's."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) and {"parameters", "kernel", "found"} <= content.keys() else {}
+        return content if isinstance(content, dict) and {"parameters", "found"} <= content.keys() else {}
     except (OSError, ValueError):
         return {}
 

@@ -28,7 +28,6 @@ import moe.kernels
 import moe.products
 import moe.quantised
 from moe import (
-    KERNELS,
     ParameterCounts,
     count_parameters,
     decoder_layers,
@@ -36,7 +35,6 @@ from moe import (
     moe_shape,
     store_frozen,
     take_stats,
-    use_kernel,
 )
 from moe.dispatch import AllToAllDispatcher, LocalDispatcher
 from moe.gpu import rehearsing_gpu
@@ -94,7 +92,6 @@ class Measurer:
         self.around: dict[Any, tuple[dict[int, _Call], Measured]] = {}
         # read before the model's parameters are exchanged for those of a rank
         self.parameters = _parameters(model, self.layers, self.kinds, config, counts)
-        self.kernel = next(layer.mlp.kernel.name for layer in moe_layers(model))
         self.whole = [
             (module, name, parameter)
             for module in self._measured_modules()
@@ -126,7 +123,6 @@ class _Measurement:
         self.dtype = torch.bfloat16 if workload.bf16 else torch.float32
         self.recorder: _Recorder | None = None
         self._place()
-        use_kernel(self.model, KERNELS[workload.expert_kernel])
         _checkpoint(self.model, workload)
         self.batch = _batch(workload)
 

@@ -10,12 +10,11 @@ from training.rehearsal.cached import CachedMeasure
 
 
 def setting_of(
-    config: TrainConfig, world_size: int, kernel: str, device: Literal["cuda", "cpu"] = "cuda", **changes: Any
+    config: TrainConfig, world_size: int, device: Literal["cuda", "cpu"] = "cuda", **changes: Any
 ) -> Setting:
     """How `train_ep.py` runs with these flags on so many ranks.
 
     Args:
-        kernel: what computes the experts.
         changes: of the setting, what no flag says.
     """
     setting = Setting(
@@ -29,7 +28,6 @@ def setting_of(
         bf16=config.bf16,
         tf32=config.tf32,
         optimizer=config.optim,
-        expert_kernel=kernel,
         reshard_after_forward=config.reshard_after_forward,
         overlap_chunks=config.overlap_chunks,
         # host memory is the device's own on a CPU
@@ -56,7 +54,7 @@ def planned(
         ExpertMeshError: the model cannot be built, or not compute this.
     """
     measure = CachedMeasure(config, model_config, device, is_kept)
-    setting = setting_of(config, world_size, measure.kernel, device, **changes)
+    setting = setting_of(config, world_size, device, **changes)
     run = Run(measure.parameters, measure(setting.workload(measure.parameters)), setting)
     measure.save()
     return run
