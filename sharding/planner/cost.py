@@ -32,10 +32,14 @@ HOST = 5e-6
 """Seconds that the host takes for an operator, views included (assumed)."""
 TF32_SLOWDOWN = 2.0
 """TF32 products run at half the bf16 rate (the data sheets in `hardware`)."""
-UNIT_CALLS = {"gather": (8, 1), "use": (5, 2), "reduce": (14, 3)}
+UNIT_CALLS = {"gather": (6, 0), "use": (2, 1), "reduce": (5, 1)}
 """Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""
-UPDATE_CALLS = 8
-"""Operators for each parameter that is trained: its norm, clipping, update."""
+CLIPPING_CALLS = 2
+"""For each parameter that is trained; those for all of them together are few."""
+UPDATE_CALLS = {"adamw_torch_fused": 0, "adamw_torch_8bit": 9, "adamw_bf16": 9, "muon": 21}
+"""The same, by optimizer."""
+SUMS = 3
+"""All-reduces of a few numbers among all ranks in a step: of tokens, of the loss, of the gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class StepTime:
     Attributes:
         matrices: kernels with products.
         elementwise: all others.
-        all_to_alls: waited for.
+        all_to_alls: waited for, and sums over all ranks.
         sharding: all-gathers, reduce-scatters and all-reduces in all.
         exposed: the part of `sharding` that does not hide behind the three above.
         update: clipping and the optimizer's step.
@@ -151,16 +155,19 @@ def step_time(run: Run, hardware: Hardware, gpus_per_node: int) -> StepTime:
     for act in run.acts:
         micro.do(act)
     clock, often = micro.clock, run.setting.accumulation
-    update = _update_seconds(run, hardware)
-    calls = often * micro.calls + UPDATE_CALLS * sum(unit.num_trained for unit in run.units.values())
+    update_calls = (CLIPPING_CALLS + UPDATE_CALLS[run.setting.optimizer]) * sum(
+        unit.num_trained for unit in run.units.values()
+    )
+    world = group_ranks("all", run.setting)
+    sums = SUMS * seconds_among("all-reduce", 0.0, world, hardware, gpus_per_node) if len(world) > 1 else 0.0
     return StepTime(
         often * micro.matrices,
         often * (clock.computing - micro.matrices),
-        often * clock.waiting,
+        often * clock.waiting + sums,
         often * clock.sharding,
         often * clock.exposed,
-        update,
-        HOST * calls,
+        _update_seconds(run, hardware, update_calls),
+        HOST * (often * micro.calls + update_calls),
     )
 
 
@@ -202,6 +209,7 @@ class _MicroStep:
                     self._shard("all-reduce", all_reduce(unit.replicas, 4 * unit.trained), None, unit.replicas)
                 if self.run.setting.accumulation > 1:
                     self._move(3 * unit.gradient)
+                    self.calls += unit.num_trained
             case "end":
                 self.clock.end()
 
@@ -268,12 +276,11 @@ def matrix_rate(setting: Setting, hardware: Hardware) -> float:
     return dense * hardware.matrix_share
 
 
-def _update_seconds(run: Run, hardware: Hardware) -> float:
+def _update_seconds(run: Run, hardware: Hardware, kernels: int) -> float:
     """Clipping reads gradients, then reads and writes them; the optimizer reads them, and reads and writes parameters
     and state."""
     units = run.units.values()
     gradients, state = sum(unit.gradient for unit in units), sum(unit.state for unit in units)
     # a trained parameter has its gradient's dtype
     moved = 4 * gradients + 2 * gradients + 2 * state
-    kernels = 3 * sum(unit.num_trained for unit in units)
     return moved / (hardware.device.memory_bandwidth * hardware.memory_share) + kernels * LAUNCH

@@ -224,6 +224,9 @@ class Recorder(Pausable, TorchDispatchMode):
         inputs, changed = _inputs(operator, args, kwargs)
         if operator.name() in _FILLED:
             inputs = []
+        elif operator.name() in _FILLS_A_PART:
+            # the other argument is the buffer
+            inputs = list(args[0])
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         fresh = [tensor for tensor in results if self._is_fresh(tensor, inputs + changed)]
         if operator.name() in _GATHERS:
@@ -335,7 +338,7 @@ _FILLED = frozenset(
 _ONLY_READ = frozenset({("aten::_fused_adamw_", "grads")})
 """Arguments that an operator says it changes, and does not in the way it is called here."""
 _FILLS_A_PART = frozenset({"fsdp::all_gather_copy_in"})
-"""Operators that write as much as they read to a part of what they give."""
+"""Operators that write as much as they read, of their first argument, to a part of what they give."""
 
 
 def _moves_nothing(operator: Any) -> bool:

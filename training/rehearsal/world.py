@@ -127,7 +127,8 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         materialize(model, torch.device("cpu"), config.offload)
         optimizer = build_optimizer(model.train(), config, mesh)
         recorder = Recorder(Parts(model))
-        model.register_forward_pre_hook(recorder.next_forward)
+        # before FSDP's own, which begins to gather
+        model.register_forward_pre_hook(recorder.next_forward, prepend=True)
         batch = _batch(config, model, told, fake)
         batches = [batch] * min(config.forwards(world_size), 2)
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
