@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any
 from unittest import mock
@@ -482,10 +483,8 @@ def recording_triton(recorder: Recorder) -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        by_name = dict(zip(inspect.signature(kernel.fn).parameters, args, strict=False)) | kwargs
-        source = inspect.getsource(kernel.fn)
-        loaded = set(re.findall(r"tl\.load\(\s*(\w+)", source))
-        stored = set(re.findall(r"tl\.store\(\s*(\w+)", source))
+        parameters, loaded, stored = _arguments(kernel.fn)
+        by_name = dict(zip(parameters, args, strict=False)) | kwargs
         tensors = {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
         written = [tensor for name, tensor in tensors.items() if name in stored]
         read = [tensor for name, tensor in tensors.items() if name in loaded or name not in stored]
@@ -494,3 +493,12 @@ def recording_triton(recorder: Recorder) -> Iterator[None]:
     # the second is what a kernel is where Triton's interpreter is on
     with mock.patch.object(JITFunction, "run", launch), mock.patch.object(InterpretedFunction, "run", launch):
         yield
+
+
+@cache
+def _arguments(kernel: Any) -> tuple[list[str], set[str], set[str]]:
+    """The names of a Triton kernel's, of those that it loads from, and of those that it stores to."""
+    source = inspect.getsource(kernel)
+    loaded = re.findall(r"tl\.load\(\s*(\w+)", source)
+    stored = re.findall(r"tl\.store\(\s*(\w+)", source)
+    return [*inspect.signature(kernel).parameters], set(loaded), set(stored)
