@@ -25,7 +25,7 @@ from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded, terminal_width
 from moe.whole import whole
 from sharding.planner.columns import Column, open_console, print_table
-from sharding.planner.hardware import DEVICES, LINKS, load_measured, preset, save_measured
+from sharding.planner.hardware import DEVICES, LINKS, load_measured, preset, products_in, save_measured
 from sharding.planner.mesh_picture import picture, ranks_of
 from sharding.planner.model_config import read_config
 from sharding.planner.plot import draw
@@ -65,6 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--optimizer", "--optim", default="adamw_torch_fused", help="as train_ep.py's --optim")
     plan.add_argument("--fp32", action="store_true", help="compute in fp32, not in bf16")
     plan.add_argument("--tf32", action="store_true", help="with --fp32: its products in TF32")
+    plan.add_argument(
+        "--overlap-chunks", type=int, default=1, help="as train_ep.py's; where experts are on several GPUs"
+    )
+    plan.add_argument("--keep-expert-products", type=int, default=0, help="as train_ep.py's; where it is selective")
     plan.add_argument(
         "--imbalance", type=float, default=1.2, help="tokens of the busiest expert over the mean (default 1.2)"
     )
@@ -114,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _check_positive(arguments, "gpus", "gpus_per_node", "seq_length", "gradient_accumulation_steps", "top")
+    _check_positive(arguments, "overlap_chunks")
     if arguments.micro_batch is not None:
         _check_positive(arguments, "micro_batch")
     if arguments.imbalance < 1:
@@ -127,10 +132,11 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     memory = hardware.device.memory
     if arguments.gpu_memory:
         memory = parse_size("--gpu-memory", arguments.gpu_memory)
-    cluster = Cluster(hardware, arguments.gpus_per_node, memory)
     from training.rehearsal.planning import setting_of
 
     measure, config = _measure(arguments, rest)
+    hardware = products_in(hardware, config.bf16, arguments.tf32, config.expert_precision == "fp8")
+    cluster = Cluster(hardware, arguments.gpus_per_node, memory)
     base = setting_of(
         config,
         arguments.gpus,
@@ -138,6 +144,7 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         seq_length=arguments.seq_length,
         accumulation=arguments.gradient_accumulation_steps,
         tf32=arguments.tf32,
+        overlap_chunks=arguments.overlap_chunks,
         imbalance=arguments.imbalance,
     )
     # a sweep compares like with like: one number of tokens a GPU
@@ -151,7 +158,7 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps([plan.as_json() for plan in plans], indent=1))
     else:
-        print_plans(console, arguments.model, measure.parameters, plans, cluster, arguments.top)
+        print_plans(console, arguments.model, measure.parameters, plans, cluster, arguments.top, rest)
     return 0 if plans[0].fits else 1
 
 
@@ -165,7 +172,11 @@ def _measure(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, A
     from training import parse_config
     from training.rehearsal.cached import CachedMeasure
 
-    flags = ["--model", arguments.model, "--dataset", "-", "--optim", arguments.optimizer, *rest]
+    flags = ["--model", arguments.model, "--dataset", "-", "--optim", arguments.optimizer]
+    if arguments.keep_expert_products:
+        kept = str(arguments.keep_expert_products)
+        flags += ["--keep-expert-products", kept, "--gradient-checkpointing", "selective"]
+    flags += rest
     config = parse_config(flags if arguments.fp32 else [*flags, "--bf16"])
     model_config, where = read_config(arguments.model)
     check_config(model_config.to_dict(), where)

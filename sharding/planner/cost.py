@@ -30,8 +30,6 @@ LAUNCH = 2e-6
 """Seconds between the end of one kernel and the start of the next on an H100, where the host is ahead (assumed)."""
 HOST = 5e-6
 """Seconds that the host takes for an operator, views included (assumed)."""
-TF32_SLOWDOWN = 2.0
-"""TF32 products run at half the bf16 rate (the data sheets in `hardware`)."""
 UNIT_CALLS = {"gather": (6, 0), "use": (2, 1), "reduce": (5, 1)}
 """Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""
 CLIPPING_CALLS = 2
@@ -150,7 +148,7 @@ def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardwa
 
 
 def step_time(run: Run, hardware: Hardware, gpus_per_node: int) -> StepTime:
-    """Seconds of a step, by what they are spent on."""
+    """Seconds of a step, by what they are spent on. hardware: from `products_in`."""
     micro = _MicroStep(run, hardware, gpus_per_node)
     for act in run.acts:
         micro.do(act)
@@ -178,7 +176,7 @@ class _MicroStep:
         self.run = run
         self.hardware = hardware
         self.gpus_per_node = gpus_per_node
-        self.rate = matrix_rate(run.setting, hardware)
+        self.rate = hardware.device.matrix * hardware.matrix_share
         self.fp8_rate = hardware.device.fp8 * hardware.matrix_share
         self.clock = Clock()
         self.matrices = 0.0
@@ -267,13 +265,6 @@ def model_flops(run: Run) -> float:
         for each in (root, *(kinds[kind] for kind in run.model.layers))
         for span in each.forward + each.backward
     )
-
-
-def matrix_rate(setting: Setting, hardware: Hardware) -> float:
-    """Operations a second that matrix products attain in the dtype they run in."""
-    device = hardware.device
-    dense = device.matrix if setting.bf16 else device.matrix / TF32_SLOWDOWN if setting.tf32 else device.fp32
-    return dense * hardware.matrix_share
 
 
 def _update_seconds(run: Run, hardware: Hardware, kernels: int) -> float:

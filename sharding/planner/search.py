@@ -110,7 +110,8 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
 
 
 def settings(num_experts: int, base: Setting, micro_batches: Sequence[int]) -> Iterable[Setting]:
-    """All arrangements of `base`'s ranks that this model can have."""
+    """All arrangements of `base`'s ranks that this model can have. Rows travel in as many parts as `base` says, or as a
+    rank has experts."""
     for ep_size in divisors(num_experts):
         if base.world_size % ep_size:
             continue
@@ -122,8 +123,10 @@ def settings(num_experts: int, base: Setting, micro_batches: Sequence[int]) -> I
                     yield replace(
                         base,
                         ep_size=ep_size,
+                        overlap_chunks=1 if ep_size == 1 else min(base.overlap_chunks, num_experts // ep_size),
                         dense_shard=dense_shard,
                         checkpointing=checkpointing,
+                        keep_expert_products=base.keep_expert_products if checkpointing == "selective" else 0,
                         micro_batch=micro_batch,
                     )
 

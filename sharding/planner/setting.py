@@ -23,6 +23,8 @@ class Setting:
         optimizer: see `training.config.Optimizer`.
         reshard_after_forward: whether gathered parameters are given up between forward and backward.
         overlap_chunks: parts in which a layer's rows travel to their experts.
+        keep_expert_products: of how many layers selective checkpointing keeps experts' first products; what that takes
+            is measured.
         offload: parameters, gradients and optimizer state in host memory.
         imbalance: tokens of the busiest expert over the mean (`expert_load_max_over_mean` in metrics.jsonl). Memory and
             time go by the busiest rank.
@@ -44,6 +46,7 @@ class Setting:
     optimizer: str = "adamw_torch_fused"
     reshard_after_forward: bool = True
     overlap_chunks: int = 1
+    keep_expert_products: int = 0
     offload: bool = False
     imbalance: float = 1.0
     trained: float = 1.0

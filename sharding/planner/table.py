@@ -1,5 +1,6 @@
 """Forecasts as people read them."""
 
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,7 +9,6 @@ from rich.text import Text
 
 from moe.terminal import folded
 from sharding.planner.columns import Column, print_table
-from sharding.planner.cost import matrix_rate
 from sharding.planner.hardware import Hardware
 from sharding.planner.measured import ModelParameters
 from sharding.planner.memory import Memory
@@ -19,9 +19,19 @@ GIB = 2**30
 
 
 def print_plans(
-    console: Console, name: str, model: ModelParameters, plans: Sequence[Plan], cluster: Cluster, top: int
+    console: Console,
+    name: str,
+    model: ModelParameters,
+    plans: Sequence[Plan],
+    cluster: Cluster,
+    top: int,
+    further: Sequence[str] = (),
 ) -> None:
-    """The assumptions, the ranked table, the best plan's parts, and the line that starts it."""
+    """The assumptions, the ranked table, the best plan's parts, and the line that starts it.
+
+    Args:
+        further: flags of `train_ep.py` that no setting says.
+    """
 
     def say(line: str, style: str = "") -> None:
         console.print(Text(folded(line), style))
@@ -39,7 +49,7 @@ def print_plans(
     if best.fits:
         say("\nrecommended", "bold green")
         # in one piece, to be copied
-        console.print(Text(launch_line(name, best.setting, cluster.gpus_per_node)))
+        console.print(Text(launch_line(name, best.setting, cluster.gpus_per_node, further)))
     else:
         say("\nnothing fits", "bold red")
         say(what_would_fit(best, cluster.memory))
@@ -73,7 +83,7 @@ def assumptions(name: str, model: ModelParameters, setting: Setting, cluster: Cl
         f"{name}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active a token",
         f"{setting.world_size} GPUs, {cluster.gpus_per_node} a node, {cluster.memory / GIB:,.1f} GiB each",
         f"{hardware.name}, attained: "
-        f"{matrix_rate(setting, hardware) / 1e12:,.4g} TFLOP/s, "
+        f"{hardware.device.matrix * hardware.matrix_share / 1e12:,.4g} TFLOP/s, "
         f"{hardware.device.memory_bandwidth * hardware.memory_share / 1e9:,.4g} GB/s memory, "
         f"{hardware.inside.bandwidth * hardware.link_share / 1e9:,.3g} GB/s inside and "
         f"{hardware.between.bandwidth * hardware.link_share / 1e9:,.3g} between nodes",
@@ -160,8 +170,8 @@ def memory_terms(memory: Memory) -> str:
     return f"{' + '.join(terms)} = {memory.total / size:,.2f} {name}"
 
 
-def launch_line(name: str, setting: Setting, gpus_per_node: int) -> str:
-    """A command that runs the setting."""
+def launch_line(name: str, setting: Setting, gpus_per_node: int, further: Sequence[str]) -> str:
+    """A command that runs the setting, with `further` flags."""
     nodes = -(-setting.world_size // gpus_per_node)
     here = min(setting.world_size, gpus_per_node)
     across = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
@@ -177,9 +187,14 @@ def launch_line(name: str, setting: Setting, gpus_per_node: int) -> str:
         "gradient-checkpointing": setting.checkpointing,
         "optim": setting.optimizer,
     }
+    if setting.overlap_chunks > 1:
+        flags["overlap-chunks"] = setting.overlap_chunks
+    if setting.keep_expert_products:
+        flags["keep-expert-products"] = setting.keep_expert_products
     given = " ".join(f"--{flag} {value}".rstrip() for flag, value in flags.items())
     precision = " --bf16" if setting.bf16 else " --tf32" if setting.tf32 else ""
-    return f"torchrun {across}--nproc-per-node {here} train_ep.py {given}{precision}"
+    more = f" {shlex.join(further)}" if further else ""
+    return f"torchrun {across}--nproc-per-node {here} train_ep.py {given}{precision}{more}"
 
 
 def what_would_fit(plan: Plan, memory: float) -> str:

@@ -125,9 +125,34 @@ def test_plan_in_a_precision(
     assert ["--bf16" in given, "--tf32" in given] == [command == "--bf16", command == "--tf32"]
 
 
+def test_plan_with_flags_of_a_run(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows travel in parts where they travel, and products are kept where checkpointing is selective; what is
+    recommended says all of it."""
+    flags = ["--overlap-chunks", "2", "--keep-expert-products", "4", "--expert-precision", "fp8"]
+    common = ["plan", "--model", str(config_file), "--gpus", "64", "--micro-batch", "1"]
+    assert main([*common, *flags]) == 0
+    given = capsys.readouterr().out.split("recommended")[1].split()
+    assert given[given.index("--expert-precision") + 1] == "fp8"
+    selective = given[given.index("--gradient-checkpointing") + 1] == "selective"
+    assert ("--keep-expert-products" in given) == selective
+    assert ("--overlap-chunks" in given) == (int(given[given.index("--ep-size") + 1]) in (2, 4))
+
+    def plans(*further: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+        assert main([*common, "--json", *further]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return {(p["ep"], p["dense_shard"], p["gradient_checkpointing"]): p for p in found}
+
+    plain, kept = plans(), plans("--keep-expert-products", "4")
+    assert plain.keys() == kept.keys()
+    for setting, plan in plain.items():
+        assert (kept[setting]["memory"]["total"] > plan["memory"]["total"]) == (setting[2] == "selective")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--model", "CONFIG", "--overlap-chunks", "0"], "--overlap-chunks 0: must be 1 or more"),
+        (["--model", "CONFIG", "--gpu", "A100", "--expert-precision", "fp8"], "no rate of products in fp8 is known"),
         (["--model", "/nowhere"], "--model /nowhere: no such file"),
         (["--model", "no/such-model"], "--model no/such-model is no directory, and the hub gives no config.json"),
         (["--model", "CONFIG", "--gpus", "0"], "--gpus 0: must be 1 or more"),

@@ -7,7 +7,7 @@ import pytest
 
 from moe import training_flops
 from sharding.planner.cost import LAUNCH, Clock, model_flops, seconds_among, step_time
-from sharding.planner.hardware import DEVICES, Device, Hardware, Link
+from sharding.planner.hardware import DEVICES, Device, Hardware, Link, products_in
 from sharding.planner.order import Run
 from sharding.planner.setting import Setting
 from sharding.planner.traffic import Traffic, between_nodes, by_link, group_ranks, step_traffic
@@ -21,11 +21,6 @@ PROPORTIONATE = {"hidden_size": 64, "intermediate_size": 128}
 def run_of(world_size: int, ep_size: int, **flags: Any) -> Run:
     flags = {"ep_size": ep_size, "bf16": True, "max_seq_length": 512, "per_device_train_batch_size": 1, **flags}
     return tiny_run(world_size, flags, PROPORTIONATE, "cuda")
-
-
-def on(run: Run, **changes: Any) -> Run:
-    """The same figures, in another setting."""
-    return Run(run.model, run.measured, replace(run.setting, **changes))
 
 
 def collective_time(traffic: Traffic, setting: Setting, gpus_per_node: int) -> float:
@@ -64,6 +59,20 @@ def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:
     assert (clock.now, clock.computing, clock.waiting, clock.sharding, clock.exposed) == (3.0, 1.25, 1.0, 1.0, 0.75)
 
 
+def test_kernels_run_beside_all_to_alls_that_travel() -> None:
+    """Which go one after the other among the same ranks; FSDP's are others'."""
+    clock = Clock()
+    assert clock.send("ep", 1.0) == 1.0
+    assert clock.send("ep", 0.5) == 1.5
+    assert clock.send("others", 0.25) == 0.25
+    clock.kernel(0.75)
+    assert clock.shard(0.25) == 1.0
+    assert clock.arrive("ep") == 0.25
+    clock.kernel(1.0)
+    assert clock.arrive("ep") == clock.arrive("others") == 0.0
+    assert (clock.now, clock.computing, clock.waiting, clock.exposed) == (2.0, 1.75, 0.25, 0.0)
+
+
 def test_links_share_out_all_bytes() -> None:
     run = run_of(16, 4, dense_shard="hybrid")
     traffic = step_traffic(run)
@@ -99,8 +108,8 @@ def test_products_run_at_the_rate_of_their_dtype() -> None:
     in fp32 at 1e6."""
     slow = replace(MACHINE, device=Device(1e7, 1e6, 1e11, 8e10))
     run = run_of(1, 1)
-    changes: list[dict[str, Any]] = [{}, {"bf16": False, "tf32": True}, {"bf16": False}, {"tf32": True}]
-    seconds = [step_time(on(run, **change), slow, 8).matrices for change in changes]
+    dtypes = [(True, False), (False, True), (False, False), (True, True)]
+    seconds = [step_time(run, products_in(slow, *dtype, fp8=False), 8).matrices for dtype in dtypes]
     assert [s / seconds[0] for s in seconds] == pytest.approx([1, 2, 10, 1], rel=1e-3)
 
 

@@ -35,7 +35,14 @@ UNREAD = frozenset(
     {
         *("model", "dataset", "tokenizer", "output_dir", "force"),
         *("per_device_train_batch_size", "max_seq_length", "gradient_checkpointing", "ep_size"),
-        *("gradient_accumulation_steps", "global_batch_size", "reshard_after_forward", "dense_shard", "offload"),
+        *(
+            "gradient_accumulation_steps",
+            "global_batch_size",
+            "reshard_after_forward",
+            "dense_shard",
+            "offload",
+            "overlap_chunks",
+        ),
     }
 )
 """Flags on which no figure depends, or which a `Workload` says, or whose part is arithmetic."""

@@ -30,6 +30,7 @@ def setting_of(
         optimizer=config.optim,
         reshard_after_forward=config.reshard_after_forward,
         overlap_chunks=config.overlap_chunks,
+        keep_expert_products=config.keep_expert_products,
         # host memory is the device's own on a CPU
         offload=config.offload and device == "cuda",
         device=device,
