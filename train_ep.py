@@ -98,7 +98,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     order = training.data_order(config, inputs.training, ranks.world_size)
     training.check_schedule(config, training.number_of_steps(config, order), config.evaluates)
     training.check_profile(config, training.number_of_steps(config, order), ranks.world_size)
-    memory = training.forecast(model, source, topology, kernel, config, inputs, ranks)
+    memory = training.forecast(source, topology, kernel, config, inputs, ranks)
     if ranks.rank == 0:
         how = [balance.line(), *trained]
         told = training.first_lines(model, source, counts, topology, kernel, config, inputs, order, memory, how)
@@ -109,7 +109,7 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
         return True
 
     # only training needs gradients and optimizer state
-    if memory is not None and inputs.training is not None and not config.force:
+    if inputs.training is not None and not config.force:
         with sharding.raise_together():
             memory.check(ranks.world_size)
     prompts = training.make_prompts(config, inputs)

@@ -23,8 +23,8 @@ from pathlib import Path
 from moe import ExpertMeshError, training_flops
 from moe.terminal import ends_with_reader
 from moe.whole import whole
-from sharding.planner.hardware import DEVICES, LINKS, Hardware, preset
-from sharding.planner.shapes import read_config
+from sharding.planner.hardware import DEVICES, LINKS, Hardware, preset, products_in
+from sharding.planner.model_config import read_config
 from training import TrainConfig, parse_config
 from training.rehearsal.ledger import Ledger, ledger, sums
 from training.rehearsal.peaks import PeakMemory
@@ -43,10 +43,7 @@ def main() -> int:
             config = replace(config, router_aux_loss_coef=0.0)
         config = replace(config, packing=False)
         hardware = preset(arguments.gpu, arguments.network)
-        if config.expert_precision == "fp8" and not hardware.device.fp8:
-            raise ExpertMeshError(f"--expert-precision fp8: --gpu {arguments.gpu} has no products in fp8")
-        if not config.bf16:
-            hardware = replace(hardware, device=replace(hardware.device, matrix=hardware.device.fp32))
+        hardware = products_in(hardware, config.bf16, config.tf32, config.expert_precision == "fp8")
         started = time.time()
         rehearsed = rehearse(config, model_config, arguments.gpus, arguments.rank)
     except ExpertMeshError as error:

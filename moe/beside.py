@@ -10,14 +10,21 @@ from torch import Tensor, nn
 
 
 class Beside:
-    """Of one layer. No `nn.Module`: the module stays where it is, under its own name."""
+    """Of one layer. No `nn.Module`: the module stays where it is, under its own name.
 
-    def __init__(self, module: nn.Module):
+    Args:
+        block: that calls the module, and the experts.
+    """
+
+    def __init__(self, module: nn.Module, block: nn.Module):
         self.module: Any = module
         self._forward = module.forward
         self._is_ahead = False
         self._done: tuple[Tensor, Tensor] | None = None
         module.forward = self._take
+        # what a checkpointed layer computes again ends, by an exception, as soon as backward has all that it needs: the
+        # block has then not asked, and what is held would hold all that it was computed from
+        block.register_forward_hook(self._forget, always_call=True)
 
     def compute(self, x_TD: Tensor) -> None:
         """Now, of the tokens that the experts were given."""
@@ -26,6 +33,9 @@ class Beside:
             self._done = x_TD, self.module(x_TD)
         finally:
             self._is_ahead = False
+
+    def _forget(self, *_: Any) -> None:
+        self._done = None
 
     def _take(self, x: Tensor) -> Tensor:
         done, self._done = self._done, None

@@ -150,7 +150,8 @@ def swap_experts(model: nn.Module, seen: Seen) -> None:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, ours)
         if called.beside is not None:
-            ours.beside = Beside(model.get_submodule(called.beside))
+            block = model.get_submodule(called.beside.rpartition(".")[0])
+            ours.beside = Beside(model.get_submodule(called.beside), block)
         ours.correction_bias = _correction_bias(model, parent, ours.shape.num_experts)
         if called.router is not None and called.num_logits == ours.shape.num_experts:
             ours.router, ours.kind = called.router, called.kind

@@ -20,17 +20,16 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from moe import ExpertMeshError
+from moe import ExpertMeshError, check_config
 from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded, terminal_width
 from moe.whole import whole
 from sharding.planner.columns import Column, open_console, print_table
-from sharding.planner.hardware import DEVICES, LINKS, load_measured, preset, save_measured
+from sharding.planner.hardware import DEVICES, LINKS, load_measured, preset, products_in, save_measured
 from sharding.planner.mesh_picture import picture, ranks_of
+from sharding.planner.model_config import read_config
 from sharding.planner.plot import draw
 from sharding.planner.search import MICRO_BATCHES, Cluster, search, sweep
-from sharding.planner.setting import OPTIMIZERS, Setting
-from sharding.planner.shapes import ModelShape, read_config, shape_of_config
 from sharding.planner.table import print_plans, sweep_columns
 from sharding.topology import Topology, check_cp_size, check_ep_size
 from sharding.torchrun import read_environment
@@ -47,7 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    plan = commands.add_parser("plan", help="memory, traffic and speed of every way to run a model; needs no weights")
+    plan = commands.add_parser(
+        "plan",
+        help="memory, traffic and speed of every way to run a model; needs no weights",
+        epilog="Any other flag is train_ep.py's, as --adapter lora --base-dtype nf4, or --freeze experts.",
+    )
     plan.add_argument("--model", required=True, help="directory, config.json, or hub id")
     plan.add_argument("--gpus", type=int, default=8, help="in all")
     plan.add_argument("--gpus-per-node", type=int, default=8)
@@ -59,9 +62,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--micro-batch", type=int, help="rows a rank's forward takes; default: 1 to 16 are tried, with --sweep 1"
     )
     plan.add_argument("--gradient-accumulation-steps", type=int, default=1, help="forwards a step")
-    plan.add_argument("--optimizer", "--optim", default="adamw_torch_fused", choices=list(OPTIMIZERS))
+    plan.add_argument("--optimizer", "--optim", default="adamw_torch_fused", help="as train_ep.py's --optim")
     plan.add_argument("--fp32", action="store_true", help="compute in fp32, not in bf16")
     plan.add_argument("--tf32", action="store_true", help="with --fp32: its products in TF32")
+    plan.add_argument(
+        "--overlap-chunks", type=int, default=1, help="as train_ep.py's; where experts are on several GPUs"
+    )
+    plan.add_argument("--keep-expert-products", type=int, default=0, help="as train_ep.py's; where it is selective")
     plan.add_argument(
         "--imbalance", type=float, default=1.2, help="tokens of the busiest expert over the mean (default 1.2)"
     )
@@ -69,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--top", type=int, default=12, help="rows of the table")
     plan.add_argument("--json", action="store_true", help="everything as JSON, in place of the table")
     plan.add_argument("--sweep", action="store_true", help="instead: 8 to 4,096 GPUs, with and without EP")
+    plan.add_argument("--no-cache", action="store_true", help="measure anew, and keep nothing in the cache directory")
     plan.add_argument("--plot", type=Path, help="with --sweep: also draw it here, as SVG")
 
     # its flags are its own and train_ep.py's, and are read where those are
@@ -97,24 +105,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["rehearse"]:
             return _rehearse(given[1:])
-        arguments = build_parser().parse_args(given)
-        return {"plan": _plan, "mesh": _mesh}[arguments.command](arguments)
+        arguments, rest = build_parser().parse_known_args(given)
+        if arguments.command == "plan":
+            return _plan(arguments, rest)
+        if rest:
+            raise ExpertMeshError(f"unrecognized arguments: {' '.join(rest)}")
+        return _mesh(arguments)
     except ExpertMeshError as error:
         if local_rank == 0:
             print(f"sharding: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _check_positive(arguments, "gpus", "gpus_per_node", "seq_length", "gradient_accumulation_steps", "top")
+    _check_positive(arguments, "overlap_chunks")
     if arguments.micro_batch is not None:
         _check_positive(arguments, "micro_batch")
     if arguments.imbalance < 1:
         raise ExpertMeshError(f"--imbalance {arguments.imbalance:g}: the busiest expert has at least the mean, 1")
     if arguments.tf32 and not arguments.fp32:
         raise ExpertMeshError("--tf32: says how products run in fp32, and this plan is for bf16; add --fp32")
-    config, where = read_config(arguments.model)
-    model = shape_of_config(config, where)
     hardware = preset(arguments.gpu, arguments.network)
     if arguments.calibrate is not None:
         measured = load_measured(arguments.calibrate)
@@ -122,16 +133,19 @@ def _plan(arguments: argparse.Namespace) -> int:
     memory = hardware.device.memory
     if arguments.gpu_memory:
         memory = parse_size("--gpu-memory", arguments.gpu_memory)
+    from training.rehearsal.planning import setting_of
+
+    measure, config = _measure(arguments, rest)
+    hardware = products_in(hardware, config.bf16, arguments.tf32, config.expert_precision == "fp8")
     cluster = Cluster(hardware, arguments.gpus_per_node, memory)
-    base = Setting(
-        world_size=arguments.gpus,
+    base = setting_of(
+        config,
+        arguments.gpus,
         ep_size=1,
         seq_length=arguments.seq_length,
         accumulation=arguments.gradient_accumulation_steps,
-        bf16=not arguments.fp32,
         tf32=arguments.tf32,
-        optimizer=arguments.optimizer,
-        expert_kernel="loop" if arguments.fp32 else "torch-grouped",
+        overlap_chunks=arguments.overlap_chunks,
         imbalance=arguments.imbalance,
     )
     # a sweep compares like with like: one number of tokens a GPU
@@ -139,13 +153,38 @@ def _plan(arguments: argparse.Namespace) -> int:
     micro_batches = default if arguments.micro_batch is None else (arguments.micro_batch,)
     console = open_console()
     if arguments.sweep:
-        return _sweep(arguments, model, base, micro_batches, cluster, console)
-    plans = search(model, base, micro_batches, cluster)
+        return _sweep(arguments, measure, base, micro_batches, cluster, console)
+    plans = search(measure, base, micro_batches, cluster)
+    measure.save()
     if arguments.json:
         print(json.dumps([plan.as_json() for plan in plans], indent=1))
     else:
-        print_plans(console, arguments.model, model, plans, cluster, arguments.top)
+        print_plans(console, arguments.model, measure.parameters, plans, cluster, arguments.top, rest)
     return 0 if plans[0].fits else 1
+
+
+def _measure(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, Any]:
+    """What measures the model, and the flags of train_ep.py with which it would be run.
+
+    Raises:
+        ExpertMeshError: there is no such model or flag, or the model cannot be trained so.
+    """
+    # the only arrow against the direction of imports: `training` knows how a run builds its model
+    from training import parse_config
+    from training.rehearsal.cached import CachedMeasure
+
+    flags = ["--model", arguments.model, "--dataset", "-", "--optim", arguments.optimizer]
+    if arguments.keep_expert_products:
+        kept = str(arguments.keep_expert_products)
+        flags += ["--keep-expert-products", kept, "--gradient-checkpointing", "selective"]
+    flags += rest
+    config = parse_config(flags if arguments.fp32 else [*flags, "--bf16"])
+    model_config, where = read_config(arguments.model)
+    check_config(model_config.to_dict(), where)
+    try:
+        return CachedMeasure(config, model_config, "cuda", not arguments.no_cache), config
+    except ExpertMeshError as error:
+        raise ExpertMeshError(f"{where}: {error}") from error
 
 
 def _rehearse(argv: Sequence[str]) -> int:
@@ -163,14 +202,15 @@ def _check_positive(arguments: argparse.Namespace, *names: str) -> None:
 
 def _sweep(
     arguments: argparse.Namespace,
-    model: ModelShape,
-    base: Setting,
+    measure: Any,
+    base: Any,
     micro_batches: Sequence[int],
     cluster: Cluster,
     console: Console,
 ) -> int:
     begun = time.perf_counter()
-    points = sweep(model, base, micro_batches, cluster)
+    points = sweep(measure, base, micro_batches, cluster)
+    measure.save()
     if arguments.json:
         print(json.dumps([{"arm": p.arm, "gpus": p.world_size, **p.plan.as_json()} for p in points], indent=1))
         return 0

@@ -45,7 +45,8 @@ def starts_processes(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep `datasets` from writing to, or reading from, the cache of whoever runs the tests."""
+    """Keep `datasets` and the planner from writing to, or reading from, the cache of whoever runs the tests."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets-cache"))
 
 

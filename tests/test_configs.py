@@ -14,10 +14,18 @@ from transformers import CONFIG_MAPPING
 
 from moe import build_model, count_parameters, moe_layers, moe_shape
 from sharding import check_ep_size
-from sharding.planner.setting import BLOCK, OPTIMIZERS
+from sharding.planner.hardware import preset
+from sharding.planner.search import Cluster, Plan, forecast
+from sharding.planner.table import summary
 from training import TrainConfig, check_packing, choose_attention, parse_config
+from training.low_bit import BLOCK
+from training.rehearsal.cached import CachedMeasure
+from training.rehearsal.planning import setting_of
 
 ROOT = Path(__file__).parents[1]
+H100 = preset("H100", "infiniband-ndr")
+STATE_BYTES = {"adamw_torch_fused": 4 + 4 + 8, "adamw_torch_8bit": 4 + 4 + 2 + 8 / BLOCK, "adamw_bf16": 2 + 2 + 4}
+"""Of a parameter, its gradient and both moments."""
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 RECIPES = [file.stem for file in CONFIGS if file.stem != "tiny"]
 QWEN3: dict[str, Any] = dict(hidden_size=2048, num_hidden_layers=48, vocab_size=151936)
@@ -108,10 +116,10 @@ def test_memory_and_arrangements_that_the_comments_state(name: str, gpus: int, s
     config, model = config_of(name), model_of(name)
     counts = count_parameters(model)
     assert f"({counts.total / 1e9:.1f} B parameters" in text_of(name)
-    assert f"{counts.total / gpus * OPTIMIZERS[config.optim].total / 1e9:.1f} GB" in said
+    assert f"{counts.total / gpus * STATE_BYTES[config.optim] / 1e9:.1f} GB" in said
     assert said in text_of(name)
     if "would take" in text_of(name):
-        fp32 = counts.total / gpus * OPTIMIZERS["adamw_torch_fused"].total / 1e9
+        fp32 = counts.total / gpus * STATE_BYTES["adamw_torch_fused"] / 1e9
         assert f"fp32 state would take {fp32:.1f} GB." in text_of(name)
     check_ep_size(config.ep_size, gpus, moe_shape(model).num_experts)
 
@@ -133,6 +141,30 @@ def test_a_recipe_fits_its_model(name: str) -> None:
     positions, gpus = re.findall(r"([\d,]+) positions a step on (\d+) GPUs", text_of(name))[0]
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * int(gpus)
     assert f"{rows * config.max_seq_length:,}" == positions
+
+
+def planned_recipe(name: str) -> Plan:
+    """On as many H100 as the file counts positions for; the busiest expert has 1.2 times the mean."""
+    ((_, gpus),) = re.findall(r"([\d,]+) positions a step on (\d+) GPUs", text_of(name))
+    model_type, sizes = PUBLISHED[name]
+    config = config_of(name)
+    measure = CachedMeasure(config, CONFIG_MAPPING[model_type](**sizes), "cuda")
+    setting = setting_of(config, int(gpus), imbalance=1.2)
+    return forecast(measure, setting, Cluster(H100, 8, H100.device.memory))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_forecasts_that_the_comments_state(name: str) -> None:
+    plan = planned_recipe(name)
+    now = f"# Forecast of {plan.setting.world_size} H100: {summary(plan, H100)}"
+    pattern = r"# Forecast of (\d+) H100: ([\d.]+) GiB a GPU, ([\d,]+) tokens/s a GPU, ([\d.]+)% MFU"
+    found = re.findall(pattern, text_of(name))
+    assert found, now
+    gpus, memory, speed, share = (float(figure.replace(",", "")) for figure in found[0])
+    assert gpus == plan.setting.world_size
+    assert memory == pytest.approx(plan.memory.total / 2**30, rel=0.02), now
+    assert speed == pytest.approx(plan.tokens_per_second, rel=0.05), now
+    assert share == pytest.approx(100 * plan.share_of_peak(H100), rel=0.05), now
 
 
 def test_the_recipes_are_those_of_the_table() -> None:

@@ -71,7 +71,14 @@ MODULES = sorted(
 )
 
 
-TAKES_TRAINING_FLAGS = ("train_ep.py", "torchrun.sh", "slurm.sbatch", "benchmarks.ledger", "sharding rehearse")
+TAKES_TRAINING_FLAGS = (
+    "train_ep.py",
+    "torchrun.sh",
+    "slurm.sbatch",
+    "benchmarks.ledger",
+    "sharding rehearse",
+    "sharding plan",
+)
 
 
 REHEARSE = "training.rehearsal.command"

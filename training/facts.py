@@ -13,7 +13,7 @@ from training.config import TrainConfig
 from training.data import DataOrder, describe
 from training.head import loss_head
 from training.inputs import Inputs
-from training.memory import Forecast
+from training.memory import Forecast, NoForecast
 
 
 def first_lines(
@@ -25,7 +25,7 @@ def first_lines(
     config: TrainConfig,
     inputs: Inputs,
     order: DataOrder,
-    memory: Forecast | None,
+    memory: Forecast | NoForecast,
     how: Sequence[str],
 ) -> str:
     """Model, mesh, batch, memory, computation, `how` it is trained, and data."""
@@ -33,7 +33,7 @@ def first_lines(
         f"{source.path}: {source.model_type}, {counts.total / 1e6:,.1f} M parameters, "
         f"{counts.active / 1e6:,.1f} M active a token",
         _mesh(moe_shape(model).num_experts, topology, config, order),
-        *(memory.lines() if memory is not None else [_no_forecast(config, source)]),
+        *memory.lines(),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
         f"attention {_attention(model)}, cross-entropy {loss_head(model).kind}"
         + (", fp32 products in TF32" if config.tf32 else "")
@@ -55,16 +55,6 @@ def left_out(checkpoint: Checkpoint) -> str:
         f"left out: {len(checkpoint.left_out)} tensors that no trained layer has, and the export will not have either: "
         f"{checkpoint.some_left_out}"
     )
-
-
-def _no_forecast(config: TrainConfig, source: ModelSource) -> str:
-    return f"memory a rank: there is no forecast {_why_none(config, source)}"
-
-
-def _why_none(config: TrainConfig, source: ModelSource) -> str:
-    if config.adapter != "none":
-        return "with --adapter"
-    return "with --freeze" if config.freeze else f"for {source.model_type}"
 
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:

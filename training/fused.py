@@ -1,11 +1,12 @@
 """Norms and rotary positions by our own kernels on a GPU, in place of transformers' code, which reads and writes
 whole tensors for each of its operators."""
 
+from collections.abc import Hashable
 from typing import Any
 
 from torch import nn
 
-from training.fused_norm import fuse_norm
+from training.fused_norm import Norm, fuse_norm
 from training.fused_rotary import fuse_rotary
 
 
@@ -20,5 +21,6 @@ def fuse_layers(model: Any) -> list[str]:
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
     compiled = {p for module in modules.values() if module._compiled_call_impl is not None for p in module.modules()}
-    norms = [name for name, module in modules.items() if module not in compiled and fuse_norm(module)]
+    known: dict[Hashable, Norm | None] = {}
+    norms = [name for name, module in modules.items() if module not in compiled and fuse_norm(module, known)]
     return norms + fuse_rotary({type(module).__module__ for module in modules.values()})

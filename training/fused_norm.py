@@ -6,6 +6,7 @@ they scale by.
 Shape suffixes: N rows, D width.
 """
 
+from collections.abc import Hashable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -38,14 +39,28 @@ class Norm:
     weight: str | None
 
 
-def fuse_norm(module: nn.Module) -> bool:
-    """Have `module` compute by Triton's kernels where tensors take them, else as ever; whether it is an RMS norm."""
-    norm = try_norm(module)
+def fuse_norm(module: nn.Module, known: dict[Hashable, Norm | None] | None = None) -> bool:
+    """Have `module` compute by Triton's kernels where tensors take them, else as ever; whether it is an RMS norm.
+
+    known: what modules have been found to compute; one like another is not tried again.
+    """
+    known = {} if known is None else known
+    kind = _kind(module)
+    if kind not in known:
+        known[kind] = try_norm(module)
+    norm = known[kind]
     if norm is None:
         return False
     # an attribute of the instance: its class, the names of its parameters and its hooks stay
     module.forward = MethodType(partial(_forward, norm), module)
     return True
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """The same for modules that compute the same, whatever their weights."""
+    plain = tuple((name, x) for name, x in vars(module).items() if isinstance(x, bool | int | float | str))
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return type(module), plain, tuple((name, tensor.shape) for name, tensor in tensors)
 
 
 @torch.no_grad()

@@ -22,11 +22,10 @@ from torch.autograd.function import once_differentiable
 from moe import ExpertMeshError
 from moe.gpu import computes_on_cpu, takes_triton
 from moe.matmul import matmul, pad_rows, suits_onednn
-from sharding.planner.memory import LOGIT_CHUNK_BYTES
 from training.config import CrossEntropy
 from training.data import IGNORED
 
-CHUNK_BYTES = LOGIT_CHUNK_BYTES
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """What the logits of one chunk may take if they were fp32: on a CPU 524 positions at a vocabulary of 32,000, on a GPU
 8,388, as each chunk reads and writes the weight's gradient once more."""
 

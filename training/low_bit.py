@@ -123,7 +123,7 @@ class AdamW8bit(_AdamW):
     """
 
     def _no_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        if not _has_blocks(parameter):
+        if not has_blocks(parameter):
             row = parameter.shape[1:]
             return {name: zeros_by_rows(parameter, row, torch.float32) for name in ("exp_avg", "exp_avg_sq")}
         num_blocks, codes = parameter.shape[-1] // BLOCK, {}
@@ -167,7 +167,7 @@ class AdamW8bit(_AdamW):
         )
 
 
-def _has_blocks(parameter: Tensor) -> bool:
+def has_blocks(parameter: Tensor) -> bool:
     return parameter.dim() == 2 and parameter.shape[1] % BLOCK == 0
 
 

@@ -3,7 +3,7 @@
 import os
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,12 @@ import torch.distributed as dist
 
 from checkpoints import ModelSource
 from moe import ExpertMeshError, KernelChoice
-from moe.exceptions import FORECAST
 from sharding import Ranks, Topology
-from sharding.planner.memory import Memory, moments, peak
-from sharding.planner.setting import Setting
-from sharding.planner.shapes import shape_of_model
+from sharding.planner.memory import Memory, Peak, peak
 from sharding.planner.table import memory_terms
 from training.config import TrainConfig
 from training.inputs import Inputs
+from training.rehearsal.planning import planned
 
 NEAR = 0.9
 """From this share of the memory on, a forecast that fits comes with a warning."""
@@ -85,57 +83,59 @@ class Forecast:
         )
 
 
+@dataclass(frozen=True)
+class NoForecast:
+    """why: there is none."""
+
+    why: str
+
+    def lines(self) -> list[str]:
+        return [f"memory a rank: there is no forecast: {self.why}"]
+
+    def check(self, world_size: int) -> None:
+        """What is not known is not refused."""
+
+
 def forecast(
-    model: Any,
-    source: ModelSource,
-    topology: Topology,
-    kernel: KernelChoice,
-    config: TrainConfig,
-    inputs: Inputs,
-    ranks: Ranks,
-) -> Forecast | None:
-    """Of the rank that holds the most, for rows as long as the longest (of packed ones, --max-seq-length); None for a
-    family, or with frozen parameters, which the planner's formulas do not hold for.
+    source: ModelSource, topology: Topology, kernel: KernelChoice, config: TrainConfig, inputs: Inputs, ranks: Ranks
+) -> Forecast | NoForecast:
+    """Of the rank that holds the most, for rows as long as the longest (of packed ones, --max-seq-length). Rank 0
+    measures the model for all; they call it together."""
+    told: list[Any] = [None]
+    if ranks.rank == 0:
+        try:
+            told = [_peak(source, topology, kernel, config, inputs, ranks)]
+        except Exception as error:  # a run does not depend on it: what cannot be measured may still be trained
+            told = [" ".join(f"{type(error).__name__}: {error}".split())[:200]]
+    dist.broadcast_object_list(told, src=0)
+    (found,) = told
+    if isinstance(found, str):
+        return NoForecast(found)
+    before = 0 if ranks.device.type == "cuda" else resident()
+    return Forecast(found.when, found.memory, found.least, before, available_memory(ranks.device, before))
 
-    Args:
-        model: on the meta device, not sharded yet.
-    """
-    if source.model_type not in FORECAST or config.freeze or config.adapter != "none":
-        return None
+
+def _peak(
+    source: ModelSource, topology: Topology, kernel: KernelChoice, config: TrainConfig, inputs: Inputs, ranks: Ranks
+) -> Peak:
     rows = inputs.training
-    longest = 1 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())
+    longest = 2 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())
     trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
+    # MegaBlocks' kernels run on GPUs alone; torch's grouped ones keep as much, but for the activation's product
+    name = "torch-grouped" if kernel.name.startswith("megablocks") else kernel.name
+    if kernel.name == "fp8":
+        # which --expert-precision says
+        name = config.expert_kernel
+    flags = replace(config, expert_kernel=name)
     device: Any = ranks.device.type
-    setting = Setting(
-        topology.world_size,
-        topology.ep_size,
-        topology.dense_shard,
-        micro_batch=config.per_device_train_batch_size,
-        seq_length=longest,
-        accumulation=config.forwards(ranks.world_size),
-        checkpointing=config.gradient_checkpointing,
-        keep_expert_products=config.keep_expert_products,
-        bf16=config.bf16,
-        optimizer=config.optim,
-        expert_kernel=kernel.name,
-        reshard_after_forward=config.reshard_after_forward,
-        # host memory is the device's own on a CPU
-        offload=config.offload and device == "cuda",
-        offload_activations=config.offload_activations and device == "cuda",
-        trained=trained,
-        device=device,
-    )
-    shape = shape_of_model(model, source.config)
-    when, memory = peak(shape, setting)
-    least = max((m for _, m in moments(shape, setting)), key=lambda m: m.lasting + m.gathered)
-    before = 0 if device == "cuda" else resident()
-    return Forecast(when, memory, least, before, available_memory(ranks.device, before))
+    run = planned(flags, source.config, topology.world_size, device, seq_length=longest, trained=trained)
+    return peak(run)
 
 
-def beside(forecast: Forecast | None, measured: float) -> str:
+def beside(forecast: Forecast | NoForecast, measured: float) -> str:
     """What was measured, in bytes, next to what was forecast, in a line."""
     told = f"memory a rank: peak {measured / 2**30:,.2f} GiB measured"
-    if forecast is None:
+    if isinstance(forecast, NoForecast):
         return told
     before = f" ({forecast.before / 2**30:,.2f} of them before the model was made)" if forecast.before else ""
     return f"{told}, {forecast.total / 2**30:,.2f} GiB forecast{before}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe import decoder_layers, router_prefixes
 from sharding import Mesh, StateTensor, trainable_of
 from training.config import TrainConfig
-from training.low_bit import AdamW8bit, AdamWBf16
+from training.low_bit import BLOCK, AdamW8bit, AdamWBf16, has_blocks
 from training.muon import Muon, dense_matrix, expert_matrices
 
 
@@ -30,6 +30,20 @@ def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.
             rows[part.tensor] = (crc32(name.encode()), mesh.topology.rows(part.num_rows, part.layout, dist.get_rank()))
         return AdamWBf16(groups, **settings, rows=rows, seed=config.seed)
     return torch.optim.AdamW(groups, **settings, fused=True)
+
+
+def state_bytes(parameter: Tensor, optim: str, is_orthogonalized: bool) -> float:
+    """Bytes of state that an optimizer has for each number of a parameter, which may be whole or on the meta device.
+
+    is_orthogonalized: whether it is one of `muon_parts`.
+    """
+    if not parameter.requires_grad:
+        return 0
+    if optim == "muon":
+        return 4 if is_orthogonalized else 8
+    if optim == "adamw_torch_8bit" and has_blocks(parameter):
+        return 2 + 8 / BLOCK
+    return 4 if optim == "adamw_bf16" else 8
 
 
 def _groups(parameters: list[Tensor], config: TrainConfig) -> list[dict[str, Any]]:

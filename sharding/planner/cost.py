@@ -1,26 +1,43 @@
 """How long a step takes.
 
-A layer's forward and its backward each are two things at once: on one side matrix products, elementwise work and the
-all-to-alls, one after the other, since each waits for the one before; on the other the all-gathers and reduce-scatters
-of FSDP2, on streams of their own. A layer takes as long as the longer side. Nothing hides what comes before the first
-layer and after the last: the gathering of the root and of the first layer, the reduction of the root and of the first
-layer's gradients, clipping, and the optimizer's step.
+Three things go on at once, as on a GPU's streams: kernels, one after the other; all-to-alls, which kernels wait for
+where their rows are needed; and FSDP's gathering and reducing. A layer's kernels wait until its parameters are
+gathered. Before all of it comes the host, which calls every operator: where it is slower, it sets the pace.
 
-Left out: what the host needs to launch kernels (small layers on fast GPUs wait for it), stragglers, data loading.
+Left out: stragglers, data loading.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from moe import training_flops
 from sharding.planner.hardware import Hardware
-from sharding.planner.memory import rows_received
-from sharding.planner.setting import Setting, units_of
-from sharding.planner.shapes import ModelShape
-from sharding.planner.traffic import Traffic, group_ranks, ranks_a_node, share_away, step_traffic
+from sharding.planner.measured import Stretch
+from sharding.planner.order import Act, Name, Run
+from sharding.planner.setting import Setting
+from sharding.planner.traffic import (
+    GroupName,
+    all_gather,
+    all_reduce,
+    group_of,
+    group_ranks,
+    ranks_a_node,
+    reduce_scatter,
+    share_away,
+)
 
-TF32_SLOWDOWN = 2.0
-"""TF32 products run at half the bf16 rate (the data sheets in `hardware`)."""
+LAUNCH = 2e-6
+"""Seconds between the end of one kernel and the start of the next on an H100, where the host is ahead (assumed)."""
+HOST = 5e-6
+"""Seconds that the host takes for an operator, views included (assumed)."""
+UNIT_CALLS = {"gather": (6, 0), "use": (2, 1), "reduce": (5, 1)}
+"""Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""
+CLIPPING_CALLS = 2
+"""For each parameter that is trained; those for all of them together are few."""
+UPDATE_CALLS = {"adamw_torch_fused": 0, "adamw_torch_8bit": 9, "adamw_bf16": 9, "muon": 21}
+"""The same, by optimizer."""
+SUMS = 3
+"""All-reduces of a few numbers among all ranks in a step: of tokens, of the loss, of the gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +45,13 @@ class StepTime:
     """Seconds of one step of one rank.
 
     Attributes:
-        matrices: products, at the attained rate.
-        elementwise: work that the memory's bandwidth bounds.
-        all_to_alls: nothing overlaps with them.
+        matrices: kernels with products.
+        elementwise: all others.
+        all_to_alls: waited for, and sums over all ranks.
         sharding: all-gathers, reduce-scatters and all-reduces in all.
         exposed: the part of `sharding` that does not hide behind the three above.
         update: clipping and the optimizer's step.
+        host: that the host takes to call all of it.
     """
 
     matrices: float
@@ -42,15 +60,73 @@ class StepTime:
     sharding: float
     exposed: float
     update: float
+    host: float
+
+    @property
+    def device(self) -> float:
+        """Where the host is ahead."""
+        return self.matrices + self.elementwise + self.all_to_alls + self.exposed + self.update
 
     @property
     def total(self) -> float:
-        return self.matrices + self.elementwise + self.all_to_alls + self.exposed + self.update
+        return max(self.device, self.host)
 
 
-def collective_time(traffic: Traffic, setting: Setting, hardware: Hardware, gpus_per_node: int) -> float:
-    """Seconds of one of `traffic`'s collectives."""
-    return seconds_among(traffic.kind, traffic.sent, group_ranks(traffic.group, setting), hardware, gpus_per_node)
+class Clock:
+    """The time on a rank's streams.
+
+    Attributes:
+        now: of the kernels'. computing, waiting: of that, kernels, and waiting for all-to-alls and sums.
+        sharding: seconds of FSDP's collectives. exposed: of these, waited for.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.computing = self.waiting = self.sharding = self.exposed = 0.0
+        self._free = 0.0
+        self._sent: dict[Hashable, deque[float]] = defaultdict(deque)
+
+    def kernel(self, seconds: float) -> None:
+        self.now += seconds
+        self.computing += seconds
+
+    def wait(self, seconds: float) -> None:
+        """A collective that kernels wait for at once."""
+        self.now += seconds
+        self.waiting += seconds
+
+    def send(self, ranks: Hashable, seconds: float) -> float:
+        """An all-to-all that kernels run beside, behind those before it among these ranks: when it will be done."""
+        sent = self._sent[ranks]
+        done = max(self.now, sent[-1] if sent else 0.0) + seconds
+        sent.append(done)
+        return done
+
+    def arrive(self, ranks: Hashable) -> float:
+        """Kernels wait for the oldest of these that they have not waited for: how long."""
+        waited = max(0.0, self._sent[ranks].popleft() - self.now)
+        self.waiting += waited
+        self.now += waited
+        return waited
+
+    def shard(self, seconds: float) -> float:
+        """One of FSDP's, behind those before it: when it will be done."""
+        self._free = max(self._free, self.now) + seconds
+        self.sharding += seconds
+        return self._free
+
+    def until(self, done: float) -> None:
+        """Kernels wait for one of FSDP's collectives."""
+        self.exposed += max(0.0, done - self.now)
+        self.now = max(self.now, done)
+
+    def end(self) -> None:
+        """All is done."""
+        self.until(self._free)
+
+
+def kernel_seconds(flops: float, moved: float, rate: float, hardware: Hardware) -> float:
+    """As long as its products, at `rate`, or its memory take, whichever is longer, and its launch."""
+    return max(flops / rate, moved / (hardware.device.memory_bandwidth * hardware.memory_share)) + LAUNCH
 
 
 def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardware, gpus_per_node: int) -> float:
@@ -71,27 +147,109 @@ def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardwa
     return transfer + rounds * ((here - 1) * inside.latency + hops_between * between.latency)
 
 
-def step_time(model: ModelShape, setting: Setting, hardware: Hardware, gpus_per_node: int) -> StepTime:
-    """Seconds of a step, by what they are spent on."""
-    matrices = _matrix_seconds(model, setting, hardware)
-    elementwise = _elementwise_bytes(model, setting) / (hardware.device.memory_bandwidth * hardware.memory_share)
-    traffic = step_traffic(model, setting)
-    seconds = {t: t.times * collective_time(t, setting, hardware, gpus_per_node) for t in traffic}
-    all_to_alls = sum(s for t, s in seconds.items() if t.kind == "all-to-all")
-    sharding = sum(s for t, s in seconds.items() if t.kind != "all-to-all")
+def step_time(run: Run, hardware: Hardware, gpus_per_node: int) -> StepTime:
+    """Seconds of a step, by what they are spent on. hardware: from `products_in`."""
+    micro = _MicroStep(run, hardware, gpus_per_node)
+    for act in run.acts:
+        micro.do(act)
+    clock, often = micro.clock, run.setting.accumulation
+    update_calls = (CLIPPING_CALLS + UPDATE_CALLS[run.setting.optimizer]) * sum(
+        unit.num_trained for unit in run.units.values()
+    )
+    world = group_ranks("all", run.setting)
+    sums = SUMS * seconds_among("all-reduce", 0.0, world, hardware, gpus_per_node) if len(world) > 1 else 0.0
+    return StepTime(
+        often * micro.matrices,
+        often * (clock.computing - micro.matrices),
+        often * clock.waiting + sums,
+        often * clock.sharding,
+        often * clock.exposed,
+        _update_seconds(run, hardware, update_calls),
+        HOST * (often * micro.calls + update_calls),
+    )
 
-    # forward has a third of the products (a quarter, if backward computes it again) and the layers' first all-gathers
-    of_forward = 1 / (3 if setting.checkpointing == "none" else 4)
-    computing = matrices + elementwise + all_to_alls
-    in_layers = [(t, s) for t, s in seconds.items() if t.what in ("layers", "experts") and t.kind != "all-to-all"]
-    gathers = sum(s / (2 if setting.reshard_after_forward else 1) for t, s in in_layers if t.kind == "all-gather")
-    in_backward = sum(s for _, s in in_layers) - gathers
-    exposed = max(0.0, gathers - of_forward * computing) + max(0.0, in_backward - (1 - of_forward) * computing)
-    # the first all-gather and the last reductions have nothing to hide behind, nor has the root's traffic
-    ends = sum(s for _, s in in_layers) / model.num_layers / 2
-    outside = sharding - sum(s for _, s in in_layers)
-    exposed = min(sharding, exposed + ends + outside)
-    return StepTime(matrices, elementwise, all_to_alls, sharding, exposed, _update_seconds(model, setting, hardware))
+
+class _MicroStep:
+    """One forward and backward on the clock."""
+
+    def __init__(self, run: Run, hardware: Hardware, gpus_per_node: int):
+        self.run = run
+        self.hardware = hardware
+        self.gpus_per_node = gpus_per_node
+        self.rate = hardware.device.matrix * hardware.matrix_share
+        self.fp8_rate = hardware.device.fp8 * hardware.matrix_share
+        self.clock = Clock()
+        self.matrices = 0.0
+        self.calls = 0
+        self.done: dict[Name, float] = {}
+        self.known: dict[int, tuple[float, float]] = {}
+
+    def do(self, act: Act) -> None:
+        unit = self.run.units[act.unit]
+        each, a_parameter = UNIT_CALLS.get(act.doing, (0, 0))
+        self.calls += each + a_parameter * unit.num_parameters
+        match act.doing:
+            case "compute":
+                self._compute(act)
+            case "gather":
+                # brought to the dtype that is computed in, then put at their place in the buffer
+                self._move(unit.stored + 3 * unit.computed if unit.ranks > 1 else 0)
+                sent = all_gather(unit)
+                self.done[act.unit] = self._shard("all-gather", sent, act.unit, unit.ranks)
+            case "use":
+                self.clock.until(self.done.pop(act.unit))
+                self._move(2 * unit.gathered if unit.ranks > 1 else unit.stored + unit.computed)
+            case "reduce":
+                c = self.run.setting.compute_bytes
+                self._move(unit.trained * unit.ranks * (c + 4))
+                self._shard("reduce-scatter", reduce_scatter(unit), act.unit, unit.ranks)
+                if unit.replicas > 1:
+                    self._shard("all-reduce", all_reduce(unit.replicas, 4 * unit.trained), None, unit.replicas)
+                if self.run.setting.accumulation > 1:
+                    self._move(3 * unit.gradient)
+                    self.calls += unit.num_trained
+            case "end":
+                self.clock.end()
+
+    def _compute(self, act: Act) -> None:
+        assert act.span is not None
+        self.calls += act.span.calls
+        for stretch in act.span.stretches:
+            products, others = self._seconds(stretch)
+            self.matrices += products
+            self.clock.kernel(products + others)
+            if stretch.then == "send":
+                self.clock.send(stretch.group, self._among("all-to-all", stretch.sent, stretch.group))
+            elif stretch.then == "arrive":
+                self.clock.arrive(stretch.group)
+            elif stretch.then == "exchange":
+                self.clock.wait(self._among("all-to-all", stretch.sent, stretch.group))
+
+    def _seconds(self, stretch: Stretch) -> tuple[float, float]:
+        """Of kernels with products, and of all others."""
+        # layers of one kind have theirs in common
+        if id(stretch) not in self.known:
+            products = others = 0.0
+            for flops, moved, is_fp8, times in stretch.kernels:
+                rate = self.fp8_rate if is_fp8 else self.rate
+                seconds = times * kernel_seconds(flops, moved, rate, self.hardware)
+                products, others = products + seconds * (flops > 0), others + seconds * (flops == 0)
+            self.known[id(stretch)] = (products, others)
+        return self.known[id(stretch)]
+
+    def _move(self, moved: float) -> None:
+        if moved:
+            self.clock.kernel(kernel_seconds(0.0, moved, self.rate, self.hardware))
+
+    def _shard(self, kind: str, sent: float, name: Name | None, ranks: int) -> float:
+        if ranks == 1 or sent == 0:
+            return self.clock.now
+        group: GroupName = "dp" if name is None else group_of(name, self.run.setting)
+        return self.clock.shard(self._among(kind, sent, group))
+
+    def _among(self, kind: str, sent: float, group: GroupName) -> float:
+        ranks = group_ranks(group, self.run.setting)
+        return seconds_among(kind, sent, ranks, self.hardware, self.gpus_per_node)
 
 
 def tokens_per_second(setting: Setting, seconds: float) -> float:
@@ -99,61 +257,21 @@ def tokens_per_second(setting: Setting, seconds: float) -> float:
     return setting.tokens * setting.accumulation / seconds
 
 
-def model_flops(model: ModelShape, setting: Setting) -> float:
-    """Operations of one rank's micro-step that the model needs (`moe.training_flops`): no recomputation."""
-    S = setting.seq_length
-    pairs = setting.micro_batch * S * (S + 1) // 2
-    return training_flops(model.counts, model.config, setting.tokens, round(setting.tokens * setting.trained), pairs)
+def model_flops(run: Run) -> float:
+    """Operations of one rank's forward and backward that the model needs: without recomputation, as measured."""
+    kinds, root = run.measured.kinds, run.measured.root
+    return sum(
+        span.needed
+        for each in (root, *(kinds[kind] for kind in run.model.layers))
+        for span in each.forward + each.backward
+    )
 
 
-def _matrix_seconds(model: ModelShape, setting: Setting, hardware: Hardware) -> float:
-    """The model's operations, a third more with recomputation, and as much more of the experts' as rows are uneven."""
-    flops = model_flops(model, setting)
-    imbalance = rows_received(setting, model) / (setting.tokens * model.moe.top_k) - 1
-    flops += imbalance * 6 * setting.tokens * model.counts.experts * model.moe.top_k / model.moe.num_experts
-    flops *= 1 if setting.checkpointing == "none" else 4 / 3
-    rate = matrix_rate(setting, hardware)
-    # a product reads its weights: with few tokens this takes longer than the operations
-    units = units_of(model, setting)
-    weights = model.num_layers * (units.layer.gathered + units.experts.gathered) + units.root.gathered
-    passes = 3 if setting.checkpointing == "none" else 4
-    reading = passes * weights * setting.compute_bytes / (hardware.device.memory_bandwidth * hardware.memory_share)
-    return setting.accumulation * max(flops / rate, reading)
-
-
-def matrix_rate(setting: Setting, hardware: Hardware) -> float:
-    """Operations a second that matrix products attain in the dtype they run in."""
-    device = hardware.device
-    dense = device.matrix if setting.bf16 else device.matrix / TF32_SLOWDOWN if setting.tf32 else device.fp32
-    return dense * hardware.matrix_share
-
-
-def _elementwise_bytes(model: ModelShape, setting: Setting) -> float:
-    """Read and written by what is no matrix product, forward and backward (which moves twice as much). Tensors of a
-    token: of width D, 3 in each of 2 norms and 2 sums, and 6 for each of its K rows (permuted, weighted, summed); 4 of
-    queries and keys in the rotary embedding; 3 of width F in the experts' activation."""
-    moe, A = model.moe, model.head_width
-    widths = 12 * moe.model_width + moe.top_k * (6 * moe.model_width + 3 * moe.expert_width)
-    widths += 4 * (model.num_heads + model.num_kv_heads) * A
-    passes = 3 if setting.checkpointing == "none" else 4
-    casts = _cast_bytes(model, setting)
-    return setting.accumulation * (passes * model.num_layers * setting.tokens * widths * setting.compute_bytes + casts)
-
-
-def _cast_bytes(model: ModelShape, setting: Setting) -> float:
-    """FSDP2's copies of each unit: out of the all-gather's buffer, and of gradients to fp32."""
-    units = units_of(model, setting)
-    gathered = model.num_layers * (units.layer.gathered + units.experts.gathered) + units.root.gathered
-    times = 2 if setting.reshard_after_forward else 1
-    c = setting.compute_bytes
-    return times * gathered * 2 * c + gathered * (c + 4)
-
-
-def _update_seconds(model: ModelShape, setting: Setting, hardware: Hardware) -> float:
+def _update_seconds(run: Run, hardware: Hardware, kernels: int) -> float:
     """Clipping reads gradients, then reads and writes them; the optimizer reads them, and reads and writes parameters
     and state."""
-    units = units_of(model, setting)
-    held = model.num_layers * (units.layer.shard + units.experts.shard) + units.root.shard
-    each = setting.state_bytes
-    moved = held * (4 * each.gradient + 2 * each.parameter + 2 * each.state)
-    return moved / (hardware.device.memory_bandwidth * hardware.memory_share)
+    units = run.units.values()
+    gradients, state = sum(unit.gradient for unit in units), sum(unit.state for unit in units)
+    # a trained parameter has its gradient's dtype
+    moved = 4 * gradients + 2 * gradients + 2 * state
+    return moved / (hardware.device.memory_bandwidth * hardware.memory_share) + kernels * LAUNCH

@@ -1,7 +1,7 @@
 """What machines can do: presets from vendors' data sheets, and a machine that was measured."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,26 @@ def preset(gpu: str, network: str) -> Hardware:
     if network not in LINKS:
         raise ExpertMeshError(f"--network {network} is unknown; use {', '.join(LINKS)}")
     return Hardware(f"{gpu}, {NODE_LINK[gpu]}, {network}", DEVICES[gpu], LINKS[NODE_LINK[gpu]], LINKS[network])
+
+
+TF32_SLOWDOWN = 2.0
+"""TF32 products run at half the bf16 rate (the data sheets above)."""
+
+
+def products_in(hardware: Hardware, bf16: bool, tf32: bool, fp8: bool) -> Hardware:
+    """The same, `matrix` being the rate of products in the dtype that is computed in: bf16, TF32 or fp32.
+
+    Args:
+        fp8: whether the experts' run in fp8.
+
+    Raises:
+        ExpertMeshError: it has none in fp8.
+    """
+    device = hardware.device
+    if fp8 and not device.fp8:
+        raise ExpertMeshError(f"--expert-precision fp8: of {hardware.name} no rate of products in fp8 is known")
+    matrix = device.matrix if bf16 else device.matrix / TF32_SLOWDOWN if tf32 else device.fp32
+    return replace(hardware, device=replace(device, matrix=matrix))
 
 
 def _check_rates(table: dict[str, Any]) -> None:

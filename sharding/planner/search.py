@@ -6,11 +6,12 @@ from typing import Any, get_args
 
 from moe import ExpertMeshError
 from sharding.choices import Checkpointing
-from sharding.planner.cost import StepTime, step_time, tokens_per_second
+from sharding.planner.cost import StepTime, model_flops, step_time, tokens_per_second
 from sharding.planner.hardware import Hardware
+from sharding.planner.measured import Measure
 from sharding.planner.memory import Memory, peak
+from sharding.planner.order import Run
 from sharding.planner.setting import Setting
-from sharding.planner.shapes import ModelShape
 from sharding.planner.traffic import Traffic, by_link, step_traffic
 from sharding.topology import DenseShard, divisors
 
@@ -29,7 +30,8 @@ class Cluster:
 @dataclass(frozen=True)
 class Plan:
     """A setting with its forecast. when: the moment at which `memory` is what a rank holds. inside, between: bytes that
-    a rank sends in a step, by link. tokens_per_second: of one rank."""
+    a rank sends in a step, by link. tokens_per_second: of one rank. flops: of a step, that
+    the model needs."""
 
     setting: Setting
     when: str
@@ -39,7 +41,12 @@ class Plan:
     between: float
     time: StepTime
     tokens_per_second: float
+    flops: float
     fits: bool
+
+    def share_of_peak(self, hardware: Hardware) -> float:
+        """The model's FLOPs over those of the card in the time of the step: MFU."""
+        return self.flops / (self.time.total * hardware.device.matrix)
 
     def as_json(self) -> dict[str, Any]:
         s = self.setting
@@ -61,30 +68,51 @@ class Plan:
             "bytes_inside_node": round(self.inside),
             "bytes_between_nodes": round(self.between),
             "seconds": {**vars(self.time), "total": self.time.total},
+            "model_flops": self.flops,
             "tokens_per_second_a_gpu": self.tokens_per_second,
         }
 
 
-def forecast(model: ModelShape, setting: Setting, cluster: Cluster) -> Plan:
+def forecast(measure: Measure, setting: Setting, cluster: Cluster) -> Plan:
     """What one setting takes."""
-    when, memory = peak(model, setting)
-    traffic = tuple(step_traffic(model, setting))
-    time = step_time(model, setting, cluster.hardware, cluster.gpus_per_node)
+    run = Run(measure.parameters, measure(setting.workload(measure.parameters)), setting)
+    most = peak(run)
+    traffic = tuple(step_traffic(run))
+    time = step_time(run, cluster.hardware, cluster.gpus_per_node)
     return Plan(
         setting,
-        when,
-        memory,
+        most.when,
+        most.memory,
         traffic,
         *by_link(traffic, setting, cluster.gpus_per_node),
         time,
         tokens_per_second(setting, time.total),
-        memory.total <= cluster.memory,
+        setting.accumulation * model_flops(run),
+        most.memory.total <= cluster.memory,
     )
 
 
-def settings(model: ModelShape, base: Setting, micro_batches: Sequence[int]) -> Iterable[Setting]:
-    """All arrangements of `base`'s ranks that this model can have."""
-    for ep_size in divisors(model.moe.num_experts):
+def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -> list[Plan]:
+    """Of those settings that the model can compute.
+
+    Raises:
+        ExpertMeshError: it can compute none of them; says why not the last.
+    """
+    plans, error = [], None
+    for setting in settings:
+        try:
+            plans.append(forecast(measure, setting, cluster))
+        except ExpertMeshError as raised:
+            error = raised
+    if not plans and error is not None:
+        raise error
+    return plans
+
+
+def settings(num_experts: int, base: Setting, micro_batches: Sequence[int]) -> Iterable[Setting]:
+    """All arrangements of `base`'s ranks that this model can have. Rows travel in as many parts as `base` says, or as a
+    rank has experts."""
+    for ep_size in divisors(num_experts):
         if base.world_size % ep_size:
             continue
         # with one replica, or one rank a replica's shard, the two are the same or no sharding at all
@@ -95,13 +123,15 @@ def settings(model: ModelShape, base: Setting, micro_batches: Sequence[int]) -> 
                     yield replace(
                         base,
                         ep_size=ep_size,
+                        overlap_chunks=1 if ep_size == 1 else min(base.overlap_chunks, num_experts // ep_size),
                         dense_shard=dense_shard,
                         checkpointing=checkpointing,
+                        keep_expert_products=base.keep_expert_products if checkpointing == "selective" else 0,
                         micro_batch=micro_batch,
                     )
 
 
-def search(model: ModelShape, base: Setting, micro_batches: Sequence[int], cluster: Cluster) -> list[Plan]:
+def search(measure: Measure, base: Setting, micro_batches: Sequence[int], cluster: Cluster) -> list[Plan]:
     """Forecasts of all settings: those that fit first, by tokens a second, then the others by memory.
 
     Raises:
@@ -110,7 +140,8 @@ def search(model: ModelShape, base: Setting, micro_batches: Sequence[int], clust
     for flag, value in (("--gpus", base.world_size), ("--seq-length", base.seq_length), *_named(micro_batches)):
         if value < 1:
             raise ExpertMeshError(f"{flag} {value}: must be 1 or more")
-    plans = [forecast(model, setting, cluster) for setting in settings(model, base, micro_batches)]
+    possible = settings(measure.parameters.num_experts, base, micro_batches)
+    plans = forecasts(measure, possible, cluster)
     return sorted(plans, key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.memory.total))
 
 
@@ -130,17 +161,18 @@ class Point:
     plan: Plan
 
 
-def sweep(model: ModelShape, base: Setting, micro_batches: Sequence[int], cluster: Cluster) -> list[Point]:
+def sweep(measure: Measure, base: Setting, micro_batches: Sequence[int], cluster: Cluster) -> list[Point]:
     """From 8 to 4,096 GPUs: the best setting of each arm."""
     points = []
     for exponent in range(3, 13):
         world = replace(base, world_size=2**exponent)
         for arm, across in zip(ARMS, (False, True, False), strict=True):
-            plans = [
-                forecast(model, replace(setting, ep_across_nodes=across), cluster)
-                for setting in settings(model, world, micro_batches)
+            possible = [
+                replace(setting, ep_across_nodes=across)
+                for setting in settings(measure.parameters.num_experts, world, micro_batches)
                 if _belongs(setting, arm, cluster.gpus_per_node)
             ]
+            plans = forecasts(measure, possible, cluster)
             if plans:
                 best = min(plans, key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.memory.total))
                 points.append(Point(arm, world.world_size, best))

@@ -1,5 +1,6 @@
 """Forecasts as people read them."""
 
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,19 +9,29 @@ from rich.text import Text
 
 from moe.terminal import folded
 from sharding.planner.columns import Column, print_table
-from sharding.planner.cost import matrix_rate
+from sharding.planner.hardware import Hardware
+from sharding.planner.measured import ModelParameters
 from sharding.planner.memory import Memory
 from sharding.planner.search import ARMS, Cluster, Plan, Point
 from sharding.planner.setting import Setting
-from sharding.planner.shapes import ModelShape
 
 GIB = 2**30
 
 
 def print_plans(
-    console: Console, name: str, model: ModelShape, plans: Sequence[Plan], cluster: Cluster, top: int
+    console: Console,
+    name: str,
+    model: ModelParameters,
+    plans: Sequence[Plan],
+    cluster: Cluster,
+    top: int,
+    further: Sequence[str] = (),
 ) -> None:
-    """The assumptions, the ranked table, the best plan's parts, and the line that starts it."""
+    """The assumptions, the ranked table, the best plan's parts, and the line that starts it.
+
+    Args:
+        further: flags of `train_ep.py` that no setting says.
+    """
 
     def say(line: str, style: str = "") -> None:
         console.print(Text(folded(line), style))
@@ -31,13 +42,14 @@ def print_plans(
     fitting = sum(plan.fits for plan in plans)
     say(f"{fitting} of {len(plans)} settings fit; shown: {min(top, len(plans))}\n")
     best = plans[0]
+    say(f"the first: {summary(best, cluster.hardware)}")
     for line in parts(best):
         say(line)
     print_table(console, sent(best))
     if best.fits:
         say("\nrecommended", "bold green")
         # in one piece, to be copied
-        console.print(Text(launch_line(name, best.setting, cluster.gpus_per_node)))
+        console.print(Text(launch_line(name, best.setting, cluster.gpus_per_node, further)))
     else:
         say("\nnothing fits", "bold red")
         say(what_would_fit(best, cluster.memory))
@@ -65,13 +77,13 @@ def _speed(plan: Plan | None) -> str:
     return f"{plan.tokens_per_second:,.0f}" if plan.fits else f"[red]{plan.memory.total / GIB:,.0f} GiB[/]"
 
 
-def assumptions(name: str, model: ModelShape, setting: Setting, cluster: Cluster) -> list[str]:
+def assumptions(name: str, model: ModelParameters, setting: Setting, cluster: Cluster) -> list[str]:
     hardware = cluster.hardware
     return [
         f"{name}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active a token",
         f"{setting.world_size} GPUs, {cluster.gpus_per_node} a node, {cluster.memory / GIB:,.1f} GiB each",
         f"{hardware.name}, attained: "
-        f"{matrix_rate(setting, hardware) / 1e12:,.4g} TFLOP/s, "
+        f"{hardware.device.matrix * hardware.matrix_share / 1e12:,.4g} TFLOP/s, "
         f"{hardware.device.memory_bandwidth * hardware.memory_share / 1e9:,.4g} GB/s memory, "
         f"{hardware.inside.bandwidth * hardware.link_share / 1e9:,.3g} GB/s inside and "
         f"{hardware.between.bandwidth * hardware.link_share / 1e9:,.3g} between nodes",
@@ -109,7 +121,7 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
         Column("state", gib(m.lasting for m in memories), spare=4),
         Column("activ.", gib(m.activations for m in memories), spare=3),
         Column("gathered", gib(m.gathered for m in memories), spare=5),
-        Column("rows+\nlogits", gib(m.rows + m.logits for m in memories), "rows+logits", spare=5),
+        Column("work-\ning", gib(m.working for m in memories), "working", spare=5),
         Column("slack", gib(m.slack for m in memories), spare=5),
         Column("total\nGiB", [total(plan) for plan in plans]),
         Column("GB/step\nin", [f"{plan.inside / 1e9:.1f}" for plan in plans], spare=2),
@@ -119,13 +131,22 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
     ]
 
 
+def summary(plan: Plan, hardware: Hardware) -> str:
+    """What it takes and gives, in a line."""
+    return (
+        f"{plan.memory.total / GIB:.1f} GiB a GPU, {plan.tokens_per_second:,.0f} tokens/s a GPU, "
+        f"{plan.share_of_peak(hardware):.1%} MFU"
+    )
+
+
 def parts(plan: Plan) -> list[str]:
     """The best plan, opened up."""
     t = plan.time
+    pace = "" if t.device >= t.host else f"; the host, which calls it all, takes {t.host:.2f} s and sets the pace"
     return [
         f"peak at {plan.when}: {memory_terms(plan.memory)}",
         f"step: {t.matrices:.2f} s matrices + {t.elementwise:.2f} elementwise + {t.all_to_alls:.2f} all-to-alls + "
-        f"{t.exposed:.2f} of {t.sharding:.2f} sharding not hidden + {t.update:.2f} update = {t.total:.2f} s",
+        f"{t.exposed:.2f} of {t.sharding:.2f} sharding not hidden + {t.update:.2f} update = {t.device:.2f} s{pace}",
     ]
 
 
@@ -149,8 +170,8 @@ def memory_terms(memory: Memory) -> str:
     return f"{' + '.join(terms)} = {memory.total / size:,.2f} {name}"
 
 
-def launch_line(name: str, setting: Setting, gpus_per_node: int) -> str:
-    """A command that runs the setting."""
+def launch_line(name: str, setting: Setting, gpus_per_node: int, further: Sequence[str]) -> str:
+    """A command that runs the setting, with `further` flags."""
     nodes = -(-setting.world_size // gpus_per_node)
     here = min(setting.world_size, gpus_per_node)
     across = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
@@ -166,9 +187,14 @@ def launch_line(name: str, setting: Setting, gpus_per_node: int) -> str:
         "gradient-checkpointing": setting.checkpointing,
         "optim": setting.optimizer,
     }
+    if setting.overlap_chunks > 1:
+        flags["overlap-chunks"] = setting.overlap_chunks
+    if setting.keep_expert_products:
+        flags["keep-expert-products"] = setting.keep_expert_products
     given = " ".join(f"--{flag} {value}".rstrip() for flag, value in flags.items())
     precision = " --bf16" if setting.bf16 else " --tf32" if setting.tf32 else ""
-    return f"torchrun {across}--nproc-per-node {here} train_ep.py {given}{precision}"
+    more = f" {shlex.join(further)}" if further else ""
+    return f"torchrun {across}--nproc-per-node {here} train_ep.py {given}{precision}{more}"
 
 
 def what_would_fit(plan: Plan, memory: float) -> str:

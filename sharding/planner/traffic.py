@@ -10,16 +10,16 @@ rank.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from sharding.planner.memory import rows_sent
-from sharding.planner.setting import Setting, Unit, units_of
-from sharding.planner.shapes import ModelShape
+from sharding.planner.order import Act, Name, Run
+from sharding.planner.setting import Setting
+from sharding.planner.units import Unit
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
-GroupName = Literal["dp", "ep", "all"]
+GroupName = Literal["dp", "ep", "cp", "all"]
 
 
 @dataclass(frozen=True)
@@ -40,62 +40,69 @@ class Traffic:
         return self.times * self.sent
 
 
-def all_gather(unit: Unit, number_bytes: int) -> float:
-    return (unit.ranks - 1) * unit.shard * number_bytes
+def all_gather(unit: Unit) -> float:
+    return float((unit.ranks - 1) * unit.computed)
 
 
-def reduce_scatter(unit: Unit, number_bytes: int) -> float:
-    return (unit.ranks - 1) / unit.ranks * unit.gathered * number_bytes
+def reduce_scatter(unit: Unit) -> float:
+    """Of gradients, in fp32."""
+    return float((unit.ranks - 1) * 4 * unit.trained)
 
 
 def all_reduce(ranks: int, size: float) -> float:
     return 2 * (ranks - 1) / ranks * size
 
 
-def step_traffic(model: ModelShape, setting: Setting, balance: bool = False) -> list[Traffic]:
+def group_of(name: Name, setting: Setting) -> GroupName:
+    """Over which a unit is shared out."""
+    if name.kind == "experts":
+        return "dp"
+    return "ep" if setting.dense_shard == "hybrid" else "all"
+
+
+def step_traffic(run: Run, balance: bool = False) -> list[Traffic]:
     """Everything that `training.step.train_step` sends, but what sends nothing since its group is one rank.
 
     Args:
         balance: whether there is a balancing loss, pooled over layers, whose counts are added up over all ranks.
     """
-    return [traffic for traffic in _all_traffic(model, setting, balance) if traffic.sent > 0]
-
-
-def _all_traffic(model: ModelShape, setting: Setting, balance: bool) -> Iterator[Traffic]:
-    units, layers, forwards = units_of(model, setting), model.num_layers, setting.accumulation
-    dense: GroupName = "ep" if setting.dense_shard == "hybrid" else "all"
-    c = setting.compute_bytes
-    gathers = layers * forwards * (2 if setting.reshard_after_forward else 1)
-    yield Traffic("layers", "all-gather", dense, gathers, all_gather(units.layer, c))
-    yield Traffic("layers", "reduce-scatter", dense, layers * forwards, reduce_scatter(units.layer, 4))
-    yield Traffic("embedding, head", "all-gather", dense, forwards, all_gather(units.root, c))
-    yield Traffic("embedding, head", "reduce-scatter", dense, forwards, reduce_scatter(units.root, 4))
-    yield Traffic("experts", "all-gather", "dp", gathers, all_gather(units.experts, c))
-    yield Traffic("experts", "reduce-scatter", "dp", layers * forwards, reduce_scatter(units.experts, 4))
-    if setting.dense_shard == "hybrid":
-        for what, unit, times in (("layers", units.layer, layers), ("embedding, head", units.root, 1)):
-            yield Traffic(what, "all-reduce", "dp", times * forwards, all_reduce(setting.dp_size, unit.shard * 4))
-
-    others = (setting.ep_size - 1) / setting.ep_size
-    rows = rows_sent(setting, model) * model.moe.model_width * c
-    # out and back, forward and backward; full checkpointing makes both of the forward's once more
-    repeated = setting.checkpointing == "full"
-    yield Traffic("rows", "all-to-all", "ep", layers * forwards * (6 if repeated else 4), others * rows)
-    counts = others * model.moe.num_experts * 8
-    yield Traffic("counts", "all-to-all", "ep", layers * forwards * (2 if repeated else 1), counts)
-
-    world = setting.world_size
-    yield Traffic("numbers of tokens", "all-reduce", "all", 1, all_reduce(world, forwards * 3 * 8))
-    yield Traffic("losses", "all-reduce", "all", 1, all_reduce(world, 3 * 8))
-    yield Traffic("gradient norm", "all-reduce", "all", 1, all_reduce(world, 8))
+    forwards, world = run.setting.accumulation, run.setting.world_size
+    times: Counter[Traffic] = Counter()
+    for act in run.acts:
+        for traffic in _of_act(act, run):
+            times[traffic] += forwards
+    times[Traffic("numbers of tokens", "all-reduce", "all", 1, all_reduce(world, forwards * 3 * 8))] = 1
+    times[Traffic("losses", "all-reduce", "all", 1, all_reduce(world, 3 * 8))] = 1
+    times[Traffic("gradient norm", "all-reduce", "all", 1, all_reduce(world, 8))] = 1
     if balance:
-        yield Traffic("expert counts", "all-reduce", "all", forwards, all_reduce(world, model.moe.num_experts * 8))
+        counts = all_reduce(world, run.model.num_experts * 8)
+        times[Traffic("expert counts", "all-reduce", "all", 1, counts)] = forwards
+    return [replace(traffic, times=often) for traffic, often in times.items() if traffic.sent > 0]
+
+
+def _of_act(act: Act, run: Run) -> Iterator[Traffic]:
+    what = {"root": "embedding, head", "layer": "layers", "experts": "experts"}[act.unit.kind]
+    unit, group = run.units[act.unit], group_of(act.unit, run.setting)
+    if act.doing == "gather":
+        yield Traffic(what, "all-gather", group, 1, all_gather(unit))
+    elif act.doing == "reduce":
+        yield Traffic(what, "reduce-scatter", group, 1, reduce_scatter(unit))
+        yield Traffic(what, "all-reduce", "dp", 1, all_reduce(unit.replicas, 4 * unit.trained))
+    elif act.span is not None:
+        counts = 8 * run.model.num_experts * (1 - 1 / run.setting.ep_size)
+        for stretch in act.span.stretches:
+            if stretch.then in ("send", "exchange"):
+                of_ep = "counts" if stretch.sent == counts else "rows"
+                sent_what = "heads" if stretch.group == "cp" else of_ep
+                yield Traffic(sent_what, "all-to-all", stretch.group, 1, stretch.sent)
 
 
 def group_ranks(group: GroupName, setting: Setting) -> range:
-    """The ranks of rank 0's group: of a dp group every ep_size-th, of an ep group neighbours (see `Topology`)."""
+    """The ranks of rank 0's group: of a dp group every ep_size-th, of an ep or cp group neighbours (see `Topology`)."""
     if group == "all":
         return range(setting.world_size)
+    if group == "cp":
+        return range(setting.cp_size)
     size, other = (setting.dp_size, setting.ep_size) if group == "dp" else (setting.ep_size, setting.dp_size)
     are_neighbours = (group == "ep") != setting.ep_across_nodes
     return range(size) if are_neighbours else range(0, setting.world_size, other)

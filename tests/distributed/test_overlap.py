@@ -1,6 +1,7 @@
 """Rows that travel in parts beside other parts' products, and products that selective checkpointing keeps: the bits of
 a step stay, and what is claimed to run side by side does."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -198,19 +199,25 @@ def test_shared_experts_are_computed_while_rows_travel(ranks: RankPool, tmp_path
     """Where a block calls them after the others; once, and with the bits that they have after these."""
     case = Case(SAMPLES, family="deepseek_v3", gradient_checkpointing="selective")
     hf_model(case, seed=1).save_pretrained(tmp_path)
-    for (order, beside), (plain_order, after) in ranks.run(_shared, 2, tmp_path, case):
+    for (order, beside, is_held), (plain_order, after, _) in ranks.run(_shared, 2, tmp_path, case):
         assert order == ["send 0", "shared", "wait for 0", "experts", "return 0", "wait for all"] * 2
         assert plain_order == ["send 0", "wait for 0", "experts", "return 0", "wait for all", "shared"] * 2
         assert [name for name, figure in after.items() if not torch.equal(figure, beside[name])] == []
+        assert is_held
+        assert not any(is_held)
 
 
-def _shared(path: Path, case: Case) -> list[tuple[list[str], dict[str, Tensor]]]:
+def _shared(path: Path, case: Case) -> list[tuple[list[str], dict[str, Tensor], list[bool]]]:
+    """The order of a forward, loss and gradients, and of each computation of shared experts, again in backward too,
+    whether its result is there after it."""
     topology, found = Topology(2, 2), []
     for is_beside in (True, False):
         model, _, _ = sharded_model(path, topology, case)
         shared = []
+        results: list[weakref.ref[Tensor]] = []
         for layer in moe_layers(model):
             assert layer.beside is not None
+            layer.beside.module.register_forward_hook(lambda module, args, out, to=results: to.append(weakref.ref(out)))
             shared.append(next(part for part in layer.beside.module.modules() if isinstance(part, torch.nn.Linear)))
             layer.beside = layer.beside if is_beside else None
         (batch,) = my_batches(case, topology, dist.get_rank())
@@ -221,5 +228,5 @@ def _shared(path: Path, case: Case) -> list[tuple[list[str], dict[str, Tensor]]]
             order = list(seen)
         loss.backward()
         grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-        found.append((order, {"loss": loss.detach(), **grads}))
+        found.append((order, {"loss": loss.detach(), **grads}, [result() is not None for result in results]))
     return found

@@ -1,25 +1,43 @@
 """A tiny run as the planner sees it, and what torch's allocator really gave out."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 from torch.profiler import ProfilerActivity, profile
 
-from sharding.planner.setting import Setting
-from sharding.planner.shapes import ModelShape, shape_of_config
+from sharding.planner.order import Run
 from tests.tiny import tiny_config
+from training import TrainConfig
+from training.rehearsal.planning import planned
 
 ODD_SIZES = {"hidden_size": 40, "intermediate_size": 24, "vocab_size": 331, "num_attention_heads": 4, "head_dim": 16}
-"""None of which the ranks divide: FSDP2 pads."""
+"""None of which the ranks divide: FSDP pads."""
 
 
-def model_shape(**changes: Any) -> ModelShape:
-    return shape_of_config(tiny_config(**changes), "tiny")
+def flags_of(**changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = dict(per_device_train_batch_size=2, max_seq_length=32, learning_rate=1e-5)
+    return TrainConfig(model="-", dataset=["-"], **{**settings, **changes})
 
 
-def cpu_setting(world_size: int, ep_size: int, **changes: Any) -> Setting:
-    settings: dict[str, Any] = dict(micro_batch=2, seq_length=32, bf16=False, expert_kernel="loop", device="cpu")
-    return Setting(world_size, ep_size, **{**settings, **changes})
+def tiny_run(
+    world_size: int,
+    flags: dict[str, Any],
+    sizes: dict[str, Any] | None = None,
+    device: Literal["cuda", "cpu"] = "cpu",
+    **changes: Any,
+) -> Run:
+    """A tiny Mixtral of these sizes with these flags, of which all tokens but each row's first have a loss."""
+    return _tiny_run(world_size, tuple(flags.items()), tuple((sizes or {}).items()), device, tuple(changes.items()))
+
+
+@cache
+def _tiny_run(world_size: int, flags: Any, sizes: Any, device: Literal["cuda", "cpu"], changes: Any) -> Run:
+    config = flags_of(**dict(flags))
+    trained = {"trained": 1 - 1 / config.max_seq_length}
+    return planned(
+        config, tiny_config(**dict(sizes)), world_size, device, is_kept=False, **{**trained, **dict(changes)}
+    )
 
 
 def allocated(work: Callable[[], Any]) -> tuple[Any, int, int]:

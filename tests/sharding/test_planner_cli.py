@@ -40,7 +40,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", str(config_file.parent), "--gpus", "16", "--seq-length", "4096"]) == 0
+    assert main(["plan", "--model", str(config_file.parent), "--gpus", "16", "--micro-batch", "2"]) == 0
     out = capsys.readouterr().out
     assert "46.70 B parameters" in out
     assert "…" not in out, "off a terminal nothing is cut"
@@ -85,7 +85,7 @@ def test_16_bytes_a_parameter_need_more_than_8_gpus(
 
 
 def test_memory_decides(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", str(config_file), "--gpu-memory", "40GiB"]) == 1
+    assert main(["plan", "--model", str(config_file), "--gpu-memory", "40GiB", "--micro-batch", "1"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "nothing fits" in out
     assert "use at least 18 GPUs, or --optimizer adamw_torch_8bit or adamw_bf16" in out
@@ -125,12 +125,38 @@ def test_plan_in_a_precision(
     assert ["--bf16" in given, "--tf32" in given] == [command == "--bf16", command == "--tf32"]
 
 
+def test_plan_with_flags_of_a_run(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows travel in parts where they travel, and products are kept where checkpointing is selective; what is
+    recommended says all of it."""
+    flags = ["--overlap-chunks", "2", "--keep-expert-products", "4", "--expert-precision", "fp8"]
+    common = ["plan", "--model", str(config_file), "--gpus", "64", "--micro-batch", "1"]
+    assert main([*common, *flags]) == 0
+    given = capsys.readouterr().out.split("recommended")[1].split()
+    assert given[given.index("--expert-precision") + 1] == "fp8"
+    selective = given[given.index("--gradient-checkpointing") + 1] == "selective"
+    assert ("--keep-expert-products" in given) == selective
+    assert ("--overlap-chunks" in given) == (int(given[given.index("--ep-size") + 1]) in (2, 4))
+
+    def plans(*further: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+        assert main([*common, "--json", *further]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return {(p["ep"], p["dense_shard"], p["gradient_checkpointing"]): p for p in found}
+
+    plain, kept = plans(), plans("--keep-expert-products", "4")
+    assert plain.keys() == kept.keys()
+    for setting, plan in plain.items():
+        assert (kept[setting]["memory"]["total"] > plan["memory"]["total"]) == (setting[2] == "selective")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--model", "CONFIG", "--overlap-chunks", "0"], "--overlap-chunks 0: must be 1 or more"),
+        (["--model", "CONFIG", "--gpu", "A100", "--expert-precision", "fp8"], "no rate of products in fp8 is known"),
         (["--model", "/nowhere"], "--model /nowhere: no such file"),
         (["--model", "no/such-model"], "--model no/such-model is no directory, and the hub gives no config.json"),
         (["--model", "CONFIG", "--gpus", "0"], "--gpus 0: must be 1 or more"),
+        (["--model", "CONFIG", "--adapters", "lora"], "unknown flag --adapters; did you mean --adapter?"),
         (["--model", "CONFIG", "--gpu", "P100"], "--gpu P100 is unknown; use A100"),
         (
             ["--model", "CONFIG", "--tf32"],
@@ -159,11 +185,17 @@ def test_a_directory_without_config(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has no config.json" in capsys.readouterr().err
 
 
-def test_no_forecast_for_other_families(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Formulas that were derived for one family are not applied to another."""
-    tiny_config("qwen3_moe").save_pretrained(tmp_path)
-    assert main(["plan", "--model", str(tmp_path), "--gpus", "8"]) == 2
-    assert "there is no forecast for qwen3_moe" in capsys.readouterr().err
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_other_families(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    arguments = ["plan", "--model", str(tmp_path), "--gpus", "2", "--seq-length", "128", "--micro-batch", "1"]
+    assert main([*arguments, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert {plan["ep"] for plan in plans} == {1, 2}
+    # any flag of train_ep.py that changes what is trained
+    assert main([*arguments, "--json", "--adapter", "lora", "--base-dtype", "nf4"]) == 0
+    adapters = json.loads(capsys.readouterr().out)
+    assert adapters[0]["memory"]["optimizer"] < plans[0]["memory"]["optimizer"]
 
 
 def test_picture_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +238,7 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, arguments: list[s
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
-@pytest.mark.parametrize("flags", [["--gpus", "16"], ["--gpus", "16", "--top", "105"], ["--sweep"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [["--gpus", "16"], ["--gpus", "16", "--top", "40"], ["--sweep"]], ids=" ".join)
 def test_plan_fits_the_terminal(
     config_file: Path,
     capsys: pytest.CaptureFixture[str],
@@ -216,7 +248,7 @@ def test_plan_fits_the_terminal(
 ) -> None:
     """Columns are left out, with a word about it; of those that stay, every figure is as it is in a pipe."""
     monkeypatch.chdir(config_file.parent)  # a path of its own would be longer than the terminal
-    arguments = ["plan", "--model", "config.json", *flags]
+    arguments = ["plan", "--model", "config.json", "--micro-batch", "1", *flags]
     assert main(arguments) == 0
     piped = capsys.readouterr().out
     lines = at_a_terminal(monkeypatch, width, arguments)

@@ -1,16 +1,30 @@
 """The cost model's arithmetic, and what must hold of it whatever the machine."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from sharding.planner.cost import collective_time, model_flops, step_time
-from sharding.planner.hardware import DEVICES, Device, Hardware, Link
+from moe import training_flops
+from sharding.planner.cost import LAUNCH, Clock, model_flops, seconds_among, step_time
+from sharding.planner.hardware import DEVICES, Device, Hardware, Link, products_in
+from sharding.planner.order import Run
 from sharding.planner.setting import Setting
-from sharding.planner.traffic import Traffic, between_nodes, by_link, step_traffic
-from tests.sharding.planned import model_shape
+from sharding.planner.traffic import Traffic, between_nodes, by_link, group_ranks, step_traffic
+from tests.sharding.planned import tiny_run
+from tests.tiny import tiny_config
 
 MACHINE = Hardware("round numbers", Device(1e12, 1e11, 1e11, 8e10), Link(1e9, 1e-6), Link(1e8, 1e-5), 1.0, 1.0, 1.0)
+PROPORTIONATE = {"hidden_size": 64, "intermediate_size": 128}
+
+
+def run_of(world_size: int, ep_size: int, **flags: Any) -> Run:
+    flags = {"ep_size": ep_size, "bf16": True, "max_seq_length": 512, "per_device_train_batch_size": 1, **flags}
+    return tiny_run(world_size, flags, PROPORTIONATE, "cuda")
+
+
+def collective_time(traffic: Traffic, setting: Setting, gpus_per_node: int) -> float:
+    return seconds_among(traffic.kind, traffic.sent, group_ranks(traffic.group, setting), MACHINE, gpus_per_node)
 
 
 def test_a_ring_sends_one_rank_in_k_across_nodes() -> None:
@@ -21,7 +35,7 @@ def test_a_ring_sends_one_rank_in_k_across_nodes() -> None:
     # replicas are 8 ranks apart: nobody of a dp group shares a node
     assert between_nodes(replace(over_all, group="dp"), setting, 8) == 1
     # 7/8 of 1e8 bytes at 1e9 a second, 1/8 at 1e8; 7 hops inside a node and 1 between
-    assert collective_time(over_all, setting, MACHINE, 8) == pytest.approx(0.125 + 7e-6 + 1e-5)
+    assert collective_time(over_all, setting, 8) == pytest.approx(0.125 + 7e-6 + 1e-5)
 
 
 def test_an_all_to_all_goes_straight_to_each_rank() -> None:
@@ -29,33 +43,80 @@ def test_an_all_to_all_goes_straight_to_each_rank() -> None:
     assert between_nodes(rows, Setting(16, 8), 8) == 0
     assert between_nodes(rows, Setting(16, 8), 4) == pytest.approx(4 / 7)
     assert between_nodes(rows, Setting(16, 8, ep_across_nodes=True), 2) == 1
-    assert collective_time(rows, Setting(16, 8), MACHINE, 4) == pytest.approx(4e8 / 1e8 + 1e-5)
+    assert collective_time(rows, Setting(16, 8), 4) == pytest.approx(4e8 / 1e8 + 1e-5)
+
+
+def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:
+    clock = Clock()
+    clock.kernel(1.0)
+    ready = clock.shard(0.5)
+    clock.kernel(0.25)
+    clock.until(ready)
+    assert (clock.now, clock.exposed) == (1.5, 0.25)
+    clock.wait(1.0)
+    clock.shard(0.5)
+    clock.end()
+    assert (clock.now, clock.computing, clock.waiting, clock.sharding, clock.exposed) == (3.0, 1.25, 1.0, 1.0, 0.75)
+
+
+def test_kernels_run_beside_all_to_alls_that_travel() -> None:
+    """Which go one after the other among the same ranks; FSDP's are others'."""
+    clock = Clock()
+    assert clock.send("ep", 1.0) == 1.0
+    assert clock.send("ep", 0.5) == 1.5
+    assert clock.send("others", 0.25) == 0.25
+    clock.kernel(0.75)
+    assert clock.shard(0.25) == 1.0
+    assert clock.arrive("ep") == 0.25
+    clock.kernel(1.0)
+    assert clock.arrive("ep") == clock.arrive("others") == 0.0
+    assert (clock.now, clock.computing, clock.waiting, clock.exposed) == (2.0, 1.75, 0.25, 0.0)
 
 
 def test_links_share_out_all_bytes() -> None:
-    setting = Setting(16, 4, "hybrid", seq_length=32)
-    traffic = step_traffic(model_shape(), setting)
-    assert sum(by_link(traffic, setting, 8)) == pytest.approx(sum(t.total for t in traffic))
-    assert by_link(traffic, setting, 16)[1] == 0
+    run = run_of(16, 4, dense_shard="hybrid")
+    traffic = step_traffic(run)
+    assert sum(by_link(traffic, run.setting, 8)) == pytest.approx(sum(t.total for t in traffic))
+    assert by_link(traffic, run.setting, 16)[1] == 0
 
 
 def test_a_lone_rank_only_computes() -> None:
-    setting = Setting(1, 1, seq_length=512, checkpointing="none")
-    time = step_time(model_shape(), setting, MACHINE, 8)
+    run = run_of(1, 1)
+    time = step_time(run, MACHINE, 8)
     assert time.sharding == time.exposed == time.all_to_alls == 0
-    assert time.matrices == pytest.approx(model_flops(model_shape(), setting) / 1e12)
-    full = step_time(model_shape(), replace(setting, checkpointing="full"), MACHINE, 8)
-    assert full.matrices == pytest.approx(4 / 3 * time.matrices)
+    kernels = [
+        kernel for part in (run.measured.root, *run.measured.kinds) for span in part.forward for kernel in span.kernels
+    ]
+    assert kernels
+    assert time.matrices > model_flops(run) / 1e12
+    assert time.host > 0
+
+
+def test_flops_are_those_of_the_closed_formula() -> None:
+    """Of all but router statistics and the like, which have no products."""
+    run = run_of(1, 1)
+    formula = training_flops(run.model.counts, tiny_config(**PROPORTIONATE), 512, 511, 512 * 513 // 2)
+    assert model_flops(run) == pytest.approx(formula, rel=0.01)
+    # what is computed again is not needed, and not counted
+    assert model_flops(run_of(1, 1, gradient_checkpointing="full")) == pytest.approx(model_flops(run))
+    again = step_time(run_of(1, 1, gradient_checkpointing="full"), MACHINE, 8).matrices
+    assert 1.1 < again / step_time(run, MACHINE, 8).matrices < 1.34
 
 
 def test_products_run_at_the_rate_of_their_dtype() -> None:
-    """Compute-bound: in bf16 at 1e12 operations a second, in TF32 at half of it, in fp32 at 1e11."""
-    bf16 = Setting(1, 1, seq_length=512, checkpointing="none")
-    seconds = [
-        step_time(model_shape(), setting, MACHINE, 8).matrices
-        for setting in (bf16, replace(bf16, bf16=False, tf32=True), replace(bf16, bf16=False), replace(bf16, tf32=True))
-    ]
-    assert [s / seconds[0] for s in seconds] == pytest.approx([1, 2, 10, 1])
+    """Where products take so long that nothing else counts: in bf16 at 1e7 operations a second, in TF32 at half of it,
+    in fp32 at 1e6."""
+    slow = replace(MACHINE, device=Device(1e7, 1e6, 1e11, 8e10))
+    run = run_of(1, 1)
+    dtypes = [(True, False), (False, True), (False, False), (True, True)]
+    seconds = [step_time(run, products_in(slow, *dtype, fp8=False), 8).matrices for dtype in dtypes]
+    assert [s / seconds[0] for s in seconds] == pytest.approx([1, 2, 10, 1], rel=1e-3)
+
+
+def test_a_fast_card_waits_for_the_host() -> None:
+    fast = replace(MACHINE, device=Device(1e18, 1e17, 1e16, 8e10))
+    time = step_time(run_of(1, 1), fast, 8)
+    assert time.total == time.host > time.device > LAUNCH
 
 
 @pytest.mark.parametrize("gpu", DEVICES)
@@ -64,19 +125,20 @@ def test_fp32_is_far_slower_than_bf16(gpu: str) -> None:
     assert 14 <= device.matrix / device.fp32 <= 30
 
 
-@pytest.mark.parametrize(
-    "setting", [Setting(16, 1, seq_length=512), Setting(16, 8, seq_length=512)], ids=["ep1", "ep8"]
-)
-def test_slower_links_cost_time(setting: Setting) -> None:
-    fast = step_time(model_shape(), setting, MACHINE, 8)
-    slow = step_time(model_shape(), setting, replace(MACHINE, between=Link(1e6, 1e-3)), 8)
-    assert slow.total > fast.total
+@pytest.mark.parametrize("ep_size", [1, 8])
+def test_slower_links_cost_time(ep_size: int) -> None:
+    run = run_of(16, ep_size)
+    fast = step_time(run, MACHINE, 8)
+    slow = step_time(run, replace(MACHINE, between=Link(1e6, 1e-3)), 8)
+    assert slow.device > fast.device
     for time in (fast, slow):
         assert 0 <= time.exposed <= time.sharding
 
 
 def test_uneven_experts_cost_time_only_where_rows_travel() -> None:
-    even, uneven = Setting(8, 8, seq_length=512), Setting(8, 8, seq_length=512, imbalance=1.5)
-    assert step_time(model_shape(), uneven, MACHINE, 8).matrices > step_time(model_shape(), even, MACHINE, 8).matrices
-    alone = [step_time(model_shape(), replace(s, ep_size=1), MACHINE, 8).total for s in (even, uneven)]
-    assert alone[0] == alone[1]
+    def matrices(ep_size: int, imbalance: float) -> float:
+        flags = {"ep_size": ep_size, "bf16": True, "max_seq_length": 512, "per_device_train_batch_size": 1}
+        return step_time(tiny_run(8, flags, PROPORTIONATE, "cuda", imbalance=imbalance), MACHINE, 8).matrices
+
+    assert matrices(8, 1.5) > matrices(8, 1.0)
+    assert matrices(1, 1.5) == matrices(1, 1.0)

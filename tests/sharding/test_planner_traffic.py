@@ -3,29 +3,25 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed as dist
 
 from benchmarks.plan_accuracy import build_run, full_batch
 from benchmarks.traffic import CountTraffic
-from sharding.planner.setting import Setting
-from sharding.planner.traffic import (
-    step_traffic,
-)
+from sharding.planner.traffic import step_traffic
 from tests.distributed.pool import RankPool
-from tests.sharding.planned import ODD_SIZES, cpu_setting, model_shape
+from tests.sharding.planned import ODD_SIZES, flags_of, tiny_run
 from tests.tiny import tiny_config
 from training.balance import LossWeights
 from training.step import train_step
 
 
-def count(setting: Setting, changes: dict[str, Any], balance: float) -> dict[str, float]:
+def count(world_size: int, flags: dict[str, Any], sizes: dict[str, Any]) -> dict[str, float]:
     """What this rank sends in a step, the first one's set-up left out."""
-    config = tiny_config(**changes)
-    import torch
-
-    model, optimizer, mesh = build_run(config, setting, torch.device("cpu"))
-    batches = [full_batch(setting, config.vocab_size, seed=dist.get_rank())] * setting.accumulation
-    weights = LossWeights(balance, 0.0)
+    config, model_config = flags_of(**flags), tiny_config(**sizes)
+    model, optimizer, mesh = build_run(config, model_config, world_size, torch.device("cpu"))
+    batches = [full_batch(config, model_config.vocab_size, seed=dist.get_rank())] * config.gradient_accumulation_steps
+    weights = LossWeights(config.router_aux_loss_coef or 0.0, 0.0)
     train_step(model, optimizer, batches, mesh, weights, 1.0)
     with CountTraffic() as counted:
         train_step(model, optimizer, batches, mesh, weights, 1.0)
@@ -33,19 +29,27 @@ def count(setting: Setting, changes: dict[str, Any], balance: float) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("setting", "changes", "balance"),
+    ("world_size", "flags", "sizes"),
     [
-        (cpu_setting(4, 1), {}, 0.0),
-        (cpu_setting(4, 2), ODD_SIZES, 0.01),
-        (cpu_setting(4, 4, checkpointing="full"), {}, 0.0),
-        (cpu_setting(4, 2, dense_shard="hybrid", accumulation=2), {}, 0.0),
-        (cpu_setting(2, 1, checkpointing="full"), ODD_SIZES, 0.0),
+        (4, {}, {}),
+        (4, {"ep_size": 2, "router_aux_loss_coef": 0.01}, ODD_SIZES),
+        (4, {"ep_size": 4, "gradient_checkpointing": "full"}, {}),
+        (4, {"ep_size": 4, "gradient_checkpointing": "selective"}, {}),
+        (4, {"ep_size": 2, "dense_shard": "hybrid", "gradient_accumulation_steps": 2}, {}),
+        (2, {"gradient_checkpointing": "full"}, ODD_SIZES),
+        (4, {"ep_size": 2, "reshard_after_forward": False}, {}),
+        (4, {"ep_size": 2, "adapter": "lora"}, {}),
+        (2, {"adapter": "lora", "base_dtype": "nf4"}, {}),
+        (4, {"ep_size": 2, "freeze": ("experts",)}, {}),
     ],
-    ids=["ep1", "ep2-odd-sizes-balanced", "ep4-full", "ep2-hybrid-accumulated", "ep1-full-odd-sizes"],
+    ids=[
+        *("ep1", "ep2-odd-sizes-balanced", "ep4-full", "ep4-selective", "ep2-hybrid-accumulated", "ep1-full-odd-sizes"),
+        *("not-resharded", "lora", "nf4", "frozen"),
+    ],
 )
-def test_bytes_are_exact(ranks: RankPool, setting: Setting, changes: dict[str, Any], balance: float) -> None:
+def test_bytes_are_exact(ranks: RankPool, world_size: int, flags: dict[str, Any], sizes: dict[str, Any]) -> None:
     expected: dict[str, float] = {}
-    for traffic in step_traffic(model_shape(**changes), setting, balance > 0):
+    for traffic in step_traffic(tiny_run(world_size, flags, sizes), "router_aux_loss_coef" in flags):
         expected[traffic.kind] = expected.get(traffic.kind, 0) + traffic.total
-    for sent in ranks.run(count, setting.world_size, setting, changes, balance):
+    for sent in ranks.run(count, world_size, world_size, flags, sizes):
         assert {kind: n for kind, n in sent.items() if n} == pytest.approx(expected, abs=2, rel=0)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe import training_flops
+from sharding.planner.cost import LAUNCH
 from sharding.planner.hardware import Device, Hardware, Link
-from sharding.planner.shapes import read_config
+from sharding.planner.model_config import read_config
 from training import TrainConfig
 from training.rehearsal.kinds import whole_stack
-from training.rehearsal.ledger import LAUNCH, Ledger, Part, kernel_seconds, ledger
+from training.rehearsal.ledger import Ledger, Part, event_seconds, ledger
 from training.rehearsal.parts import Place
 from training.rehearsal.recorder import Event, Recorder
 from training.rehearsal.world import Rehearsed, rehearse
@@ -113,7 +114,7 @@ def test_products_in_fp8() -> None:
     assert sum(gradient.reads.values()) == (48 + 32) * 96 + 4 * (2 * 48 + 2 * 32 + 2)
     assert sum(gradient.writes.values()) == 2 * 2 * 48 * 32
     fast = replace(HARDWARE, device=replace(HARDWARE.device, fp8=1e3))
-    assert kernel_seconds(product, fast) == pytest.approx(product.flops / 1e3, rel=1e-3)
+    assert event_seconds(product, fast) == pytest.approx(product.flops / 1e3, rel=1e-3)
 
 
 def rehearsed(name: str, **settings: Any) -> tuple[Rehearsed, Any]:
@@ -231,7 +232,7 @@ def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:
         assert of.seconds == of.device  # the host has called nothing
         return round(of.seconds, 3), round(of.exposed, 3)
 
-    assert kernel_seconds(kernel, HARDWARE) == pytest.approx(0.3 + LAUNCH)
+    assert event_seconds(kernel, HARDWARE) == pytest.approx(0.3 + LAUNCH)
     assert seconds(gather, kernel, use, kernel) == (0.6, 0.0)
     assert seconds(kernel, gather, use, kernel) == (0.8, 0.2)
     assert seconds(kernel, exchange, kernel) == (0.7, 0.0)

@@ -11,7 +11,7 @@ from tests.test_configs import PUBLISHED, RECIPES, config_of, text_of
 from training.rehearsal.account import account_of
 from training.rehearsal.world import rehearse
 
-LAYERS = 6
+LAYERS = 4
 
 
 @pytest.mark.parametrize("name", RECIPES)

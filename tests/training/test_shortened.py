@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = dict(
 
 
 def uniform() -> Any:
-    return MixtralConfig(**SIZES, intermediate_size=64, num_hidden_layers=8, num_local_experts=8)
+    return MixtralConfig(**SIZES, intermediate_size=64, num_hidden_layers=7, num_local_experts=8)
 
 
 def dense_first() -> Any:
@@ -27,7 +27,7 @@ def dense_first() -> Any:
         **SIZES | {"num_key_value_heads": 4},
         intermediate_size=96,
         moe_intermediate_size=32,
-        num_hidden_layers=9,
+        num_hidden_layers=8,
         first_k_dense_replace=2,
         n_routed_experts=8,
         n_group=2,
@@ -43,7 +43,7 @@ def dense_first() -> Any:
 
 def alternating() -> Any:
     return GptOssConfig(
-        **SIZES, intermediate_size=64, num_hidden_layers=10, head_dim=16, num_local_experts=8, sliding_window=16
+        **SIZES, intermediate_size=64, num_hidden_layers=8, head_dim=16, num_local_experts=8, sliding_window=16
     )
 
 
@@ -53,7 +53,8 @@ def hybrid() -> Any:
         intermediate_size=64,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
-        num_hidden_layers=12,
+        num_hidden_layers=8,
+        layer_types=["linear_attention", "full_attention"] * 4,
         head_dim=16,
         num_experts=8,
         linear_num_key_heads=2,
@@ -64,16 +65,16 @@ def hybrid() -> Any:
 
 
 def test_kinds_are_found_in_the_model_itself() -> None:
-    assert kinds_of_layers(build_model(uniform(), "sdpa")) == [0] * 8
-    assert kinds_of_layers(build_model(dense_first(), "sdpa")) == [0] * 2 + [1] * 7
-    assert kinds_of_layers(build_model(alternating(), "eager")) == [0, 1] * 5
-    assert kinds_of_layers(build_model(hybrid(), "sdpa")) == [0, 0, 0, 1] * 3
+    assert kinds_of_layers(build_model(uniform(), "sdpa")) == [0] * 7
+    assert kinds_of_layers(build_model(dense_first(), "sdpa")) == [0] * 2 + [1] * 6
+    assert kinds_of_layers(build_model(alternating(), "eager")) == [0, 1] * 4
+    assert kinds_of_layers(build_model(hybrid(), "sdpa")) == [0, 1] * 4
 
 
 def test_layers_that_gradients_do_not_go_through_are_of_another_kind() -> None:
     model = build_model(uniform(), "sdpa")
     model.get_input_embeddings().weight.requires_grad_(False)
-    assert kinds_of_layers(model) == [0] + [1] * 7
+    assert kinds_of_layers(model) == [0] + [1] * 6
 
 
 @pytest.mark.parametrize(
@@ -104,9 +105,7 @@ def test_many_layers_of_an_irregular_stack_are_cut_out() -> None:
 
 
 def rehearsed(model_config: Any, world_size: int, shortened: bool, **flags: Any) -> Rehearsed:
-    settings: dict[str, Any] = dict(
-        ep_size=8, gradient_checkpointing="selective", gradient_accumulation_steps=2, router_aux_loss_coef=0.0
-    )
+    settings: dict[str, Any] = dict(ep_size=8, gradient_checkpointing="selective", router_aux_loss_coef=0.0)
     config = TrainConfig(
         model="-",
         dataset=["-"],
@@ -133,6 +132,7 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
             "keep_expert_products": 1,
             "reshard_after_forward": False,
             "optim": "adamw_torch_8bit",
+            "gradient_accumulation_steps": 2,
         },
     ),
     (

@@ -20,8 +20,8 @@ from typing import NoReturn
 from moe import ExpertMeshError
 from moe.sizes import parse_size
 from moe.whole import whole
-from sharding.planner.hardware import DEVICES, LINKS, Hardware, load_measured, preset
-from sharding.planner.shapes import read_config
+from sharding.planner.hardware import DEVICES, LINKS, Hardware, load_measured, preset, products_in
+from sharding.planner.model_config import read_config
 from training.config import TrainConfig, parse_config
 from training.rehearsal.told import Told, recorded, skewed
 
@@ -133,12 +133,10 @@ def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
     if arguments.calibrate is not None:
         measured = load_measured(arguments.calibrate)
         hardware = replace(measured, name=f"rates of {arguments.calibrate}")
-    device = hardware.device
-    if not config.bf16:
-        device = replace(device, matrix=device.matrix / 2 if config.tf32 else device.fp32)
     if arguments.gpu_memory:
-        device = replace(device, memory=parse_size("--gpu-memory", arguments.gpu_memory))
-    return replace(hardware, device=device)
+        memory = parse_size("--gpu-memory", arguments.gpu_memory)
+        hardware = replace(hardware, device=replace(hardware.device, memory=memory))
+    return products_in(hardware, config.bf16, config.tf32, config.expert_precision == "fp8")
 
 
 def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:

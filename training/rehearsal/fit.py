@@ -4,20 +4,9 @@ that is told. Bytes."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sharding.planner.memory import CONTEXT, FRAGMENTATION, PEER, RING
 from training.rehearsal.peaks import MemoryKind, PeakMemory
 from training.rehearsal.recorder import Event
-
-CONTEXT = 0.5 * 2**30
-"""Assumed: CUDA's context with the kernels of torch and cuBLAS's workspace, on an H100."""
-
-RING = 128 * 2**20
-"""Assumed: NCCL's buffers of a communicator that gathers, scatters or sums: 16 channels, of 4 MiB to either side."""
-
-PEER = 4 * 2**20
-"""Assumed: NCCL's buffers for every other rank of a communicator that exchanges rows: 2 channels, of 1 MiB each way."""
-
-FRAGMENTATION = 0.1
-"""Assumed: what torch's allocator cannot use again, as a share of what comes and goes within a step."""
 
 LASTING: frozenset[MemoryKind] = frozenset({"parameters", "frozen parameters", "gradients", "optimizer state"})
 """Kinds that are there from step to step, or for the whole of one; with --offload, in host memory."""

@@ -1,18 +1,13 @@
 """What a recorded step costs, part by part: FLOPs, bytes moved and bytes that would do, and time at a card's rates."""
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from sharding.planner.cost import seconds_among
+from sharding.planner.cost import HOST, Clock, kernel_seconds, seconds_among
 from sharding.planner.hardware import Hardware
 from training.rehearsal.recorder import Event, Key, Recorder
 from training.rehearsal.world import Rehearsed
-
-LAUNCH = 2e-6
-"""Seconds between the end of one kernel and the start of the next on an H100, where the host is ahead (assumed)."""
-HOST = 5e-6
-"""Seconds that the host takes for an operator, views included (assumed)."""
 
 Instance = tuple[str | None, int | None, str, int | None]
 """Part, layer, phase and forward: what one fused kernel could do at best."""
@@ -81,7 +76,7 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         if event.collective is None and not event.waits:
             part.moved += often * event.moved
             part.kernels += often
-            part.seconds += often * kernel_seconds(event, hardware)
+            part.seconds += often * event_seconds(event, hardware)
     for (name, layer, _, number), size in enough.items():
         parts[name or "other"].enough += times[number] * rehearsed.stack.times(layer) * size
 
@@ -89,7 +84,9 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         timeline([e for e in events if e.micro == number], hardware, gpus_per_node)[0]
         for number in (None, *range(seen))
     ]
-    update, first, *later = clocks
+    update, first, *later = (
+        (clock.now, clock.computing, clock.waiting, clock.sharding, clock.exposed) for clock in clocks
+    )
     total = [a + b + (micro - 1) * c for a, b, c in zip(update, first, later[0] if later else first, strict=True)]
     seconds, computing, all_to_alls, sharding, exposed = total
     return Ledger(
@@ -104,12 +101,10 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
     )
 
 
-def kernel_seconds(event: Event, hardware: Hardware) -> float:
-    """As long as its products or its memory take, whichever is longer, and its launch."""
+def event_seconds(event: Event, hardware: Hardware) -> float:
+    """Of a kernel."""
     rate = hardware.device.fp8 if event.is_fp8 else hardware.device.matrix
-    computing = event.flops / (rate * hardware.matrix_share)
-    moving = event.moved / (hardware.device.memory_bandwidth * hardware.memory_share)
-    return max(computing, moving) + LAUNCH
+    return kernel_seconds(event.flops, event.moved, rate * hardware.matrix_share, hardware)
 
 
 def _instance(event: Event) -> Instance:
@@ -154,9 +149,6 @@ def _enough(recorder: Recorder) -> dict[Instance, float]:
     return total
 
 
-Clock = tuple[float, float, float, float, float]
-
-
 @dataclass(frozen=True)
 class Span:
     """When an event begins and ends, in seconds. runs_beside: whether what comes after it need not wait for it."""
@@ -168,54 +160,37 @@ class Span:
 
 
 def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> tuple[Clock, list[Span]]:
-    """(seconds in all, of kernels, of all-to-alls, of FSDP's collectives, of these waited for), and when each event is.
-
-    Streams: of kernels, and of what they wait for at once, sums over ranks; of the all-to-alls of each group, one after
-    the other, which kernels wait for where their rows are needed; and of FSDP's gathering and reducing, one after the
-    other: a layer's kernels wait until its parameters are gathered, the end for all. That streams take each other's
-    bandwidth is left out.
-    """
-    now = computing = waiting = sharding = exposed = 0.0
-    free = 0.0
+    """The clock at the end, and when each event is. A layer's kernels wait until its parameters are gathered, and where
+    rows are needed that travel; the end for all. That streams take each other's bandwidth is left out."""
+    clock = Clock()
     gathered: list[float] = []
-    travelling: dict[tuple[int, ...], deque[float]] = defaultdict(deque)
-    arrived: dict[tuple[int, ...], float] = defaultdict(float)
     spans: list[Span] = []
     for event in events:
+        seconds, runs_beside = 0.0, False
         if event.waits:
-            ready = travelling[event.ranks].popleft()
-            spans.append(Span(event, False, now, max(now, ready)))
-            waiting += max(0.0, ready - now)
-            now = max(now, ready)
-            continue
-        if event.collective is None:
+            seconds = clock.arrive(event.ranks)
+            end = clock.now
+        elif event.collective is None:
             if "split_with_sizes_copy" in event.name and gathered:
-                ready = gathered.pop(0)
-                exposed += max(0.0, ready - now)
-                now = max(now, ready)
-            seconds = kernel_seconds(event, hardware)
-            spans.append(Span(event, False, now, now + seconds))
-            now += seconds
-            computing += seconds
-            continue
-        seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
-        if event.collective in ("all-gather", "reduce-scatter"):
-            spans.append(Span(event, True, max(free, now), max(free, now) + seconds))
-            free = max(free, now) + seconds
-            sharding += seconds
-            if event.collective == "all-gather":
-                gathered.append(free)
-        elif event.travels:
-            start = max(now, arrived[event.ranks])
-            spans.append(Span(event, True, start, start + seconds))
-            arrived[event.ranks] = start + seconds
-            travelling[event.ranks].append(arrived[event.ranks])
+                clock.until(gathered.pop(0))
+            seconds = event_seconds(event, hardware)
+            clock.kernel(seconds)
+            end = clock.now
         else:
-            spans.append(Span(event, False, now, now + seconds))
-            now += seconds
-            waiting += seconds
-    exposed += max(0.0, free - now)
-    return (max(now, free), computing, waiting, sharding, exposed), spans
+            seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
+            runs_beside = event.travels or event.collective in ("all-gather", "reduce-scatter")
+            if event.travels:
+                end = clock.send(event.ranks, seconds)
+            elif runs_beside:
+                end = clock.shard(seconds)
+            else:
+                clock.wait(seconds)
+                end = clock.now
+            if event.collective == "all-gather":
+                gathered.append(end)
+        spans.append(Span(event, runs_beside, end - seconds, end))
+    clock.end()
+    return clock, spans
 
 
 def sums(parts: Iterable[Part]) -> Part:

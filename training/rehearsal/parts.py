@@ -57,6 +57,16 @@ class Place:
     is_recomputed: bool = False
 
 
+def _own_self(frame: FrameType) -> Any:
+    """`self` in a method's frame. Up to Python 3.12 a frame keeps what it was asked for, a copy of its variables, in
+    which tensors would live on that the method has let go of, and be counted."""
+    variables = frame.f_locals
+    owner = variables.get("self")
+    if sys.version_info < (3, 13):
+        variables.clear()
+    return owner
+
+
 class Parts:
     """Finds the place of the operator that is being called.
 
@@ -103,7 +113,7 @@ class Parts:
             if part is None and "rotary" in code.co_name:
                 part = "rotary"
             if layer is None and code.co_varnames[:1] == ("self",):
-                owner = frame.f_locals.get("self")
+                owner = _own_self(frame)
                 if isinstance(owner, nn.Module) and (path := self.paths.get(owner)) is not None:
                     layer = self._layer_of(path)
                     part = part or self._part_of(owner, path)

@@ -78,7 +78,7 @@ def _in_order(
     phases: list[tuple[float, str]] = []
     begin = 0.0
     for group in of_micro.values():
-        (seconds, *_), found = timeline(group, hardware, gpus_per_node)
+        clock, found = timeline(group, hardware, gpus_per_node)
         last = ""
         for span in found:
             phase = "backward" if span.event.phase == "recomputation" else span.event.phase
@@ -86,7 +86,7 @@ def _in_order(
                 phases.append((begin + span.start, phase))
                 last = phase
             spans.append(Span(span.event, span.runs_beside, begin + span.start, begin + span.end))
-        begin += seconds
+        begin += clock.now
     return spans, phases
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any
 from unittest import mock
@@ -224,6 +225,9 @@ class Recorder(Pausable, TorchDispatchMode):
         inputs, changed = _inputs(operator, args, kwargs)
         if operator.name() in _FILLED:
             inputs = []
+        elif operator.name() in _FILLS_A_PART:
+            # the other argument is the buffer
+            inputs = list(args[0])
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         fresh = [tensor for tensor in results if self._is_fresh(tensor, inputs + changed)]
         if operator.name() in _GATHERS:
@@ -242,12 +246,21 @@ class Recorder(Pausable, TorchDispatchMode):
         event.is_fp8 = operator.name() == "aten::_scaled_grouped_mm"
         event.needed = 0.0 if event.phase == "recomputation" else event.flops * _NEEDED.get(operator.name(), 1.0)
         if (collective := _collective(operator)) is not None:
-            event.collective, event.group = collective, _group(args, kwargs)
-            group = _resolve_process_group(event.group)  # type: ignore[arg-type]
-            event.ranks = tuple(dist.get_process_group_ranks(group))
+            event.collective = collective
+            event.group, event.ranks = self.group_of(args, kwargs)
             largest = max(map(_bytes, inputs + changed + results), default=0)
             rounds = 2 if collective == "all-reduce" else 1
             event.sent = largest * rounds * (1 - 1 / len(event.ranks))
+
+    def group_of(self, args: Any, kwargs: Any) -> tuple[str, tuple[int, ...]]:
+        """Name and ranks of the group that a collective is given, by its name or as an object."""
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+                argument = str(dist.ProcessGroup.unbox(argument).group_name)
+            if isinstance(argument, str):
+                group = _resolve_process_group(argument)  # type: ignore[arg-type]
+                return argument, tuple(dist.get_process_group_ranks(group))
+        raise AssertionError("a collective without a group")
 
     def _is_fresh(self, tensor: Tensor, inputs: list[Tensor]) -> bool:
         storage = tensor.untyped_storage()._cdata
@@ -326,7 +339,7 @@ _FILLED = frozenset(
 _ONLY_READ = frozenset({("aten::_fused_adamw_", "grads")})
 """Arguments that an operator says it changes, and does not in the way it is called here."""
 _FILLS_A_PART = frozenset({"fsdp::all_gather_copy_in"})
-"""Operators that write as much as they read to a part of what they give."""
+"""Operators that write as much as they read, of their first argument, to a part of what they give."""
 
 
 def _moves_nothing(operator: Any) -> bool:
@@ -414,13 +427,21 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::addmm_": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
     "aten::bmm": _product,
     "aten::baddbmm": _product,
+    "mkldnn::_linear_pointwise": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
     "aten::_grouped_mm": _grouped,
     "aten::_scaled_grouped_mm": _scaled_grouped,
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
 _NEEDED = dict.fromkeys(
-    ("aten::_scaled_dot_product_flash_attention_backward", "torch_attn::_varlen_attn_backward"), 0.8
+    (
+        "aten::_scaled_dot_product_flash_attention_backward",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "torch_attn::_varlen_attn_backward",
+    ),
+    0.8,
 )
 """Flash attention's backward computes the scores again: of five products one."""
 _LONGEST = {"torch_attn::_varlen_attn": (5, 2), "torch_attn::_varlen_attn_backward": (8, 5)}
@@ -436,16 +457,6 @@ _COLLECTIVES = {
 
 def _collective(operator: Any) -> str | None:
     return _COLLECTIVES.get(operator.name())
-
-
-def _group(args: Any, kwargs: Any) -> str:
-    """Name of the group that a collective is given, by its name or as an object."""
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return str(dist.ProcessGroup.unbox(argument).group_name)
-        if isinstance(argument, str):
-            return argument
-    raise AssertionError("a collective without a group")
 
 
 @contextmanager
@@ -472,10 +483,8 @@ def recording_triton(recorder: Recorder) -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        by_name = dict(zip(inspect.signature(kernel.fn).parameters, args, strict=False)) | kwargs
-        source = inspect.getsource(kernel.fn)
-        loaded = set(re.findall(r"tl\.load\(\s*(\w+)", source))
-        stored = set(re.findall(r"tl\.store\(\s*(\w+)", source))
+        parameters, loaded, stored = _arguments(kernel.fn)
+        by_name = dict(zip(parameters, args, strict=False)) | kwargs
         tensors = {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
         written = [tensor for name, tensor in tensors.items() if name in stored]
         read = [tensor for name, tensor in tensors.items() if name in loaded or name not in stored]
@@ -484,3 +493,12 @@ def recording_triton(recorder: Recorder) -> Iterator[None]:
     # the second is what a kernel is where Triton's interpreter is on
     with mock.patch.object(JITFunction, "run", launch), mock.patch.object(InterpretedFunction, "run", launch):
         yield
+
+
+@cache
+def _arguments(kernel: Any) -> tuple[list[str], set[str], set[str]]:
+    """The names of a Triton kernel's, of those that it loads from, and of those that it stores to."""
+    source = inspect.getsource(kernel)
+    loaded = re.findall(r"tl\.load\(\s*(\w+)", source)
+    stored = re.findall(r"tl\.store\(\s*(\w+)", source)
+    return [*inspect.signature(kernel).parameters], set(loaded), set(stored)

@@ -4,11 +4,13 @@ from rich.text import Text
 
 from moe.terminal import folded
 from sharding.planner.columns import Column, open_console, print_table
+from sharding.planner.cost import HOST, LAUNCH
 from sharding.planner.hardware import Hardware
+from sharding.planner.memory import CONTEXT, FRAGMENTATION, PEER, RING
 from training.config import TrainConfig
 from training.rehearsal.account import Account
-from training.rehearsal.fit import CONTEXT, FRAGMENTATION, LASTING, PEER, RING
-from training.rehearsal.ledger import HOST, LAUNCH, sums
+from training.rehearsal.fit import LASTING
+from training.rehearsal.ledger import sums
 from training.rehearsal.told import Told
 
 GIB = 2**30

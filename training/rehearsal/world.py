@@ -27,33 +27,23 @@ import training.attention
 from moe import (
     ExpertMeshError,
     ParameterCounts,
-    build_model,
-    check_rope,
-    choose_kernel,
     count_parameters,
     decoder_layers,
-    kernel_needs,
     moe_layers,
     moe_shape,
     store_frozen,
-    use_kernel,
-    with_rope_scaling,
 )
 from moe.gpu import rehearsing_gpu
 from moe.quantised import nf4_pairs
-from sharding import Mesh, Topology, build_mesh, check_ep_size, materialize, set_parameter_dtype
+from sharding import Mesh, RowGroup, Topology, build_mesh, check_cp_size, check_ep_size, materialize
 from sharding.checkpointing import keep_products
 from sharding.parallelize import parallelize
-from training.adapters import adapt
-from training.attention import check_packing, choose_attention
 from training.balance import BiasUpdate, choose_balance
 from training.config import TrainConfig
-from training.data import Batch
-from training.freezing import freeze
-from training.fused import fuse_layers
-from training.head import attach_loss_head
+from training.data import Batch, SharedRows
 from training.low_bit import dynamic_map
 from training.optimizer import build_optimizer
+from training.rehearsal.building import build_rehearsed
 from training.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
 from training.rehearsal.live import LiveTensors
 from training.rehearsal.parts import Parts
@@ -116,7 +106,7 @@ def rehearse(
 
 def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: Told) -> Rehearsed:
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    model = _build(config, model_config, dtype)
+    model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
     balance = choose_balance(config, model, model_config)
     check_ep_size(config.ep_size, world_size, moe_shape(model).num_experts)
@@ -127,7 +117,8 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
     keep_products(model, config.keep_expert_products)
     kinds = list(zip(kinds_of_layers(model), shares, strict=True))
     stack = shortened_stack(kinds) if shortened else whole_stack(kinds)
-    mesh = build_mesh("cpu", Topology(world_size, config.ep_size, config.dense_shard))
+    check_cp_size(config.cp_size, world_size)
+    mesh = build_mesh("cpu", Topology(world_size, config.ep_size, config.dense_shard, config.cp_size))
     parallelize(model, mesh, dtype, config.strategy)
     # made once in a process: not of tensors that hold no memory
     for signed in (True, False):
@@ -137,8 +128,9 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         materialize(model, torch.device("cpu"), config.offload)
         optimizer = build_optimizer(model.train(), config, mesh)
         recorder = Recorder(Parts(model))
-        model.register_forward_pre_hook(recorder.next_forward)
-        batch = _batch(config, model, told, fake)
+        # before FSDP's own, which begins to gather
+        model.register_forward_pre_hook(recorder.next_forward, prepend=True)
+        batch = _batch(config, mesh.sharers, told, fake)
         batches = [batch] * min(config.forwards(world_size), 2)
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
         live = LiveTensors([*model.parameters(), *model.buffers()], changed=recorder.changed)
@@ -187,6 +179,8 @@ def _groups(mesh: Mesh) -> dict[str, str]:
         mesh.all_ranks.get_group(): "all ranks",
         dist.group.WORLD: "all ranks",
     }
+    if mesh.sharers is not None and mesh.sharers.ranks is not None:
+        groups[mesh.sharers.ranks] = "cp, heads"
     return {group.group_name: name for group, name in groups.items() if group is not None}
 
 
@@ -213,51 +207,29 @@ def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
     return f", in {paths[-1]}" if paths else ""
 
 
-def _build(config: TrainConfig, model_config: Any, dtype: torch.dtype) -> Any:
-    model_config = with_rope_scaling(model_config, config.rope)
-    model = build_model(model_config, choose_attention(config.attn_implementation, config.packing, model_config))
-    if config.rope is not None:
-        check_rope(model, config.rope)
-    if config.adapter != "none":
-        adapt(model, config)
-    elif config.freeze:
-        freeze(model, config.freeze)
-    if config.packing:
-        check_packing(model)
-    needs = kernel_needs(model, "cpu", dtype)
-    use_kernel(model, choose_kernel(_kernel(config), needs, config.expert_precision).kernel)
-    fuse_layers(model)
-    # liger-kernel's is Triton of another's, which keeps as little
-    attach_loss_head(model, "full" if config.cross_entropy == "full" else "chunked")
-    if config.optim == "adamw_bf16":
-        set_parameter_dtype(model, torch.bfloat16)
-    elif config.holds_base_in_bf16:
-        set_parameter_dtype(model, torch.bfloat16, frozen_alone=True)
-    return model
-
-
-def _kernel(config: TrainConfig) -> str:
-    """What "auto" takes on a GPU from Hopper on, in bf16."""
-    is_auto = config.expert_kernel == "auto" and config.bf16
-    return "torch-grouped" if is_auto else config.expert_kernel
-
-
-def _batch(config: TrainConfig, model: Any, told: Told, fake: FakeTensorMode) -> Batch:
+def _batch(config: TrainConfig, sharers: RowGroup | None, told: Told, fake: FakeTensorMode) -> Batch:
+    """Rows of which all tokens but each sample's first have a loss; of shared ones, a run of so many."""
     rows, samples = config.per_device_train_batch_size, told.samples if config.packing else 1
     length = config.max_seq_length // samples
     if length < 2:
         raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have nothing to learn")
-    tokens, targets = rows * samples * length, rows * samples * (length - 1)
+    here = -(-samples * length // config.cp_size)
+    tokens, targets = rows * here, rows * here - max(rows * samples // config.cp_size, 1)
+    shared = None
     with fake:
-        tokens_BS = torch.zeros(rows, samples * length, dtype=torch.int64)
-        positions_BS = torch.zeros_like(tokens_BS) if config.packing else None
+        tokens_BS = torch.zeros(rows, here, dtype=torch.int64)
+        positions_BS = torch.zeros_like(tokens_BS) if config.packing or sharers is not None else None
         index_N = torch.zeros(targets, dtype=torch.int64)
-    segments = (length,) * (rows * samples) if config.packing else None
+        if sharers is not None:
+            whole_BS = torch.zeros(rows, here * config.cp_size, dtype=torch.int64)
+            shared = SharedRows(sharers, whole_BS, config.packing)
+    padding = here * config.cp_size - samples * length
+    segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
     pairs = tokens * (length + 1) // 2
-    return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, tokens, targets, pairs)
+    return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, tokens, targets, pairs, shared)
 
 
-class _Splits:
+class Splits:
     """Of each part rows to and from each ep rank."""
 
     def __init__(self, sent: list[int], received: list[int], sizes: Sequence[int]):
@@ -280,10 +252,10 @@ def _telling(config: TrainConfig, rows: int, shares: Sequence[tuple[float, ...]]
     """Within it, what only data or a GPU could tell is told."""
     ep_size, ep_rank = config.ep_size, dist.get_rank() % config.ep_size
 
-    def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, _Splits]:
+    def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
         assert recorder.layer is not None
         sent = _split(rows, shares[recorder.layer] or (1.0,) * ep_size)
-        return torch.empty_like(counts_E), _Splits(sent, [sent[ep_rank]] * ep_size, sizes)
+        return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
 
     @cache
     def ends(segments: tuple[int, ...], device: torch.device) -> Tensor:

@@ -1,0 +1,165 @@
+"""What is measured of single layers and composed, against the rehearsal of the whole step."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe import ExpertMeshError
+from sharding.planner.cost import step_time
+from sharding.planner.hardware import preset
+from sharding.planner.measured import MeasuredModel, Workload
+from sharding.planner.memory import peak
+from sharding.planner.model_config import read_config
+from sharding.planner.order import Run
+from sharding.planner.traffic import step_traffic
+from tests.families.configs import tiny_config
+from tests.tiny import tiny_config as tiny_mixtral
+from training import TrainConfig
+from training.rehearsal import cached
+from training.rehearsal.cached import CachedMeasure
+from training.rehearsal.ledger import ledger
+from training.rehearsal.planning import planned, setting_of
+from training.rehearsal.world import Rehearsed, rehearse
+
+TOKENS = 256
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+H100 = preset("H100", "infiniband-ndr")
+
+
+def flags_of(**flags: Any) -> TrainConfig:
+    settings: dict[str, Any] = dict(bf16=True, per_device_train_batch_size=1, max_seq_length=TOKENS)
+    return TrainConfig(model="-", dataset=["-"], **(settings | flags))
+
+
+def both(model_config: Any, world_size: int, **flags: Any) -> tuple[Rehearsed, Run]:
+    config = flags_of(**flags)
+    run = planned(config, model_config, world_size, is_kept=False, trained=1 - 1 / TOKENS)
+    return rehearse(config, model_config, world_size), run
+
+
+SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "mixtral": ("mixtral", 16, {"ep_size": 8, "gradient_checkpointing": "selective"}),
+    "not checkpointed": ("mixtral", 8, {"ep_size": 4, "gradient_accumulation_steps": 2}),
+    "experts of one rank": ("mixtral", 8, {"ep_size": 8, "gradient_checkpointing": "full"}),
+    "kept casts": ("mixtral", 8, {"ep_size": 8, "reshard_after_forward": False}),
+    "hybrid": ("mixtral", 16, {"ep_size": 4, "dense_shard": "hybrid", "optim": "adamw_bf16"}),
+    "alone": ("mixtral", 1, {}),
+    "1,024 ranks": ("qwen3_moe", 1024, {"ep_size": 8, "gradient_checkpointing": "selective"}),
+    "shared experts, dense first layers, MLA": ("deepseek_v3", 64, {"ep_size": 4, "gradient_checkpointing": "full"}),
+    "biases, windows, sinks": ("gpt_oss", 16, {"ep_size": 8, "gradient_checkpointing": "selective"}),
+    "DeltaNet": ("qwen3_next", 16, {"ep_size": 2}),
+    "Mamba": ("jamba", 16, {"ep_size": 2, "gradient_checkpointing": "full"}),
+    "LoRA": ("mixtral", 8, {"ep_size": 4, "adapter": "lora"}),
+    "LoRA beside nf4": ("qwen3_moe", 8, {"ep_size": 8, "adapter": "lora", "base_dtype": "nf4"}),
+    "frozen": ("glm4_moe", 16, {"ep_size": 4, "freeze": ["embeddings", "router"]}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_memory_is_that_of_the_rehearsal(name: str) -> None:
+    family, world_size, flags = SETTINGS[name]
+    rehearsed, run = both(tiny_config(family), world_size, **flags)
+    assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.03)
+    state = sum(unit.state for unit in run.units.values())
+    # steps are counted besides, a number for each parameter
+    steps = 4 * sum(unit.num_trained for unit in run.units.values())
+    assert rehearsed.memory.state - steps <= state <= rehearsed.memory.state
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (8, {"ep_size": 8}),
+        (16, {"ep_size": 4, "overlap_chunks": 2}),
+        (8, {"ep_size": 8, "keep_expert_products": 2}),
+        (16, {"ep_size": 8, "expert_precision": "fp8", "gradient_accumulation_steps": 3}),
+    ],
+    ids=["plain", "rows in two parts", "products kept", "fp8"],
+)
+def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -> None:
+    """At which kernels take longer than their launch. What the host does once in a run, a rehearsal counts too."""
+    model_config, _ = read_config(str(MODELS / "mixtral_8x7b"))
+    model_config.num_hidden_layers = 4
+    config = flags_of(max_seq_length=4096, gradient_checkpointing="selective", **flags)
+    run = planned(config, model_config, world_size, is_kept=False, trained=1 - 1 / 4096)
+    rehearsed = rehearse(config, model_config, world_size)
+    account = ledger(rehearsed, config.gradient_accumulation_steps, H100, gpus_per_node=8)
+    time = step_time(run, H100, gpus_per_node=8)
+    assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.01)
+    assert time.device == pytest.approx(account.device, rel=0.02)
+    assert time.all_to_alls == pytest.approx(account.all_to_alls, rel=0.02)
+    assert time.sharding == pytest.approx(account.sharding, rel=0.02)
+    assert time.host == pytest.approx(account.host, rel=0.12)
+
+
+def test_a_deep_stack_is_a_shallow_one_repeated() -> None:
+    rehearsed, run = both(tiny_mixtral(num_hidden_layers=12), 16, ep_size=8, gradient_checkpointing="selective")
+    assert len(run.measured.kinds) == 1
+    assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.01)
+
+
+def test_bytes_sent_are_those_of_the_rehearsal() -> None:
+    rehearsed, run = both(tiny_mixtral(), 16, ep_size=4, gradient_checkpointing="full")
+    found: dict[str, float] = {}
+    for event in rehearsed.recorder.events:
+        if event.collective is not None:
+            found[event.collective] = found.get(event.collective, 0) + event.sent
+    for kind in ("all-gather", "reduce-scatter"):
+        sent = sum(traffic.total for traffic in step_traffic(run) if traffic.kind == kind)
+        assert sent == pytest.approx(found[kind])
+    rows = sum(traffic.total for traffic in step_traffic(run) if traffic.what == "rows")
+    assert rows == pytest.approx(found["all-to-all"])
+
+
+def measure_of(**flags: Any) -> CachedMeasure:
+    return CachedMeasure(flags_of(**flags), tiny_mixtral(), "cuda")
+
+
+def workload_of(measure: CachedMeasure, **changes: Any) -> Workload:
+    setting = setting_of(measure.config, 8)
+    return replace(setting.workload(measure.parameters), **changes)
+
+
+def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measure = measure_of()
+    found: MeasuredModel = measure(workload_of(measure))
+    measure.save()
+
+    def never(*arguments: Any) -> None:
+        raise AssertionError("measured a second time")
+
+    monkeypatch.setattr("training.rehearsal.measure.Measurer", never)
+    again = measure_of()
+    assert again.parameters == measure.parameters
+    assert again(workload_of(again)) == found
+    # what a figure may depend on has files of its own; what a workload says has not
+    assert measure_of(ep_size=2).file == measure.file
+    monkeypatch.setattr(cached, "PACKAGES", ("torch",))
+    with pytest.raises(AssertionError, match="a second time"):
+        measure_of()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"parameters": 1}'])
+def test_a_broken_file_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measure = measure_of()
+    assert measure.file is not None
+    measure.file.parent.mkdir(parents=True)
+    measure.file.write_text(content)
+    again = measure_of()
+    again(workload_of(again))
+    again.save()
+    assert measure.file.read_text().startswith('{"parameters"')
+    assert list(measure.file.parent.iterdir()) == [measure.file]
+
+
+def test_what_cannot_be_computed_is_refused_each_time() -> None:
+    measure = CachedMeasure(flags_of(), tiny_mixtral(), "cuda", is_kept=False)
+    # as many elements as `grouped_mm` cannot count
+    too_long = workload_of(measure, micro_batch=1, seq_length=2**26, rows_received=2**26, targets=2)
+    for _ in range(2):
+        with pytest.raises(ExpertMeshError, match="2\\^31 elements"):
+            measure(too_long)

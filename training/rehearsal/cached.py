@@ -1,0 +1,183 @@
+"""What was measured of a model, kept in memory and in the user's cache directory, so that it is measured once.
+
+What a figure depends on is part of its file's name: the model's config, the run's flags, our sources and the packages
+that compute. So nothing is ever out of date, and the directory may be deleted at any time.
+"""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from moe import ExpertMeshError, ParameterCounts
+from moe.whole import whole
+from sharding.planner.measured import (
+    LayerParameters,
+    Measure,
+    Measured,
+    MeasuredModel,
+    ModelParameters,
+    Parameter,
+    Span,
+    Stretch,
+    Workload,
+)
+from training.config import TrainConfig
+
+PACKAGES = ("torch", "transformers", "triton")
+SOURCES = ("moe", "sharding", "training")
+UNREAD = frozenset(
+    {
+        *("model", "dataset", "tokenizer", "output_dir", "force"),
+        *("per_device_train_batch_size", "max_seq_length", "gradient_checkpointing", "ep_size"),
+        *(
+            "gradient_accumulation_steps",
+            "global_batch_size",
+            "reshard_after_forward",
+            "dense_shard",
+            "offload",
+            "overlap_chunks",
+            "offload_activations",
+        ),
+    }
+)
+"""Flags on which no figure depends, or which a `Workload` says, or whose part is arithmetic."""
+
+
+class CachedMeasure:
+    """A `Measure` of one model for one kind of device.
+
+    Args:
+        config: of the run. model_config: of the model.
+        is_kept: whether figures go to the cache directory, and come from there.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_config: Any,
+        device: Literal["cuda", "cpu"],
+        is_kept: bool = True,
+    ):
+        self.config, self.model_config, self.device = config, model_config, device
+        self.file = cache_directory() / f"{_key(config, model_config, device)}.json" if is_kept else None
+        self.found: dict[Workload, MeasuredModel | str] = {}
+        self.is_new = False
+        content = {} if self.file is None else _read(self.file)
+        if content:
+            self.parameters = _parameters(content["parameters"])
+            for each in content["found"]:
+                told = each["measured"]
+                self.found[Workload(**each["workload"])] = told if isinstance(told, str) else _measured(told)
+        else:
+            self.parameters = self._measurer.parameters
+
+    @cached_property
+    def _measurer(self) -> Measure:
+        # they load torch, and a model is built
+        from training.rehearsal.building import build_rehearsed
+        from training.rehearsal.measure import Measurer
+
+        return Measurer(build_rehearsed(self.config, self.model_config, self.device), self.config)
+
+    def __call__(self, workload: Workload) -> MeasuredModel:
+        """
+        Raises:
+            ExpertMeshError: the model cannot compute this.
+        """
+        if workload not in self.found:
+            self.is_new = True
+            try:
+                self.found[workload] = self._measurer(workload)
+            except ExpertMeshError as error:
+                self.found[workload] = str(error)
+        found = self.found[workload]
+        if isinstance(found, str):
+            raise ExpertMeshError(found)
+        return found
+
+    def save(self) -> None:
+        """Keep what is new; where the directory cannot be written, nothing is kept."""
+        if self.file is None or not self.is_new:
+            return
+        content = {
+            "parameters": asdict(self.parameters),
+            "found": [
+                {"workload": asdict(workload), "measured": found if isinstance(found, str) else asdict(found)}
+                for workload, found in self.found.items()
+            ],
+        }
+        with suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with whole(self.file, writer=str(os.getpid())) as partial:
+                partial.write_text(json.dumps(content), encoding="utf-8")
+            self.is_new = False
+
+
+def cache_directory() -> Path:
+    """Of the user's, for what was measured."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "expertmesh" / "measured"
+
+
+def _key(config: TrainConfig, model_config: Any, device: str) -> str:
+    of_run = {name: value for name, value in asdict(config).items() if name not in UNREAD}
+    of_model = {name: value for name, value in model_config.to_dict().items() if name != "_name_or_path"}
+    told = [of_run, of_model, device, [_version(package) for package in PACKAGES], _sources()]
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _sources() -> str:
+    """Of all our code that a figure may depend on."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for folder in SOURCES:
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What `save` wrote; nothing where there is no such file, or another program's."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) and {"parameters", "found"} <= content.keys() else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _parameters(told: dict[str, Any]) -> ModelParameters:
+    def each(parameters: list[dict[str, Any]]) -> tuple[Parameter, ...]:
+        return tuple(Parameter(**parameter) for parameter in parameters)
+
+    kinds = tuple(LayerParameters(each(kind["dense"]), each(kind["experts"])) for kind in told["kinds"])
+    counts = ParameterCounts(**told["counts"])
+    rest = {name: told[name] for name in ("buffers", "num_experts", "top_k")}
+    return ModelParameters(kinds, tuple(told["layers"]), each(told["root"]), counts=counts, **rest)
+
+
+def _measured(told: dict[str, Any]) -> MeasuredModel:
+    def span(of: dict[str, Any]) -> Span:
+        stretches = tuple(Stretch(**{**s, "kernels": _tuples(s["kernels"])}) for s in of["stretches"])
+        return Span(**{**of, "stretches": stretches})
+
+    def part(of: dict[str, Any]) -> Measured:
+        forward, backward = (tuple(map(span, of[name])) for name in ("forward", "backward"))
+        return Measured(forward, backward, of["kept"], of["kept_backward"], of["carried"])
+
+    return MeasuredModel(tuple(map(part, told["kinds"])), part(told["root"]))
+
+
+def _tuples(rows: list[list[Any]]) -> tuple[Any, ...]:
+    return tuple(tuple(row) for row in rows)

@@ -1,0 +1,699 @@
+"""Each kind of decoder layer of a model, and what is around the layers, run once, forward and backward, with tensors
+that hold no memory: what the planner composes its forecasts of.
+
+A layer is the real one, on one rank alone: its experts are those of one ep rank, its parameters whole and in the dtype
+that is computed in, as FSDP has gathered them. What FSDP does beside is arithmetic (`sharding.planner.order`).
+
+Shape suffixes: e experts of this rank, R rows for them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from transformers import masking_utils
+
+import moe.dispatch
+import moe.exchange
+import moe.kernels
+import moe.products
+import moe.quantised
+import sharding.context
+from moe import (
+    ParameterCounts,
+    count_parameters,
+    decoder_layers,
+    moe_layers,
+    moe_shape,
+    store_frozen,
+    take_stats,
+)
+from moe.dispatch import AllToAllDispatcher, LocalDispatcher
+from moe.gpu import rehearsing_gpu
+from moe.products import even
+from moe.routing import RouterStats
+from sharding import RowGroup, parameters_of
+from sharding.checkpointing import checkpoint_layers, keep_products
+from sharding.offloading import offload_inputs
+from sharding.planner.measured import (
+    LayerParameters,
+    Mark,
+    Measured,
+    MeasuredModel,
+    ModelParameters,
+    Parameter,
+    Span,
+    Stretch,
+    Workload,
+)
+from sharding.topology import rows_of
+from training.balance import LossWeights
+from training.config import TrainConfig
+from training.data import Batch, SharedRows
+from training.optimizer import muon_parts, state_bytes
+from training.rehearsal.kinds import kinds_of_layers
+from training.rehearsal.live import LiveTensors
+from training.rehearsal.parts import Parts
+from training.rehearsal.recorder import Event, Recorder, recording_triton
+from training.rehearsal.world import Splits, _flash_attention
+from training.step import token_loss_sum
+
+
+class Measurer:
+    """Measures one model.
+
+    Args:
+        model: from `build_rehearsed`; it cannot be trained afterwards.
+        config: of the run; what a `Workload` says too, goes by that.
+    """
+
+    def __init__(self, model: Any, config: TrainConfig):
+        counts = count_parameters(model)
+        if config.base_dtype in ("fp8", "nf4"):
+            store_frozen(model, config.base_dtype)
+        self.model = model.train()
+        self.config = config
+        self.layers: list[Any] = list(decoder_layers(model))
+        # layers that keep products are of another kind
+        keep_products(model, config.keep_expert_products)
+        self.kinds = kinds_of_layers(model)
+        self.first = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
+        self.weights = LossWeights(config.router_aux_loss_coef or 0.0, config.router_z_loss_coef)
+        self.num_experts, self.top_k = moe_shape(model).num_experts, moe_shape(model).top_k
+        self.parts = Parts(model)
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.around: dict[Any, tuple[dict[int, _Call], Measured]] = {}
+        # read before the model's parameters are exchanged for those of a rank
+        self.parameters = _parameters(model, self.layers, self.kinds, config, counts)
+        self.whole = [
+            (module, name, parameter)
+            for module in self._measured_modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def _measured_modules(self) -> Iterator[nn.Module]:
+        left_out = {
+            module for number, layer in enumerate(self.layers) if number not in self.first for module in layer.modules()
+        }
+        yield from (module for module in self.model.modules() if module not in left_out)
+
+    def __call__(self, workload: Workload) -> MeasuredModel:
+        """One forward and backward of a rank."""
+        assert workload.cp_size == self.config.cp_size, "the model was built to share rows so"
+        # made once in a process: not of tensors that hold no memory
+        moe.quantised.nf4_pairs(torch.device("cpu"))
+        with rehearsing_gpu() if workload.device == "cuda" else nullcontext(), self.fake:
+            return _Measurement(self, workload).run()
+
+
+class _Measurement:
+    """Of one workload."""
+
+    def __init__(self, measurer: Measurer, workload: Workload):
+        self.of = measurer
+        self.model, self.layers = measurer.model, measurer.layers
+        self.workload = workload
+        self.dtype = torch.bfloat16 if workload.bf16 else torch.float32
+        self.recorder: _Recorder | None = None
+        self._place()
+        _checkpoint(self.model, workload)
+        self.batch = _batch(workload)
+
+    def _place(self) -> None:
+        """Give the modules that are measured their parameters, as a rank computes with them."""
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        experts = {layer.mlp for layer in moe_layers(self.model)}
+        for module, name, whole in self.of.whole:
+            if whole not in made:
+                own = module in experts
+                rows = whole.shape[0] // self.workload.ep_size if own else None
+                is_cast = whole.is_floating_point() and (not own or self.workload.experts_gathered)
+                shape = whole.shape if rows is None else (rows, *whole.shape[1:])
+                tensor = torch.empty(shape, dtype=self.dtype if is_cast else whole.dtype)
+                made[whole] = nn.Parameter(tensor, whole.requires_grad)
+                if own and not self.workload.experts_gathered and self.workload.has_gradients and whole.requires_grad:
+                    made[whole].grad = torch.empty(shape, dtype=whole.dtype)
+            module._parameters[name] = made[whole]
+        for layer in moe_layers(self.model):
+            group: Any = _Group(self.workload.ep_size, "ep")
+            num_experts, chunks = self.of.num_experts, self.workload.overlap_chunks
+            is_alone = self.workload.ep_size == 1
+            layer.dispatcher = (
+                LocalDispatcher(num_experts) if is_alone else AllToAllDispatcher(num_experts, group, chunks)
+            )
+            layer.mlp.working = type(layer.mlp.working)()
+            layer.mlp.working.are_kept = self.workload.keeps_casts
+
+    def run(self) -> MeasuredModel:
+        w = self.workload
+        # around the layers all is the same whatever is in them
+        around = (w.micro_batch, w.seq_length, w.cp_size, w.targets, w.bf16, w.device)
+        with self._told():
+            if around not in self.of.around:
+                calls = self._calls()
+                self.of.around[around] = calls, self._root(calls)
+            calls, root = self.of.around[around]
+            return MeasuredModel(tuple(self._layer(kind, calls) for kind in range(len(self.of.first))), root)
+
+    def _calls(self) -> dict[int, "_Call"]:
+        """How the model calls the first layer of each kind, and what that gives."""
+        found: dict[int, _Call] = {}
+        numbers = {layer: number for number, layer in enumerate(self.layers)}
+
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            kind = self.of.kinds[numbers[layer]]
+            if kind not in found:
+                with torch.no_grad():
+                    given = original[type(layer)](layer, *args, **kwargs)
+                found[kind] = _call_of(args, kwargs, given)
+            return _stand_in(found[kind], args, kwargs)
+
+        original = {type(layer): type(layer).__call__ for layer in self.layers}
+        # within a recording, which answers what the host would ask of the device
+        with self._recording([]), _calling(self.layers, call):
+            token_loss_sum(self.model, self.batch)
+        for number in self.of.first:
+            take_stats(self.layers[number])
+        return found
+
+    def _root(self, calls: dict[int, "_Call"]) -> Measured:
+        """What is around the layers, each of which only gives tensors of the right shapes."""
+        numbers = {layer: number for number, layer in enumerate(self.layers)}
+        last = len(self.layers) - 1
+        in_layers = {module for layer in self.layers for module in layer.modules()}
+        held = [
+            tensor
+            for module in self.model.modules()
+            if module not in in_layers
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        ]
+        with self._recording(held) as tape:
+
+            def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+                number = numbers[layer]
+                if number == 0:
+                    tape.cut("start")
+                    tape.kept = tape.level - sum(t.nbytes for t in _carried(args, kwargs))
+
+                def returning(grads: int) -> None:
+                    if number == last:
+                        tape.cut("start")
+                        tape.kept_backward = tape.level - grads
+
+                def returned() -> None:
+                    if number == 0:
+                        tape.drop()
+
+                out = _stand_in(calls[self.of.kinds[number]], args, kwargs, returning, returned)
+                if number == last:
+                    tape.drop()
+                return out
+
+            with _calling(self.layers, call):
+                loss = token_loss_sum(self.model, self.batch)
+            tape.turn()
+            loss.backward()
+            tape.cut("start")
+            return tape.measured()
+
+    def _layer(self, kind: int, calls: dict[int, "_Call"]) -> Measured:
+        layer = self.layers[self.of.first[kind]]
+        call = calls[kind]
+        experts = moe_layers(layer)
+        if self.workload.keeps_casts:
+            # they last from the first step on
+            with self._recording([]), torch.no_grad():
+                args, kwargs = call.arguments(None, self.dtype)
+                layer(*args, **kwargs)
+                take_stats(layer)
+        held = [*layer.parameters(), *layer.buffers(), *call.constant]
+        held += [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+        held += [cast for each in experts for _, cast in each.mlp.working._kept.values()]
+        with self._recording(held) as tape, ExitStack() as hooks:
+            for each in experts:
+                each.recording = True
+                hooks.enter_context(_marking(each.mlp, tape, self.workload.experts_gathered))
+            start = torch.zeros((), requires_grad=True)
+            # FSDP reduces a layer's gradients where the one of its input is there
+            args, kwargs = call.arguments(start, self.dtype, lambda: tape.cut("start"))
+            out = layer(*args, **kwargs)
+            del args, kwargs
+            stats = take_stats(layer)
+            loss = _Sink.apply(*_differentiable(out), *self._in_losses(stats))
+            del out, stats
+            tape.turn()
+            loss.backward()
+            measured = replace(tape.measured(), carried=call.carried(self.dtype))
+        for parameter in layer.parameters():
+            if not self.workload.has_gradients:
+                parameter.grad = None
+        return measured
+
+    def _in_losses(self, stats: Iterable[RouterStats]) -> list[Tensor]:
+        """What auxiliary losses take of a layer's routing."""
+        sums = [each.prob_sum_E for each in stats if self.of.weights.balance > 0]
+        sums += [each.z_sum for each in stats if self.of.weights.z > 0]
+        return [total for total in sums if total is not None]
+
+    @contextmanager
+    def _recording(self, held: Iterable[Tensor]) -> Iterator["_Tape"]:
+        self.recorder = _Recorder(self.of.parts)
+        tape = _Tape(held, self.recorder)
+        is_gpu = self.workload.device == "cuda"
+        with recording_triton(self.recorder) if is_gpu else nullcontext(), tape.live, self.recorder:
+            yield tape
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Within it, what only data or a GPU could tell is told: every expert gets as many rows as any other."""
+        w, K = self.workload, self.of.top_k
+        sent = even(w.micro_batch * w.seq_length // w.cp_size * K, w.ep_size)
+        received = even(w.rows_received, w.ep_size)
+
+        def exchange(counts_E: Tensor, group: Any, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
+            assert self.recorder is not None
+            self.recorder.all_to_all(group, counts_E)
+            return torch.empty_like(counts_E), Splits(sent, received, sizes)
+
+        def counts(counts_e: Tensor, num_rows: int) -> list[int]:
+            return even(num_rows, counts_e.numel())
+
+        with ExitStack() as stack:
+            patches: list[Any] = [
+                mock.patch.object(moe.dispatch, "exchange_counts", exchange),
+                mock.patch.object(moe.dispatch, "_wait_for_counts", return_value=None),
+                *(mock.patch.object(m, "UnderWay", partial(_UnderWay, self)) for m in (moe.exchange, sharding.context)),
+                # transformers makes masks that no kernel needs where it takes a forward for one that is being exported
+                mock.patch.object(masking_utils, "is_tracing", return_value=False),
+                *(mock.patch.object(m, "host_counts", counts) for m in (moe.kernels, moe.products, moe.quantised)),
+            ]
+            if w.device == "cuda":
+                patches.append(mock.patch.object(F, "scaled_dot_product_attention", _flash_attention))
+            for patch in patches:
+                stack.enter_context(patch)
+            yield
+
+
+class _Recorder(Recorder):
+    """All collectives in a layer are all-to-alls."""
+
+    def __init__(self, parts: Parts):
+        super().__init__(parts)
+        self.micro = 0
+
+    def doing(self) -> str:
+        """What part of a step the newest event is of."""
+        place = self.events[-1].place if self.events else None
+        return str(place.part if place else "") + (", recomputed" if place and place.is_recomputed else "")
+
+    def all_to_all(self, group: "_Group", sent: Tensor, received: Tensor | None = None) -> Event:
+        """Of a tensor that goes to all ranks evenly, and what comes in its place, by no operator that was seen."""
+        event = self._event("all-to-all", self.parts.here())
+        largest = max(sent.nbytes, 0 if received is None else received.nbytes)
+        event.collective, event.group, event.sent = "all-to-all", group.group_name, largest * (1 - 1 / group.ranks)
+        return event
+
+    def arrive(self, group: "_Group") -> None:
+        """The oldest all-to-all of the group that travels is waited for."""
+        event = self._event("wait", self.parts.here())
+        event.group, event.waits = group.group_name, True
+
+
+class _UnderWay:
+    """In the place of `moe.exchange.UnderWay`."""
+
+    def __init__(
+        self, of: _Measurement, out: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], group: Any
+    ):
+        assert of.recorder is not None
+        self.recorder, self.out, self.group = of.recorder, out, group
+        self.recorder.all_to_all(group, rows, out).travels = True
+
+    def wait(self) -> Tensor:
+        self.recorder.arrive(self.group)
+        return self.out
+
+
+class _Tape:
+    """Spans, as they are cut from what `live` and `recorder` see."""
+
+    def __init__(self, held: Iterable[Tensor], recorder: _Recorder):
+        self.recorder = recorder
+        self.live = LiveTensors(held)
+        self.base = self.live.total
+        self.live.changed = self._changed
+        self.kept = self.kept_backward = 0
+        self.forward: tuple[Span, ...] = ()
+        self.spans: list[Span] = []
+        self.peak, self.when = 0, ""
+        self.drop()
+
+    @property
+    def level(self) -> int:
+        return self.live.total - self.base
+
+    def _changed(self, storage: int, more: int, is_gone: bool) -> None:
+        if self.level > self.peak:
+            self.peak, self.when = self.level, self.recorder.doing()
+
+    def _begin(self, mark: Mark) -> None:
+        self.mark = mark
+        self.events, self.calls = len(self.recorder.events), self.recorder.num_calls
+        self.freed()
+
+    def freed(self) -> None:
+        """What went right now was not there while the span lasts."""
+        self.peak, self.when = self.level, self.recorder.doing()
+
+    def cut(self, mark: Mark) -> None:
+        """The span ends here, and with `mark` the next one begins."""
+        events = self.recorder.events[self.events :]
+        self.spans.append(
+            Span(
+                self.mark,
+                self.peak,
+                self.level,
+                self.when,
+                tuple(_stretches(events)),
+                self.recorder.num_calls - self.calls,
+                sum(e.needed for e in events),
+            )
+        )
+        self._begin(mark)
+
+    def drop(self) -> None:
+        """What was seen since the last cut is no part of anything."""
+        self._begin("start")
+
+    def turn(self) -> None:
+        """Forward has ended, backward begins."""
+        self.cut("start")
+        self.forward, self.spans = tuple(self.spans), []
+        if not self.kept:
+            self.kept = self.level
+
+    def measured(self) -> Measured:
+        return Measured(self.forward, tuple(self.spans), self.kept, self.kept_backward)
+
+
+def _stretches(events: Iterable[Event]) -> Iterator[Stretch]:
+    kernels: Counter[tuple[float, int, bool]] = Counter()
+
+    def ended(then: Literal["", "send", "arrive", "exchange"], event: Event | None = None) -> Stretch:
+        found = tuple((*kernel, times) for kernel, times in kernels.items())
+        kernels.clear()
+        return Stretch(found) if event is None else Stretch(found, then, event.sent, event.group)  # type: ignore[arg-type]
+
+    for event in events:
+        if event.waits:
+            yield ended("arrive", event)
+        elif event.collective is None:
+            kernels[event.flops, event.moved, event.is_fp8] += 1
+        else:
+            yield ended("send" if event.travels else "exchange", event)
+    yield ended("")
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """A tensor that is made anew each time."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def make(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How a layer is called: args and kwargs, and what it gives, with a `_Spec` in the place of each tensor that comes
+    from the layer before it."""
+
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    out: Any
+
+    def carried(self, dtype: torch.dtype) -> int:
+        """Bytes of what comes from the layer before, in the dtype that is computed in."""
+        specs = [leaf for leaf in tree_leaves(self.given) if isinstance(leaf, _Spec)]
+        return sum(spec.shape.numel() for spec in specs) * dtype.itemsize
+
+    @property
+    def constant(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(self.given) if isinstance(leaf, Tensor)]
+
+    def arguments(
+        self, start: Tensor | None, dtype: torch.dtype, returned: Callable[[], None] = _nothing
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, made anew, cast as FSDP casts a unit's. Where there is a `start` they are differentiable, and
+        `returned` is called once the gradient of one has been made."""
+
+        def fresh(leaf: Any) -> Any:
+            if isinstance(leaf, _Spec):
+                return leaf.make() if start is None else _Source.apply(start, leaf, returned)
+            is_cast = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+            return leaf.to(dtype) if is_cast else leaf
+
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(fresh, self.given)
+        return arguments
+
+
+def _call_of(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Call:
+    carried = {id(tensor) for tensor in _carried(args, kwargs)}
+
+    def spec(leaf: Any) -> Any:
+        return _Spec(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+    given = tree_map(lambda leaf: spec(leaf) if id(leaf) in carried else leaf, (args, kwargs))
+    return _Call(given, tree_map(spec, out))
+
+
+def _carried(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Those arguments that come from the layer before."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    # that of the first layer has no gradient where the embedding is frozen
+    return [tensor for tensor in tensors if tensor.requires_grad or tensor is (args or (None,))[0]]
+
+
+@contextmanager
+def _calling(layers: Iterable[Any], call: Callable[..., Any]) -> Iterator[None]:
+    """Within it `call` is called in the place of these layers."""
+    with ExitStack() as stack:
+        for kind in {type(layer) for layer in layers}:
+            stack.enter_context(mock.patch.object(kind, "__call__", call))
+        yield
+
+
+def _stand_in(
+    call: _Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    returning: Callable[[int], None] = _nothing,
+    returned: Callable[[], None] = _nothing,
+) -> Any:
+    """What a layer gives, without its having computed anything. returning, returned: called before its backward, with
+    the bytes of the gradients that come, and after it."""
+    leaves, tree = tree_flatten(call.out)
+    specs = [leaf for leaf in leaves if isinstance(leaf, _Spec)]
+    # so that there is a backward also where the embedding is frozen
+    start = torch.zeros((), requires_grad=True)
+    kept = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.requires_grad]
+    made = iter(_Through.apply(specs, kept, returning, returned, start, *_differentiable(_carried(args, kwargs))))
+    return tree_unflatten([next(made) if isinstance(leaf, _Spec) else leaf for leaf in leaves], tree)
+
+
+def _differentiable(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+class _Source(torch.autograd.Function):
+    """What comes from the layer before."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, spec: _Spec, returned: Callable[[], None]) -> Tensor:
+        ctx.returned = returned
+        return spec.make()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.returned()
+        return None, None, None
+
+
+class _Through(torch.autograd.Function):
+    """A layer that only gives tensors of the right shapes, forward and backward. Masks and the like, which all layers
+    have in common, it keeps for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, specs: list[_Spec], kept: list[Tensor], returning: Any, returned: Any, start: Tensor, *inputs: Tensor
+    ) -> Any:
+        ctx.kept = kept
+        ctx.inputs, ctx.returning, ctx.returned = [_Spec(x.shape, x.dtype) for x in inputs], returning, returned
+        made = tuple(spec.make() for spec in specs)
+        ctx.mark_non_differentiable(*(tensor for tensor in made if not tensor.is_floating_point()))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        ctx.returning(sum(grad.nbytes for grad in grads if grad is not None))
+        made = [spec.make() for spec in ctx.inputs]
+        ctx.kept = None
+        ctx.returned()
+        return None, None, None, None, None, *made
+
+
+class _Sink(torch.autograd.Function):
+    """What follows a layer: gives its results their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: Tensor) -> Tensor:
+        ctx.results = [_Spec(x.shape, x.dtype) for x in results]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(spec.make() for spec in ctx.results)
+
+
+class _Reduced(torch.autograd.Function):
+    """Of the experts' rows: its backward comes when that of the experts is done, where FSDP reduces their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.done = done
+        return tuple(rows_RD.view_as(rows_RD) for rows_RD in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.done()
+        return None, *grads
+
+
+@contextmanager
+def _marking(mlp: nn.Module, tape: _Tape, is_gathered: bool) -> Iterator[None]:
+    """Within it, a layer's experts cut the tape where FSDP's hooks on them would act."""
+
+    def reduce() -> None:
+        tape.cut("reduce experts")
+        if is_gathered:
+            for parameter in mlp.parameters():
+                parameter.grad = None
+            tape.freed()
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        tape.cut("use experts")
+        sent, *others = args
+        return (_Reduced.apply(reduce, *sent), *others)
+
+    def after(module: nn.Module, args: tuple[Any, ...], returned: list[Tensor]) -> None:
+        tape.cut("leave experts")
+        # backward comes to the last part first
+        if returned[-1].requires_grad:
+            returned[-1].register_hook(lambda grad: tape.cut("use experts"))
+
+    handles = [mlp.register_forward_pre_hook(before), mlp.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """In the place of a process group, of which no more is needed."""
+
+    ranks: int
+    group_name: Literal["ep", "cp"]
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def _checkpoint(model: Any, workload: Workload) -> None:
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
+    checkpoint_layers(model, workload.checkpointing)
+    if workload.offload_activations:
+        offload_inputs(model, workload.device)
+
+
+def _batch(workload: Workload) -> Batch:
+    rows, length, cp_size = workload.micro_batch, workload.seq_length // workload.cp_size, workload.cp_size
+    tokens_BS = torch.zeros(rows, length, dtype=torch.int64)
+    index_N = torch.zeros(workload.targets, dtype=torch.int64)
+    positions_BS, shared = None, None
+    if cp_size > 1:
+        group: Any = _Group(cp_size, "cp")
+        positions_BS = torch.zeros_like(tokens_BS)
+        whole_BS = torch.zeros(rows, length * cp_size, dtype=torch.int64)
+        shared = SharedRows(RowGroup(cp_size, 0, group), whole_BS, is_packed=False)
+    figures = (rows * length, workload.targets, 0)
+    return Batch(tokens_BS, positions_BS, None, None, tokens_BS, index_N, *figures, shared)
+
+
+def _parameters(
+    model: Any, layers: list[Any], kinds: list[int], config: TrainConfig, counts: ParameterCounts
+) -> ModelParameters:
+    expert_of = {part.tensor: part.expert for part in parameters_of(model).values()}
+    for part in parameters_of(model).values():
+        if part.scales is not None:
+            expert_of[part.scales] = part.expert
+    orthogonalized = set()
+    if config.optim == "muon":
+        orthogonalized = {part.tensor for parts in muon_parts(model) for part in parts}
+    computed = 2 if config.bf16 else 4
+
+    def told(parameter: Tensor) -> Parameter:
+        rows = rows_of(tuple(parameter.shape))
+        expert, row = expert_of[parameter], parameter.numel() // rows
+        matrix = 0
+        if parameter in orthogonalized:
+            matrix = parameter.numel() if expert is None else expert.rows_an_expert * row
+        return Parameter(
+            rows,
+            row,
+            parameter.element_size(),
+            computed if parameter.is_floating_point() else parameter.element_size(),
+            state_bytes(parameter, config.optim, parameter in orthogonalized),
+            parameter.requires_grad,
+            matrix,
+        )
+
+    own: list[LayerParameters] = []
+    for kind in range(max(kinds) + 1):
+        layer = layers[kinds.index(kind)]
+        experts = {p for each in moe_layers(layer) for p in each.mlp.parameters()}
+        own.append(
+            LayerParameters(
+                tuple(told(p) for p in layer.parameters() if p not in experts), tuple(told(p) for p in experts)
+            )
+        )
+    in_layers = {p for layer in layers for p in layer.parameters()}
+    shape = moe_shape(model)
+    return ModelParameters(
+        tuple(own),
+        tuple(kinds),
+        tuple(told(p) for p in model.parameters() if p not in in_layers),
+        sum(buffer.nbytes for buffer in model.buffers()),
+        shape.num_experts,
+        shape.top_k,
+        counts,
+    )
