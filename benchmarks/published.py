@@ -106,19 +106,19 @@ ROWS = (
         "Automodel", "GPT-OSS 20B", 8, H100, {"tok/s": 13_058.0, "TFLOP/s": 279.0},
         dict(ep_size=8, per_device_train_batch_size=1, **BF16_STATE),
         [("full", FULL), ("selective", SELECTIVE)],
-        "theirs has fused attention with sinks, ours is transformers' eager one",
+        "theirs has fused attention with sinks; ours is eager: transformers offers no other for them",
     ),
     Row(
         "axolotl, 8 x 48 GB", "GPT-OSS 20B", 8, H100, {"GiB": 36.0},
         dict(ep_size=1, max_seq_length=2048, **FULL),
         [("fp32 state", FP32_STATE), ("8-bit state", dict(optim="adamw_torch_8bit")), ("bf16 state", BF16_STATE)],
-        "length and optimizer unknown",
+        "length and optimizer unknown; ours has eager attention: transformers offers no other for sinks",
     ),
     Row(
         "axolotl, 4 x 80 GB", "GPT-OSS 20B", 4, H100, {"GiB": 46.0},
         dict(ep_size=1, max_seq_length=2048, **FULL),
         [("8-bit state", dict(optim="adamw_torch_8bit")), ("bf16 state", BF16_STATE)],
-        "length and optimizer unknown",
+        "length and optimizer unknown; eager attention, as above",
     ),
     Row(
         "trl#6869", "GLM-4.5-Air", 64, H100, {"GiB": 41 * GB},

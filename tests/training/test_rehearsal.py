@@ -19,7 +19,7 @@ from training.rehearsal.kinds import whole_stack
 from training.rehearsal.ledger import Ledger, Part, event_seconds, ledger
 from training.rehearsal.parts import Place
 from training.rehearsal.recorder import Event, Recorder
-from training.rehearsal.world import Rehearsed, rehearse
+from training.rehearsal.world import Rehearsed, _fused_attention, rehearse
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 TOKENS = 512
@@ -94,6 +94,21 @@ def test_causal_attention_counts_pairs_that_see_one_another() -> None:
 
     (event,) = recorded(run, (2, 4, 10, 8), (2, 2, 10, 8), (2, 2, 10, 8), dtype=torch.bfloat16)
     assert event.flops == 2 * (2 * 4 * 55) * 16
+
+
+def test_values_narrower_than_keys_take_a_fused_kernel() -> None:
+    """As in multi-head latent attention: no score is held. What that kernel does not read is computed without it."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> None:
+        _fused_attention(query, key, value, is_causal=True)
+
+    events = recorded(run, (2, 4, 10, 24), (2, 4, 10, 24), (2, 4, 10, 16), dtype=torch.bfloat16)
+    (event,) = (event for event in events if event.flops)
+    assert "efficient_attention" in event.name
+    assert event.flops == 2 * (2 * 4 * 55) * (24 + 16)
+    assert all(sum(event.writes.values()) < 2 * 4 * 10 * (16 * 2 + 4 * 32) for event in events)
+    odd = recorded(run, (2, 4, 10, 24), (2, 4, 10, 24), (2, 4, 10, 15), dtype=torch.bfloat16)
+    assert not any("efficient_attention" in event.name for event in odd)
 
 
 def test_products_in_fp8() -> None:

@@ -64,7 +64,7 @@ from training.rehearsal.kinds import kinds_of_layers
 from training.rehearsal.live import LiveTensors
 from training.rehearsal.parts import Parts
 from training.rehearsal.recorder import Event, Recorder, recording_triton
-from training.rehearsal.world import Splits, _flash_attention
+from training.rehearsal.world import Splits, _fused_attention
 from training.step import token_loss_sum
 
 
@@ -299,7 +299,7 @@ class _Measurement:
                 *(mock.patch.object(m, "host_counts", counts) for m in (moe.kernels, moe.products, moe.quantised)),
             ]
             if w.device == "cuda":
-                patches.append(mock.patch.object(F, "scaled_dot_product_attention", _flash_attention))
+                patches.append(mock.patch.object(F, "scaled_dot_product_attention", _fused_attention))
             for patch in patches:
                 stack.enter_context(patch)
             yield

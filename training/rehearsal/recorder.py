@@ -432,18 +432,21 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::_scaled_grouped_mm": _scaled_grouped,
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_efficient_attention": _attention,
+    "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
 _NEEDED = dict.fromkeys(
     (
         "aten::_scaled_dot_product_flash_attention_backward",
+        "aten::_scaled_dot_product_efficient_attention_backward",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
         "torch_attn::_varlen_attn_backward",
     ),
     0.8,
 )
-"""Flash attention's backward computes the scores again: of five products one."""
+"""Fused attention's backward computes the scores again: of five products one."""
 _LONGEST = {"torch_attn::_varlen_attn": (5, 2), "torch_attn::_varlen_attn_backward": (8, 5)}
 """Of attention within samples: which argument says how long the longest is, here all are; and how many products."""
 

@@ -1,6 +1,6 @@
 """One rank of any world, and one step of it, with tensors that hold no memory.
 
-What depends on data is told. Attention is the flash kernel's, as on a GPU.
+What depends on data is told. Attention is a fused kernel's, as on a GPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -265,7 +265,7 @@ def _telling(config: TrainConfig, rows: int, shares: Sequence[tuple[float, ...]]
         mock.patch.object(moe.dispatch, "exchange_counts", told),
         mock.patch.object(moe.dispatch, "_wait_for_counts", return_value=None),
         mock.patch.object(training.attention, "_ends", ends),
-        mock.patch.object(F, "scaled_dot_product_attention", _flash_attention),
+        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         # transformers makes masks that no kernel needs where it takes a forward for one that is being exported
         mock.patch.object(masking_utils, "is_tracing", return_value=False),
     ):
@@ -289,11 +289,24 @@ def _leaving_out_shapes(live: LiveTensors, recorder: Recorder) -> Iterator[None]
 _sdpa = F.scaled_dot_product_attention
 
 
-def _flash_attention(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-    """`scaled_dot_product_attention`, by the operator that a GPU runs where attention is causal and has no mask."""
-    takes_flash = kwargs.get("attn_mask") is None and kwargs.get("is_causal") and query.shape[-1] == value.shape[-1]
-    if not takes_flash:
-        return _sdpa(query, key, value, **kwargs)
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    """`scaled_dot_product_attention`, by an operator that a GPU runs where attention is causal and has no mask.
+
+    Flash attention wants heads that are all as wide. Where values are narrower, as in multi-head latent attention, a
+    GPU has two others, memory-efficient attention and cuDNN's; torch's versions differ in which of them comes first and
+    in what cuDNN's takes. This is the first, which takes whatever is aligned; both hold as much.
+    """
     dropout, scale = kwargs.get("dropout_p", 0.0), kwargs.get("scale")
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, scale=scale)[0]
+    out: Tensor
+    if kwargs.get("attn_mask") is not None or not kwargs.get("is_causal"):
+        return _sdpa(query, key, value, **kwargs)
+    if query.shape[-1] == value.shape[-1]:
+        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, scale=scale)[0]
+        return out
+    # it has no groups of queries that share a key, and reads 16 bytes at once
+    is_aligned = all(tensor.shape[-1] * tensor.element_size() % 16 == 0 for tensor in (query, key, value))
+    if query.shape[1] != key.shape[1] or not is_aligned:
+        return _sdpa(query, key, value, **kwargs)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out = efficient(query, key, value, None, torch.is_grad_enabled(), dropout, True, scale=scale)[0]
     return out
