@@ -53,6 +53,12 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "Mamba": ("jamba", 16, {"ep_size": 2, "gradient_checkpointing": "full"}),
     "LoRA": ("mixtral", 8, {"ep_size": 4, "adapter": "lora"}),
     "LoRA beside nf4": ("qwen3_moe", 8, {"ep_size": 8, "adapter": "lora", "base_dtype": "nf4"}),
+    "shared rows": ("qwen3_moe", 8, {"ep_size": 4, "cp_size": 2, "gradient_checkpointing": "selective"}),
+    "inputs in host memory": (
+        "mixtral",
+        16,
+        {"ep_size": 8, "gradient_checkpointing": "full", "offload_activations": True},
+    ),
     "frozen": ("glm4_moe", 16, {"ep_size": 4, "freeze": ["embeddings", "router"]}),
 }
 
@@ -74,9 +80,10 @@ def test_memory_is_that_of_the_rehearsal(name: str) -> None:
         (8, {"ep_size": 8}),
         (16, {"ep_size": 4, "overlap_chunks": 2}),
         (8, {"ep_size": 8, "keep_expert_products": 2}),
+        (16, {"ep_size": 8, "cp_size": 4}),
         (16, {"ep_size": 8, "expert_precision": "fp8", "gradient_accumulation_steps": 3}),
     ],
-    ids=["plain", "rows in two parts", "products kept", "fp8"],
+    ids=["plain", "rows in two parts", "products kept", "shared rows", "fp8"],
 )
 def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -> None:
     """At which kernels take longer than their launch. What the host does once in a run, a rehearsal counts too."""

@@ -143,7 +143,7 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
     (uniform, 8, {"adapter": "lora", "base_dtype": "nf4"}),
     (uniform, 2, {"ep_size": 1, "freeze": ["embeddings", "experts"], "gradient_checkpointing": "full"}),
     (dense_first, 16, {"optim": "adamw_bf16", "router_z_loss_coef": 0.01, "router_bias_update_rate": 0.001}),
-    (alternating, 8, {"offload_activations": True}),
+    (alternating, 8, {"offload_activations": True, "cp_size": 2}),
     (hybrid, 16, {"gradient_checkpointing": "full"}),
 ]
 

@@ -57,12 +57,14 @@ def _setting(account: Account, config: TrainConfig, where: str, hardware: Hardwa
         f"checkpointing {config.gradient_checkpointing}",
         config.optim + adapter,
         *(["packing"] if config.packing else []),
+        *([f"{config.cp_size} ranks share rows"] if config.cp_size > 1 else []),
         *(["offload"] if config.offload else []),
     ]
     return (
         f"{where}: {account.parameters / 1e9:,.1f} B parameters, {layers} layers{run}\n"
         f"rank {account.rank} of {world_size} on {hardware.name}; {', '.join(flags)}\n"
-        f"{account.forwards} x {config.per_device_train_batch_size} x {config.max_seq_length:,} tokens a step and rank"
+        f"{account.forwards} x {config.per_device_train_batch_size} x {config.max_seq_length:,} tokens a step and "
+        + ("rank" if config.cp_size == 1 else f"{config.cp_size} ranks")
     )
 
 
