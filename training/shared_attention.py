@@ -73,10 +73,14 @@ def _refused(model: Any, which: str) -> ExpertMeshError:
 
 
 def _looks_for_longest(module: nn.Module) -> bool:
-    """Whether it gives rotary positions of a kind that depends on the longest position of a forward."""
+    """Whether it gives rotary positions of a kind, or of a scale, that depends on the longest position of a forward."""
     types = getattr(module, "rope_type", None)
+    if types is None:
+        return False
+    # who has a scale of its own for long rows takes it by the longest position, whatever the kind
+    has_two_scales = "long_mscale" in (getattr(module.config, "rope_parameters", None) or {})
     kinds = types.values() if isinstance(types, dict) else [types]
-    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+    return has_two_scales or any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def _of_whole_rows(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
