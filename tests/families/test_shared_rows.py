@@ -78,6 +78,14 @@ def test_shared_equals_whole_or_is_refused(ranks: RankPool, family: str) -> None
     _compare(ranks, family, ROWS[packing], packing, {})
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "laguna", "deepseek_v2"])
+def test_ranks_that_do_not_divide_the_heads(family: str) -> None:
+    """Also where a mask is made of whole rows, as for windows."""
+    said = "--cp-size 3 does not divide the 4 attention heads of this model.*; use 1, 2 or 4"
+    with pytest.raises(ExpertMeshError, match=said):
+        share_rows(_build(family, False, {}), 3, packing=False)
+
+
 @pytest.mark.parametrize(
     ("family", "kind"), [("mixtral", "longrope"), ("mixtral", "dynamic"), ("phimoe", "longrope"), ("phimoe", "yarn")]
 )
