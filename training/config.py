@@ -247,7 +247,9 @@ class TrainConfig:
     eval_dataset_split: str = _flag("test", "Split of a hub data set to evaluate on.")
     eval_ratio: float = _flag(0.0, "Share of --dataset to hold out and evaluate on, where --eval-dataset is not given.")
     eval_steps: int = _flag(0, "Evaluate every so many steps; 0: after every epoch. Always at the end.")
-    per_device_eval_batch_size: int = _flag(8, "Rows a rank takes in one forward of an evaluation.")
+    per_device_eval_batch_size: int = _flag(
+        8, "Rows a rank, or those that share rows, take in one forward of an evaluation."
+    )
     early_stopping_patience: int = _flag(0, "Stop after so many evaluations without a better loss; 0: never.")
     early_stopping_threshold: float = _flag(0.0, "By how much a loss must be lower to count as better.")
     load_best_model_at_end: bool = _flag(False, "Export the weights of the best evaluation, not the last ones.")

@@ -20,8 +20,8 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     `ep_size` becomes the largest that divides the experts and the ranks and is no larger than was asked for. A larger
     one never takes more memory (a rank's part of the experts depends on all ranks alone, what is gathered for a layer
     falls with it), so if this one does not fit, none does. `cp_size` becomes the largest divisor of what was asked for
-    that divides the ranks. The global batch stays what the run began with, in as many
-    forwards of `per_device_train_batch_size` rows as it takes. (A balancing loss depends on how it is cut.)
+    that divides the ranks. The global batch stays what the run began with, in as many forwards of
+    `per_device_train_batch_size` rows as it takes. (A balancing loss depends on how it is cut.)
 
     Returns:
         It, and what is not as it was asked for, in words. All ranks call it together and get the same.

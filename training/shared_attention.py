@@ -73,10 +73,14 @@ def _refused(model: Any, which: str) -> ExpertMeshError:
 
 
 def _looks_for_longest(module: nn.Module) -> bool:
-    """Whether it gives rotary positions of a kind that depends on the longest position of a forward."""
+    """Whether it gives rotary positions of a kind, or of a scale, that depends on the longest position of a forward."""
     types = getattr(module, "rope_type", None)
+    if types is None:
+        return False
+    # who has a scale of its own for long rows takes it by the longest position, whatever the kind
+    has_two_scales = "long_mscale" in (getattr(module.config, "rope_parameters", None) or {})
     kinds = types.values() if isinstance(types, dict) else [types]
-    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+    return has_two_scales or any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def _of_whole_rows(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,12 +121,18 @@ def _tried(model: Any, inner: str, cp_size: int, packing: bool) -> list[Any]:
     """The modules that call attention in a forward of rows that are shared, of which the shapes alone are computed."""
     sharers, modules, heads = RowGroup(cp_size, 0, None), [], 0
 
-    def remembered(module: Any, query_BHLA: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def remembered(
+        module: Any, query_BHLA: Tensor, key_BGLA: Tensor, value_BGLA: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         nonlocal heads
-        heads = gcd(heads, query_BHLA.shape[1])
+        rows, num_heads, length, _ = query_BHLA.shape
+        heads = gcd(heads, num_heads)
         modules.append(module)
-        module.sharers = None if query_BHLA.shape[1] % cp_size else sharers
-        return shared_attention(inner, module, query_BHLA, *args, **kwargs)
+        if num_heads % cp_size:
+            # no rank could have its heads: the error comes when those of all layers are known
+            return query_BHLA.new_empty(rows, length, num_heads, value_BGLA.shape[-1]), None
+        module.sharers = sharers
+        return shared_attention(inner, module, query_BHLA, key_BGLA, value_BGLA, *args, **kwargs)
 
     samples = [Sample.of_prompt([0] * 4 * cp_size, 1)] * 2
     batch = collate([samples if packing else samples[:1]], sharers).to(torch.device("meta"))

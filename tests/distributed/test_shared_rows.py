@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +15,16 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from sharding import RowGroup, Topology
+from sharding import Checkpointing, RowGroup, Topology
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, Figures, ours, random_samples, reference
+from tests.distributed.reference import Case, Figures, my_batches, ours, random_samples, reference, sharded_model
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_parity import assert_same
 from tests.distributed.test_train_ep import assert_equal_weights
 from tests.distributed.test_training import lines, start
-from tests.tiny import save_model
+from tests.tiny import save_model, tiny_mixtral
 from training.shared_attention import shared_attention
+from training.step import token_loss_sum
 
 # of one to four runs' length, and some that leave a rank with padding alone
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
@@ -68,16 +70,8 @@ def test_a_run_of_shared_rows(ranks: RankPool, tiny_model: Path, tiny_data: Path
     common = (
         *("--model", tiny_model, "--dataset", tiny_data, "--eval-ratio", 0.2, "--eval-steps", 2, "--generate-steps", 3),
         *("--packing", "--max-seq-length", 90, "--global-batch-size", 8, "--per-device-train-batch-size", 1),
-        *(
-            "--learning-rate",
-            "1e-3",
-            "--lr-scheduler-type",
-            "constant",
-            "--router-z-loss-coef",
-            0.01,
-            "--save-steps",
-            1,
-        ),
+        *("--learning-rate", "1e-3", "--lr-scheduler-type", "constant", "--router-z-loss-coef", 0.01),
+        *("--save-steps", 1),
         *("--gradient-checkpointing", "selective", "--per-device-eval-batch-size", 3, "--generate-max-new-tokens", 8),
     )
 
@@ -125,9 +119,9 @@ def test_ranks_and_heads_that_do_not_come_out_even(
         (2, 4, "--cp-size 4 does not divide the 2 ranks; use 1 or 2"),
         (3, 3, "--cp-size 3 does not divide the 4 attention heads of this model, of which each rank that shares a row"),
     ):
-        for code, errors in start(ranks, world_size, *argv, "--cp-size", cp_size)[:1]:
-            assert code == 2
-            assert said in errors
+        code, errors = start(ranks, world_size, *argv, "--cp-size", cp_size)[0]
+        assert code == 2
+        assert said in errors
     assert not (tmp_path / "out").exists()
 
 
@@ -158,6 +152,26 @@ def _bytes_sent() -> list[int]:
     with counted_bytes() as backward:
         out.sum().backward()
     return [sum(forward), sum(backward)]
+
+
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("full", 4), ("selective", 4)])
+def test_all_to_alls_of_a_layer(ranks: RankPool, model: Path, mode: Checkpointing, again: int) -> None:
+    """Four in forward, four in backward; and those of forward once more where a layer is computed again."""
+    layers = tiny_mixtral().config.num_hidden_layers
+    for forward, backward in ranks.run(_all_to_alls, 2, model, replace(CASES["aux"], gradient_checkpointing=mode)):
+        assert (forward, backward) == (4 * layers, (4 + again) * layers)
+
+
+def _all_to_alls(path: Path, case: Case) -> tuple[int, int]:
+    """Of this rank in a forward and in its backward, where no row travels to its experts."""
+    topology = Topology(2, 1, "full", 2)
+    model, mesh, _ = sharded_model(path, topology, case)
+    (batch,) = my_batches(case, topology, dist.get_rank(), mesh.sharers)
+    with counted_bytes() as forward:
+        loss = token_loss_sum(model.train(), batch)
+    with counted_bytes() as backward:
+        loss.backward()
+    return len(forward), len(backward)
 
 
 @contextmanager

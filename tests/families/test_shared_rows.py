@@ -60,6 +60,8 @@ ROTARY = {
     "original_max_position_embeddings": 12,
     "short_factor": [1.0, 1.5, 2.0, 2.5],
     "long_factor": [3.0, 3.5, 4.0, 4.5],
+    "short_mscale": 1.0,
+    "long_mscale": 1.5,
 }
 
 
@@ -76,11 +78,21 @@ def test_shared_equals_whole_or_is_refused(ranks: RankPool, family: str) -> None
     _compare(ranks, family, ROWS[packing], packing, {})
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_rotary_positions_of_the_longest_row(ranks: RankPool, kind: str) -> None:
-    """Whose frequencies are chosen by the longest position of a forward: a rank's own would choose others."""
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "laguna", "deepseek_v2"])
+def test_ranks_that_do_not_divide_the_heads(family: str) -> None:
+    """Also where a mask is made of whole rows, as for windows."""
+    said = "--cp-size 3 does not divide the 4 attention heads of this model.*; use 1, 2 or 4"
+    with pytest.raises(ExpertMeshError, match=said):
+        share_rows(_build(family, False, {}), 3, packing=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("mixtral", "longrope"), ("mixtral", "dynamic"), ("phimoe", "longrope"), ("phimoe", "yarn")]
+)
+def test_rotary_positions_of_the_longest_row(ranks: RankPool, family: str, kind: str) -> None:
+    """By which frequencies are chosen, or their scale: a rank's own would choose others."""
     changes = {"rope_parameters": ROTARY | {"rope_type": kind}, "head_dim": 8, "max_position_embeddings": 12}
-    _compare(ranks, "mixtral", [[A], [D]], False, changes)
+    _compare(ranks, family, [[A], [D]], False, changes)
 
 
 def _compare(ranks: RankPool, family: str, rows: list[list[Sample]], packing: bool, changes: dict[str, Any]) -> None:
