@@ -67,7 +67,7 @@ class RowGroup:
 
 
 def _wait(begun: "UnderWay | Tensor") -> Tensor:
-    return begun.wait() if isinstance(begun, UnderWay) else begun
+    return begun if isinstance(begun, Tensor) else begun.wait()
 
 
 class _ToHeads(torch.autograd.Function):

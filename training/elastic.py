@@ -45,7 +45,8 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     if ep_size != config.ep_size:
         changes.append(f"--ep-size {ep_size} in place of {config.ep_size}")
     if cp_size != config.cp_size:
-        changes.append(f"--cp-size {cp_size} in place of {config.cp_size}")
+        more = config.cp_size // cp_size
+        changes.append(f"--cp-size {cp_size} in place of {config.cp_size}: a rank holds {more} times as much of a row")
     forwards, asked = fitting.forwards(ranks.world_size), replace(config, cp_size=cp_size).forwards(ranks.world_size)
     if forwards != asked:
         rows = fitting.rows_a_step(ranks.world_size)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from checkpoints import Progress, Saver, load_best_model, load_training_state, recorded_settings
-from moe import ExpertMeshError, ParameterCounts, moe_layers
+from moe import ExpertMeshError, ParameterCounts, moe_layers, read_rope_scaling
 from sharding import Mesh, Ranks, Watchdog, check_replicas
 from training.adapter_norms import adapter_norms, norms_line
 from training.alarms import Alarms
@@ -343,7 +343,7 @@ def _check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) ->
             f"--resume {path}: that run had --optim {there}, this one has {config.optim}; take the same"
         )
     scaling = settings.get("rope_scaling", "")
-    if scaling != config.rope_scaling:
+    if (read_rope_scaling(scaling) if scaling else None) != config.rope:
         there, here = (
             f"--rope-scaling {text}" if text else "no --rope-scaling" for text in (scaling, config.rope_scaling)
         )

@@ -8,10 +8,10 @@ this rank, A head width.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from math import gcd, lcm
 from typing import Any
 
@@ -24,8 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moe import ExpertMeshError, decoder_layers, without_computing
 from sharding import RowGroup
 from sharding.topology import divisors, either
-from training.attention import SHARED, attention_arguments, kinds_not_by_mask, kinds_of_layers, told_whether_packed
-from training.data import Batch, Sample, SharedRows, collate
+from training.attention import SHARED, attention_arguments, kinds_not_by_mask, told_whether_packed
+from training.data import Sample, SharedRows, collate
 
 _BY_ITSELF = frozenset({"mlp", "moe"})
 """Kinds of layers that have no attention, as they look at each token by itself."""
@@ -35,10 +35,12 @@ _IN_MASK = frozenset({"position_ids"})
 
 
 def share_rows(model: Any, cp_size: int, packing: bool) -> None:
-    """Have a model's attention be that of whole rows, in place: in forwards that are told `sharers`, a `RowGroup`; in
+    """Have a model's attention be that of whole rows, in place: in forwards that are told `shared`, of a `Batch`; in
     others it stays what it was.
 
-    It is tried at once, in a forward on the meta device.
+    It is tried at once, in a forward on the meta device. That shows layers without attention, or with one that knows
+    nothing of whole rows; what of a layer mixes tokens beside its attention is found by the config's names of kinds of
+    layers and by modules of convolutions alone.
 
     Args:
         model: from `moe.build_model`, on the meta device.
@@ -62,7 +64,8 @@ def share_rows(model: Any, cp_size: int, packing: bool) -> None:
         if _looks_for_longest(module):
             module.register_forward_pre_hook(_of_whole_rows, with_kwargs=True)
             module.register_forward_hook(_of_this_run)
-    model.register_forward_pre_hook(_TellSharers(_tried(model, inner, cp_size, packing)), with_kwargs=True)
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    _try(model, inner, cp_size, packing)
 
 
 def _refused(model: Any, which: str) -> ExpertMeshError:
@@ -85,7 +88,7 @@ def _looks_for_longest(module: nn.Module) -> bool:
 
 def _of_whole_rows(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Before it is called: with the positions of whole rows in place of this rank's."""
-    shared = _SHARED.get()
+    shared = _FORWARD.shared
     if shared is None:
         return None
     if "position_ids" in kwargs:
@@ -95,30 +98,40 @@ def _of_whole_rows(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _of_this_run(rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """After it: of what it gave, this rank's positions."""
-    shared = _SHARED.get()
+    shared = _FORWARD.shared
     if shared is None:
         return output
     size, index = shared.sharers.size, shared.sharers.index
     return tree_map_only(Tensor, lambda x_BSA: x_BSA.chunk(size, dim=1)[index].contiguous(), output)
 
 
-class _TellSharers:
-    """A hook on a model: takes `sharers` from the arguments of a forward, and leaves it with the attention modules, for
-    that forward and for what its backward computes again."""
+@dataclass
+class _Forward:
+    """The forward of such a model that was begun last, which backward may compute again in part.
 
-    def __init__(self, modules: list[Any]):
-        self.modules = modules
+    shared: its rows, where ranks share them.
+    """
 
-    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        sharers = kwargs.pop("sharers", None)
-        for module in self.modules:
-            module.sharers = sharers
-        return args, kwargs
+    shared: SharedRows | None = None
+
+
+_FORWARD = _Forward()
+
+
+def tell_rows(shared: SharedRows | None) -> None:
+    """Of the forward that is about to begin, before its masks are made."""
+    _FORWARD.shared = shared
+
+
+def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """A forward that is not told of shared rows has none, whatever was told of the one before."""
+    tell_rows(kwargs.pop("shared", None))
+    return args, kwargs
 
 
 @torch.no_grad()
-def _tried(model: Any, inner: str, cp_size: int, packing: bool) -> list[Any]:
-    """The modules that call attention in a forward of rows that are shared, of which the shapes alone are computed."""
+def _try(model: Any, inner: str, cp_size: int, packing: bool) -> None:
+    """Run a forward of rows that are shared, of which the shapes alone are computed."""
     sharers, modules, heads = RowGroup(cp_size, 0, None), [], 0
 
     def remembered(
@@ -131,16 +144,17 @@ def _tried(model: Any, inner: str, cp_size: int, packing: bool) -> list[Any]:
         if num_heads % cp_size:
             # no rank could have its heads: the error comes when those of all layers are known
             return query_BHLA.new_empty(rows, length, num_heads, value_BGLA.shape[-1]), None
-        module.sharers = sharers
         return shared_attention(inner, module, query_BHLA, key_BGLA, value_BGLA, *args, **kwargs)
 
     samples = [Sample.of_prompt([0] * 4 * cp_size, 1)] * 2
     batch = collate([samples if packing else samples[:1]], sharers).to(torch.device("meta"))
-    with without_computing(model), masks_of(batch), told_whether_packed(batch):
+    with without_computing(model), told_whether_packed(batch):
         AttentionInterface.register(SHARED + inner, remembered)
         try:
+            tell_rows(batch.shared)
             arguments = attention_arguments(model, batch)
-            model(**arguments, input_ids=batch.tokens_BS, position_ids=batch.positions_BS, use_cache=False)
+            tokens_BS, positions_BS = batch.tokens_BS, batch.positions_BS
+            model(**arguments, input_ids=tokens_BS, position_ids=positions_BS, shared=batch.shared, use_cache=False)
         except ExpertMeshError:
             raise
         except Exception as error:
@@ -149,36 +163,24 @@ def _tried(model: Any, inner: str, cp_size: int, packing: bool) -> list[Any]:
                 f"{type(error).__name__}: {error}; leave it out"
             ) from error
         finally:
+            tell_rows(None)
             AttentionInterface.register(SHARED + inner, partial(shared_attention, inner))
     if heads % cp_size:
         raise ExpertMeshError(
-            f"--cp-size {cp_size} does not divide the {heads} attention heads of this model, of which each rank that "
-            f"shares a row takes some; use {either(divisors(heads))}"
+            f"--cp-size {cp_size} does not divide the {heads} attention heads of this model's layers, of which each "
+            f"rank that shares a row takes some; use {either(divisors(heads))}"
         )
-    kinds = kinds_of_layers(model.config.get_text_config())
-    for layer in decoder_layers(model):
-        if not (kinds & _BY_ITSELF or any(part in modules for part in layer.modules())):
+    layers, text_config = decoder_layers(model), model.config.get_text_config()
+    kinds = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or ()
+    for layer, kind in zip_longest(layers, kinds[: len(layers)]):
+        if not (kind in _BY_ITSELF or any(part in modules for part in layer.modules())):
             raise _refused(model, f"({type(layer).__name__})")
-    return modules
-
-
-@contextmanager
-def masks_of(batch: Batch) -> Iterator[None]:
-    """Within it masks are those of a batch's whole rows, where it holds a run of each."""
-    token = _SHARED.set(batch.shared)
-    try:
-        yield
-    finally:
-        _SHARED.reset(token)
-
-
-_SHARED: ContextVar[SharedRows | None] = ContextVar("_SHARED", default=None)
 
 
 def mask_of_whole_rows(inner: str, **arguments: Any) -> Any:
-    """The mask for attention by `inner`, in the signature of transformers' mask functions; within `masks_of` rows that
-    are shared, of the whole rows."""
-    shared, function = _SHARED.get(), masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[inner]
+    """The mask for attention by `inner`, in the signature of transformers' mask functions; of rows that ranks share, of
+    the whole rows."""
+    shared, function = _FORWARD.shared, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[inner]
     if shared is None:
         return function(**arguments)
     length = arguments["q_length"] * shared.sharers.size
@@ -203,17 +205,17 @@ def shared_attention(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Attention by `inner`, in the signature of transformers' attention functions; (B, L, H, A) out, where A is the
-    width of the values. With `module.sharers` it is that of the whole rows.
+    width of the values. Of rows that ranks share it is that of the whole rows.
 
     Raises:
         ExpertMeshError: the module gives its attention a tensor, or a mask, that is not of the whole rows.
     """
-    group: RowGroup | None = getattr(module, "sharers", None)
     changed: dict[str, Any] = {"config": _Seen(module.config, _attn_implementation=inner)}
-    if group is None:
+    if _FORWARD.shared is None:
         seen = _Seen(module, **changed)
         out_BLHA, _ = _function(inner, module)(seen, query_BHLA, key_BGLA, value_BGLA, attention_mask, **arguments)
         return out_BLHA, None
+    group = _FORWARD.shared.sharers
     num_heads, num_groups = query_BHLA.shape[1], key_BGLA.shape[1]
     arguments = {name: _of_heads(module, name, value, num_heads, group) for name, value in arguments.items()}
     if getattr(module, "sinks", None) is not None:

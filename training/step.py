@@ -23,7 +23,7 @@ from training.balance import BiasUpdate, LossWeights
 from training.data import Batch
 from training.head import loss_head
 from training.routing import Routing, routing_of
-from training.shared_attention import masks_of
+from training.shared_attention import tell_rows
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,12 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
 
 def token_loss_sum(model: Any, batch: Batch) -> Tensor:
     """Sum of the target tokens' cross-entropies after a forward of a model with a `LossHead`, an fp32 scalar."""
-    with told_whether_packed(batch), masks_of(batch):
+    with told_whether_packed(batch):
+        # masks are made before the model is called
+        tell_rows(batch.shared)
         logits: Tensor = model(
             **attention_arguments(model, batch),
-            **({} if batch.shared is None else {"sharers": batch.shared.sharers}),
+            **({} if batch.shared is None else {"shared": batch.shared}),
             input_ids=batch.tokens_BS,
             position_ids=batch.positions_BS,
             is_token_BS=batch.is_token_BS,

@@ -306,6 +306,7 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
 
 
 def my_batches(case: Case, topology: Topology, rank: int, sharers: RowGroup | None = None) -> list[Batch]:
+    assert (sharers is not None) == (topology.cp_size > 1), "whose run of the rows?"
     per_device = -(-len(case.samples) // (topology.data_size * case.accumulation))
     order = DataOrder(len(case.samples), topology.data_size, per_device, case.accumulation, seed=0)
     forwards = order.micro_batches(0, topology.data_index(rank))

@@ -23,7 +23,8 @@ from tests.distributed.test_parity import assert_same
 from tests.distributed.test_train_ep import assert_equal_weights
 from tests.distributed.test_training import lines, start
 from tests.tiny import save_model, tiny_mixtral
-from training.shared_attention import shared_attention
+from training.data import SharedRows
+from training.shared_attention import shared_attention, tell_rows
 from training.step import token_loss_sum
 
 # of one to four runs' length, and some that leave a rank with padding alone
@@ -117,7 +118,7 @@ def test_ranks_and_heads_that_do_not_come_out_even(
     argv = ("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path / "out")
     for world_size, cp_size, said in (
         (2, 4, "--cp-size 4 does not divide the 2 ranks; use 1 or 2"),
-        (3, 3, "--cp-size 3 does not divide the 4 attention heads of this model, of which each rank that shares a row"),
+        (3, 3, "--cp-size 3 does not divide the 4 attention heads of this model's layers, of which each rank"),
     ):
         code, errors = start(ranks, world_size, *argv, "--cp-size", cp_size)[0]
         assert code == 2
@@ -141,7 +142,8 @@ def test_bytes_are_those_of_the_formula(ranks: RankPool, cp_size: int) -> None:
 def _bytes_sent() -> list[int]:
     """By this rank in a forward and in a backward of attention, of 2 rows and 3 positions a rank, to others."""
     group = RowGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    module: Any = SimpleNamespace(sharers=group, num_key_value_groups=HEADS // GROUPS, is_causal=True, config=None)
+    tell_rows(SharedRows(group, torch.arange(3 * group.size).expand(2, -1), is_packed=False))
+    module: Any = SimpleNamespace(num_key_value_groups=HEADS // GROUPS, is_causal=True, config=None)
     query, key, value = (
         torch.randn(2, heads, 3, width, requires_grad=True)
         for heads, width in ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, VALUE_WIDTH))
@@ -151,6 +153,7 @@ def _bytes_sent() -> list[int]:
     assert out.shape == (2, 3, HEADS, VALUE_WIDTH)
     with counted_bytes() as backward:
         out.sum().backward()
+    tell_rows(None)
     return [sum(forward), sum(backward)]
 
 
