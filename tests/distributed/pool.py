@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoints
 import moe
+import moe.model
 import sharding
 import training
 
@@ -144,8 +145,24 @@ def _num_threads(pid: int) -> int:
         return 0
 
 
+def _remember_probes() -> None:
+    """Have models of one class and config probed once in this process: a job builds what another has built, and what
+    is seen is names and numbers, which the config settles."""
+    probe, seen = moe.model.probe, {}
+
+    def remembered(model: Any) -> Any:
+        config = model.config
+        key = (type(model), config.to_json_string(use_diff=False), str(config._attn_implementation))
+        if key not in seen:
+            seen[key] = probe(model)
+        return seen[key]
+
+    moe.model.probe = remembered
+
+
 def _work(connection: Connection) -> None:
     torch.set_num_threads(1)
+    _remember_probes()
     gc.freeze()
     while True:
         try:

@@ -99,33 +99,47 @@ def test_fewer_rows_than_ranks(ranks: RankPool, models: Any, world_size: int, ep
     assert_same(found, reference(case), case, cancelled=2e-3)
 
 
-@pytest.mark.parametrize("dense_shard", ["full", "hybrid"])
+TIED = {"num_key_value_heads": 1, "tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "ep_size", "changes"),
+    ("topology", "changes"),
     [
-        (4, 2, {"num_local_experts": 2}),
-        (8, 2, {"num_local_experts": 2}),
-        (4, 4, {"num_local_experts": 4, "intermediate_size": 20}),
-        (4, 2, {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 16}),
-        (4, 4, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-        (8, 4, {"sliding_window": 4, "num_hidden_layers": 3}),
+        (Topology(4, 2), {"num_local_experts": 2}),
+        # each expert's rows on four ranks
+        (Topology(8, 2, "hybrid"), {"num_local_experts": 2}),
+        (Topology(4, 4), {"num_local_experts": 4, "intermediate_size": 20}),
+        (Topology(4, 2, "hybrid"), {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 16}),
+        # of the dense part, the one that hybrid shards otherwise
+        (Topology(4, 4), TIED),
+        (Topology(4, 2, "hybrid"), TIED),
+        (Topology(8, 4), {"sliding_window": 4, "num_hidden_layers": 3}),
     ],
-    ids=["2 experts on 4", "2 experts on 8", "4 experts on 4", "6 experts top-3, F < D", "tied", "sliding window"],
+    ids=[
+        *("2 experts on 4", "2 experts on 8", "4 experts on 4", "6 experts top-3, F < D"),
+        *("tied", "tied, hybrid", "sliding window"),
+    ],
 )
-def test_other_shapes(
-    ranks: RankPool, models: Any, world_size: int, ep_size: int, changes: dict[str, Any], dense_shard: str
-) -> None:
+def test_other_shapes(ranks: RankPool, models: Any, topology: Topology, changes: dict[str, Any]) -> None:
     case = Case(SAMPLES, balance=0.05, changes=changes)
-    topology = Topology(world_size, ep_size, dense_shard)  # type: ignore[arg-type]
-    found = ranks.run(ours, world_size, models(**changes), topology, case)[0]
+    found = ranks.run(ours, topology.world_size, models(**changes), topology, case)[0]
     assert_same(found, reference(case), case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+NOISY = {"router_jitter_noise": 0.2, "attention_dropout": 0.1}
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"router_jitter_noise": 0.2, "attention_dropout": 0.1}], ids=["plain", "noisy"]
+    ("world_size", "ep_size", "changes", "dtype"),
+    [
+        (1, 1, {}, torch.float32),
+        (1, 1, NOISY, torch.bfloat16),
+        (4, 2, NOISY, torch.float32),
+        (4, 2, NOISY, torch.bfloat16),
+        (4, 4, NOISY, torch.float32),
+        (4, 4, {}, torch.bfloat16),
+    ],
 )
-@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 2), (4, 4)])
 def test_same_bits_with_checkpointing_and_again(
     ranks: RankPool, models: Any, world_size: int, ep_size: int, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:

@@ -52,10 +52,14 @@ def test_bits_stay(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     for topology in (Topology(2, 2), Topology(4, 2, "hybrid")):
         arms = [
             case_of(kind),
-            case_of(kind, overlap_chunks=3, gradient_checkpointing="full"),
-            case_of(kind, overlap_chunks=2, gradient_checkpointing="selective"),
             case_of(kind, overlap_chunks=3, gradient_checkpointing="selective", keep_expert_products=1),
         ]
+        if topology.world_size == 2:
+            # more replicas change nothing of what a rank computes again
+            arms += [
+                case_of(kind, overlap_chunks=3, gradient_checkpointing="full"),
+                case_of(kind, overlap_chunks=2, gradient_checkpointing="selective"),
+            ]
         for plain, *others in ranks.run(_figures, topology.world_size, tmp_path, topology, arms):
             assert plain["loss"].isfinite()
             for other in others:

@@ -70,10 +70,15 @@ def is_in(event: dict[str, Any], others: list[dict[str, Any]]) -> bool:
     ("world_size", "flags"),
     [
         (2, ("--gradient-checkpointing", "selective")),
-        (4, ("--gradient-checkpointing", "full", "--router-aux-loss-coef", "0.01")),
-        (4, ("--dense-shard", "hybrid", "--gradient-accumulation-steps", "2", "--optim", "muon")),
+        (
+            4,
+            (
+                *("--gradient-checkpointing", "full", "--router-aux-loss-coef", "0.01", "--dense-shard", "hybrid"),
+                *("--gradient-accumulation-steps", "2", "--optim", "muon"),
+            ),
+        ),
     ],
-    ids=["selective", "full", "hybrid"],
+    ids=["selective", "full, hybrid"],
 )
 def test_training_keeps_its_bits(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, world_size: int, flags: tuple[str, ...]

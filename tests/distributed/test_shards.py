@@ -75,8 +75,15 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("topology", [Topology(1, 1), Topology(4, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("topology", "damage"),
+    [
+        *((Topology(1, 1), damage) for damage in DAMAGES),
+        # what is seen when a file is opened, and what when its bytes are read, each by the ranks that do
+        *((Topology(4, 2), damage) for damage in ("truncated", "byte in the middle")),
+    ],
+    ids=str,
+)
 def test_damage_is_found_at_load_by_file(
     ranks: RankPool, shards: Path, tmp_path: Path, topology: Topology, damage: str
 ) -> None:

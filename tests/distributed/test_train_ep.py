@@ -54,7 +54,6 @@ def assert_equal_weights(found: dict[str, torch.Tensor], expected: dict[str, tor
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "8 experts top-2": {},
     "6 experts top-3": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "F < D": {"intermediate_size": 16},
     "one KV head": {"num_key_value_heads": 1},
@@ -63,21 +62,26 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_same_weights_at_any_arrangement(
-    ranks: RankPool, tiny_data: Path, tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_same_weights_of_any_shape(ranks: RankPool, tiny_data: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     save_model(tmp_path / "model", **changes)
     save_tokenizer(tmp_path / "model")
     before = read(tmp_path / "model")
+    aux = ("--router-aux-loss-coef", "0.05", "--router-z-loss-coef", "0.01")
+    found = []
+    for world_size in (1, 4):
+        batch = ("--per-device-train-batch-size", str(16 // world_size), "--ep-size", str(min(world_size, 2)))
+        out = tmp_path / str(world_size)
+        found.append(train(ranks, world_size, tmp_path / "model", tiny_data, out, *batch, *aux))
+    assert_equal_weights(found[1], found[0])
+    assert any(relative_error(found[0][name], before[name]) > 1e-3 for name in before), "nothing was trained"
 
+
+def test_same_weights_however_a_batch_is_divided(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
     def run(name: str, world_size: int, per_device: int, *flags: str) -> dict[str, torch.Tensor]:
         batch = ("--per-device-train-batch-size", str(per_device))
-        return train(ranks, world_size, tmp_path / "model", tiny_data, tmp_path / name, *batch, *flags)
-
-    aux = ("--router-aux-loss-coef", "0.05", "--router-z-loss-coef", "0.01")
-    alone = run("1-1", 1, 16, *aux)
-    assert_equal_weights(run("4-2", 4, 4, *aux, "--ep-size", "2"), alone)
-    assert any(relative_error(alone[name], before[name]) > 1e-3 for name in before), "nothing was trained"
+        return train(ranks, world_size, tiny_model, tiny_data, tmp_path / name, *batch, *flags)
 
     accumulate = ("--gradient-accumulation-steps", "3", "--router-z-loss-coef", "0.01")
     alone = run("1-1-accumulate", 1, 6, *accumulate)
@@ -151,22 +155,21 @@ def test_plain_python_and_torchrun(tiny_model: Path, tiny_data: Path, tmp_path: 
     assert "cpu_matmul" in json.loads((tmp_path / "2" / "environment.json").read_text())
 
 
-@pytest.mark.parametrize("products", [("--expert-kernel", "torch-grouped"), ("--expert-precision", "fp8")])
-def test_all_modes_at_once(
-    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, products: tuple[str, str]
-) -> None:
+def test_all_modes_at_once(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """bf16, activation checkpointing, hybrid sharding and the grouped kernel or fp8, against fp32 without any."""
     batch = ("--per-device-train-batch-size", "4")
     plain = train(ranks, 4, tiny_model, tiny_data, tmp_path / "plain", *batch, "--ep-size", "2")
-    modes = ("--bf16", "--gradient-checkpointing", "--dense-shard", "hybrid", *products)
-    found = train(ranks, 4, tiny_model, tiny_data, tmp_path / "modes", *batch, "--ep-size", "2", *modes)
-    losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("plain", "modes")
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
-    assert all(tensor.dtype == torch.float32 for tensor in found.values())
-    assert max(relative_error(found[name], plain[name]) for name in plain) < 2e-2
+    modes = ("--bf16", "--gradient-checkpointing", "--dense-shard", "hybrid")
+    for products in (("--expert-kernel", "torch-grouped"), ("--expert-precision", "fp8")):
+        out = tmp_path / products[1]
+        found = train(ranks, 4, tiny_model, tiny_data, out, *batch, "--ep-size", "2", *modes, *products)
+        losses = [
+            [json.loads(line)["loss"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+            for path in (tmp_path / "plain", out)
+        ]
+        assert losses[1] == pytest.approx(losses[0], rel=5e-3), products
+        assert all(tensor.dtype == torch.float32 for tensor in found.values())
+        assert max(relative_error(found[name], plain[name]) for name in plain) < 2e-2, products
 
 
 @pytest.mark.parametrize("precision", ["same", "fp8"])

@@ -48,12 +48,13 @@ def trained(*arguments: Any) -> dict[str, torch.Tensor]:
 def test_resumed_runs_end_alike(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, family: str
 ) -> None:
-    """On the same ranks bit for bit, on others but for rounding; a checkpoint holds no weights of the base."""
+    """On the same ranks bit for bit (of one family), on others but for rounding; a checkpoint holds no weights of the
+    base."""
     whole = trained(ranks, 4, models[family], tiny_data, tmp_path / "whole", "--save-steps", 2)
     saved = tmp_path / "whole" / "checkpoints" / "step-00000002"
     marker = json.loads((saved / "checkpoint.json").read_text())
     assert re.fullmatch("[0-9a-f]{32}", marker["base"]["fingerprint"])
-    for world_size in (4, 2):
+    for world_size in (4, 2) if family == "mixtral" else (2,):
         out = tmp_path / f"on-{world_size}"
         shutil.copytree(saved, out / "checkpoints" / saved.name)
         resumed = trained(ranks, world_size, models[family], tiny_data, out, "--resume", "auto")
@@ -112,8 +113,10 @@ def test_what_does_not_belong_together_is_refused(
 def test_whatever_else_a_run_has(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, flags: list[object]
 ) -> None:
-    """Four ranks end with the adapter of one, as near as the numbers have digits."""
-    four = trained(ranks, 4, models["mixtral"], tiny_data, tmp_path / "four", "--save-steps", 0, *flags)
+    """Several ranks end with the adapter of one, as near as the numbers have digits."""
+    # four where the optimizer or the shards are others; what a rank computes otherwise by itself shows with two
+    world_size = 4 if {"--optim", "--dense-shard", "--max-grad-norm"} & set(flags) else 2
+    several = trained(ranks, world_size, models["mixtral"], tiny_data, tmp_path / "several", "--save-steps", 0, *flags)
     one = [*flags, "--ep-size", 1]
     alone = trained(ranks, 1, models["mixtral"], tiny_data, tmp_path / "alone", "--save-steps", 0, *one)
     norms = [
@@ -122,13 +125,13 @@ def test_whatever_else_a_run_has(
             for line in map(json.loads, metrics.read_text().splitlines())
             if "adapter_norms" in line
         )
-        for metrics in (tmp_path / "four" / "metrics.jsonl", tmp_path / "alone" / "metrics.jsonl")
+        for metrics in (tmp_path / "several" / "metrics.jsonl", tmp_path / "alone" / "metrics.jsonl")
     ]
     assert len(norms[0]) == 2
     squares = sum(norm**2 for layer in norms[0] for norm in layer)
-    of_experts = [t.double() for name, t in four.items() if ".experts." in name and "lora_B" in name]
+    of_experts = [t.double() for name, t in several.items() if ".experts." in name and "lora_B" in name]
     assert squares == pytest.approx(sum(float(tensor.square().sum()) for tensor in of_experts), rel=1e-4)
-    assert "Adapters of experts" in (tmp_path / "four" / "report.html").read_text()
-    found, want = (torch.cat([run[name].float().flatten() for name in sorted(run)]) for run in (four, alone))
+    assert "Adapters of experts" in (tmp_path / "several" / "report.html").read_text()
+    found, want = (torch.cat([run[name].float().flatten() for name in sorted(run)]) for run in (several, alone))
     assert relative_error(found, want) < (0.05 if "--bf16" in flags or "adamw_bf16" in flags else 1e-4)
-    assert any(tensor.any() for name, tensor in four.items() if "lora_B" in name)
+    assert any(tensor.any() for name, tensor in several.items() if "lora_B" in name)

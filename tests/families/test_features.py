@@ -7,6 +7,7 @@ A column is a function of FEATURES: it runs the feature on two ranks, ep 2, and 
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,10 @@ from moe import build_model, moe_layers
 from sharding import Topology, parameters_of
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
+from tests.distributed.test_checkpoints import read
 from tests.distributed.test_generate import ours as answers_of_ours
 from tests.distributed.test_replicas import find
-from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
+from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights, run_main
 from tests.families.configs import TEXT_IDS
 from tests.families.test_packing import REFUSED
 from tests.families.test_parity import FAMILIES as OTHERS
@@ -94,10 +96,11 @@ def evaluation(cell: Cell) -> None:
 
 
 def report(cell: Cell) -> None:
-    """The page holds every step, the answers, and the load of each layer's experts, which adds up."""
+    """The page holds every step, the answers, and the load of each layer's experts, which adds up; of a run in which
+    copies agree."""
     run = cell.train(
         2, cell.out, "--max-steps", 2, "--save-steps", 0, "--generate-steps", 2, "--eval-ratio", 0.1,
-        "--generate-max-new-tokens", NEW_TOKENS,
+        "--generate-max-new-tokens", NEW_TOKENS, "--check-replicas", 1,
     )  # fmt: skip
     page = (cell.out / "report.html").read_text(encoding="utf-8")
     data = re.search(r'<script type="application/json" id="run">(.*?)</script', page, re.DOTALL)
@@ -136,11 +139,10 @@ def packing(cell: Cell) -> None:
 
 
 def check_replicas(cell: Cell) -> None:
-    """Copies that agree pass, in a run too; one that does not is named: a correction bias, where there is one."""
-    cell.train(2, cell.out, "--max-steps", 1, "--save-steps", 0, "--check-replicas", 1)
-    names, _ = cell.ranks.run(find, 2, cell.model, PAIR, {}, [1.0, 1.0])[0]
-    name = next((name for name in names if name.endswith("e_score_correction_bias")), names[0])
-    _, told = cell.ranks.run(find, 2, cell.model, PAIR, {name: [1]}, [1.0, 1.0])[0]
+    """Copies that agree pass; one that does not is named: a correction bias, where there is one."""
+    buffers = [name for name, _ in on_meta(cell.family).named_buffers()]
+    name = next((name for name in buffers if name.endswith("e_score_correction_bias")), "model.rotary_emb.inv_freq")
+    names, told = cell.ranks.run(find, 2, cell.model, PAIR, {name: [1]}, [1.0, 1.0])[0]
     assert f"1 of {len(names) + 1} tensors are not the same" in told
     assert f"{name} (rank" in told
 
@@ -174,16 +176,16 @@ def offload(cell: Cell) -> None:
 
 
 def elastic(cell: Cell) -> None:
-    """Begun on two ranks and gone on with on one, as a run that nothing stopped."""
-    common = ("--max-steps", 2, "--lr-scheduler-type", "constant")
-    whole = cell.train(2, cell.out / "whole", *common, "--save-steps", 0)
-    part = (*common, "--save-steps", 1, "--resume", "auto", "--elastic")
-    cell.train(2, cell.out / "part", *part, "--max-steps", 1)
-    parts = cell.train(1, cell.out / "part", *part)
-    for name in ("loss", "grad_norm", "tokens"):
-        found, expected = ([line[name] for line in run if "loss" in line] for run in (parts, whole))
-        assert len(found) == 2
-        assert found == pytest.approx(expected, rel=TOLERANCE)
+    """Begun at dp 2, ep 2, and gone on with on one rank from the second step of three: the third step of the run that
+    nothing stopped, and its weights."""
+    common = ("--max-steps", 3, "--save-steps", 2, "--attn-implementation", "eager", "--export")
+    whole = cell.train(4, cell.out / "whole", *common)
+    shutil.copytree(cell.out / "whole" / "checkpoints", cell.out / "part" / "checkpoints")
+    part = cell.train(1, cell.out / "part", *common, "--resume", "auto", "--elastic")
+    (found,), (*_, expected) = ([line for line in run if "loss" in line] for run in (part, whole))
+    for name in ("step", "loss", "grad_norm", "tokens"):
+        assert found[name] == pytest.approx(expected[name], rel=TOLERANCE)
+    assert_equal_weights(read(cell.out / "part" / "hf"), read(cell.out / "whole" / "hf"))
 
 
 FEATURES: dict[str, Callable[[Cell], None]] = {

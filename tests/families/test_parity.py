@@ -4,7 +4,6 @@ gates, dense layers, groups and correction biases, biases, interleaved and clamp
 tests/distributed holds Mixtral to the same; tests/families/test_families.py every other family to its gradients.
 """
 
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,9 @@ from tests.distributed.reference import (
     reference,
     sharded_model,
 )
-from tests.distributed.test_checkpoints import read
 from tests.distributed.test_packing import CAPACITY
-from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights, run_main
 from tests.families.configs import TEXT_IDS, tiny_config, tiny_model
-from tests.tiny import relative_error, save_tokenizer
+from tests.tiny import relative_error
 from training.attention import choose_attention
 from training.balance import LossWeights
 from training.data import Sample, collate, pack
@@ -46,14 +43,16 @@ SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_
 ODD: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 1}
 
 CASES: dict[str, tuple[Topology, dict[str, Any]]] = {
-    "accumulate": (Topology(4, 2), dict(accumulation=2)),
-    "full": (Topology(4, 2, "hybrid"), dict(gradient_checkpointing="full")),
-    "selective": (Topology(4, 4), dict(gradient_checkpointing="selective", kernel="torch-grouped")),
-    "auxiliary": (Topology(4, 4), dict(balance=0.05, z=0.01, gradient_checkpointing="selective")),
+    "full": (Topology(4, 2, "hybrid"), dict(accumulation=2, gradient_checkpointing="full")),
+    "selective": (
+        Topology(4, 4),
+        dict(balance=0.05, z=0.01, gradient_checkpointing="selective", kernel="torch-grouped"),
+    ),
     "6 experts, top 3": (Topology(4, 2), dict(changes=ODD, kernel="torch-grouped")),
     "a rank without a row": (Topology(4, 4), dict(samples=SAMPLES[:3])),
     "shared rows": (Topology(4, 4, "full", 2), dict(accumulation=2, gradient_checkpointing="selective")),
 }
+"""Several things a case, where none hides another: each alone is in tests/distributed, for Mixtral."""
 
 
 def has_auxiliary_loss(family: str) -> bool:
@@ -61,11 +60,13 @@ def has_auxiliary_loss(family: str) -> bool:
 
 
 def case_of(family: str, name: str) -> Case:
-    _, settings = CASES[name]
+    settings = dict(CASES[name][1])
+    if not has_auxiliary_loss(family):
+        settings |= {"balance": 0.0, "z": 0.0}
     changes = dict(settings.get("changes", {}))
     if changes and hasattr(tiny_config(family), "kv_lora_rank"):
         changes.pop("num_key_value_heads")  # its heads share a compressed key
-    return Case(**{"samples": SAMPLES, "family": family, **settings, "changes": changes})
+    return Case(**{"samples": SAMPLES, "family": family, "steps": 2, **settings, "changes": changes})
 
 
 @cache
@@ -76,9 +77,7 @@ def expected(family: str, name: str) -> Figures:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
-    """Losses, gradients and, after three clipped updates by AdamW, weights."""
-    if name == "auxiliary" and not has_auxiliary_loss(family):
-        pytest.skip("transformers has no balancing loss for this family")
+    """Losses, gradients and, after two clipped updates by AdamW, weights."""
     if name == "shared rows" and "linear_attention" in (getattr(tiny_config(family), "layer_types", None) or ()):
         pytest.skip("a state goes from token to token; test_shared_rows.py holds that it is refused")
     topology, case = CASES[name][0], case_of(family, name)
@@ -115,8 +114,8 @@ def test_packed_rows(ranks: RankPool, tmp_path: Path, family: str) -> None:
     packed = [[SAMPLES[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
     (alone,) = ranks.run(_gradients, 1, tmp_path, Topology(1, 1), family, [[sample] for sample in SAMPLES], False)
     norm = float(torch.stack([grad.norm() for grad in alone[1].values()]).norm())
-    for topology in (Topology(4, 2), Topology(4, 4, "full", 2)):
-        together = ranks.run(_gradients, 4, tmp_path, topology, family, packed, True)[0]
+    for topology in (Topology(2, 2), Topology(4, 4, "full", 2)):
+        together = ranks.run(_gradients, topology.world_size, tmp_path, topology, family, packed, True)[0]
         assert together[0] == pytest.approx(alone[0], rel=TOLERANCE)
         _compare(together[1], alone[1], CANCELLED * norm)
 
@@ -131,24 +130,3 @@ def _gradients(
     batch = collate(mine, mesh.sharers)
     result = compute_gradients(model.train(), [batch], LossWeights(0.0, 0.0))
     return result.loss, in_full({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_resume_on_other_ranks(ranks: RankPool, tiny_data: Path, tmp_path: Path, family: str) -> None:
-    """A run at dp 2, ep 2 that goes on at dp 1, ep 2 from its second step of three ends with the same weights."""
-    tiny_model(family, seed=1).save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-
-    def run(world_size: int, out: Path, *more: str) -> None:
-        argv = ["--model", str(tmp_path / "model"), "--dataset", str(tiny_data), "--output-dir", str(out), "--use-cpu"]
-        argv += ["--max-steps", "3", "--save-steps", "2", "--learning-rate", "1e-3", "--ep-size", "2", *FIXED_PRODUCTS]
-        argv += ["--per-device-train-batch-size", str(8 // world_size), "--attn-implementation", "eager", *more]
-        results = ranks.run(run_main, world_size, argv, join_group=False)
-        assert [code for code, _ in results] == [0] * world_size, results
-
-    run(4, tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed" / "hf")
-    run(2, tmp_path / "resumed", "--resume", "auto")
-    weights, want = read(tmp_path / "resumed" / "hf"), read(tmp_path / "whole" / "hf")
-    assert_equal_weights(weights, want)
