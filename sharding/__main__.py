@@ -122,7 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     _check_positive(arguments, "gpus", "gpus_per_node", "seq_length", "gradient_accumulation_steps", "top")
     _check_positive(arguments, "overlap_chunks")
-    check_cp_size(arguments.cp_size, max(SWEPT) if arguments.sweep else arguments.gpus)
     if arguments.micro_batch is not None:
         _check_positive(arguments, "micro_batch")
     if arguments.imbalance < 1:
@@ -177,7 +176,8 @@ def _measure(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, A
     from training.rehearsal.cached import CachedMeasure
 
     flags = ["--model", arguments.model, "--dataset", "-", "--optim", arguments.optimizer]
-    flags += ["--cp-size", str(arguments.cp_size)]
+    if arguments.cp_size != 1:
+        flags += ["--cp-size", str(arguments.cp_size)]
     if arguments.keep_expert_products:
         flags += ["--keep-expert-products", str(arguments.keep_expert_products)]
     if arguments.offload_activations:
@@ -186,6 +186,7 @@ def _measure(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, A
         flags += ["--gradient-checkpointing", "selective"]
     flags += rest
     config = parse_config(flags if arguments.fp32 else [*flags, "--bf16"])
+    check_cp_size(config.cp_size, max(SWEPT) if arguments.sweep else arguments.gpus)
     file = find_config(arguments.model)
     try:
         return CachedMeasure(config, file.content, file.load, "cuda", not arguments.no_cache), config

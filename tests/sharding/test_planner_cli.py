@@ -178,7 +178,7 @@ def test_plan_with_shared_rows_and_inputs_in_host_memory(config_file: Path, caps
             ["--model", "CONFIG", "--cp-size", "3"],
             "--cp-size 3 does not divide the 8 ranks; use 1, 2, 4 or 8",
         ),
-        (["--model", "CONFIG", "--cp-size", "0"], "--cp-size 0 does not divide the 8 ranks"),
+        (["--model", "CONFIG", "--cp-size", "0"], "--cp-size 0: must be 1 or more"),
         (["--model", "CONFIG", "--cp-size", "3", "--sweep"], "--cp-size 3 does not divide the 4096 ranks"),
         (
             ["--model", "CONFIG", "--cp-size", "64", "--gpus", "64"],

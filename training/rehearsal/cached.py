@@ -56,7 +56,7 @@ class CachedMeasure:
 
     Args:
         config: of the run.
-        told: all that the model's config says. load: gives transformers' object of it; called where there is something
+        said: all that the model's config says. load: gives transformers' object of it; called where there is something
             to measure.
         is_kept: whether figures go to the cache directory, and come from there.
     """
@@ -64,13 +64,13 @@ class CachedMeasure:
     def __init__(
         self,
         config: TrainConfig,
-        told: Mapping[str, Any],
+        said: Mapping[str, Any],
         load: Callable[[], Any],
         device: Literal["cuda", "cpu"],
         is_kept: bool = True,
     ):
         self.config, self.load, self.device = config, load, device
-        self.file = cache_directory() / f"{_key(config, told, device)}.json" if is_kept else None
+        self.file = cache_directory() / f"{_key(config, said, device)}.json" if is_kept else None
         self.found: dict[Workload, MeasuredModel | str] = {}
         self.is_new = False
         content = {} if self.file is None else _read(self.file)
@@ -129,9 +129,9 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "expertmesh" / "measured"
 
 
-def _key(config: TrainConfig, told: Mapping[str, Any], device: str) -> str:
+def _key(config: TrainConfig, said: Mapping[str, Any], device: str) -> str:
     of_run = {name: value for name, value in asdict(config).items() if name not in UNREAD}
-    of_model = {name: value for name, value in told.items() if name != "_name_or_path"}
+    of_model = {name: value for name, value in said.items() if name != "_name_or_path"}
     everything = [of_run, of_model, device, [_version(package) for package in PACKAGES], _sources()]
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
