@@ -20,16 +20,16 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from moe import ExpertMeshError, check_config
+from moe import ExpertMeshError
 from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded, terminal_width
 from moe.whole import whole
 from sharding.planner.columns import Column, open_console, print_table
 from sharding.planner.hardware import DEVICES, LINKS, load_measured, preset, products_in, save_measured
 from sharding.planner.mesh_picture import picture, ranks_of
-from sharding.planner.model_config import read_config
+from sharding.planner.model_config import find_config
 from sharding.planner.plot import draw
-from sharding.planner.search import MICRO_BATCHES, Cluster, search, sweep
+from sharding.planner.search import MICRO_BATCHES, SWEPT, Cluster, search, sweep
 from sharding.planner.table import print_plans, sweep_columns
 from sharding.topology import Topology, check_cp_size, check_ep_size
 from sharding.torchrun import read_environment
@@ -69,6 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--overlap-chunks", type=int, default=1, help="as train_ep.py's; where experts are on several GPUs"
     )
     plan.add_argument("--keep-expert-products", type=int, default=0, help="as train_ep.py's; where it is selective")
+    plan.add_argument("--cp-size", type=int, default=1, help="as train_ep.py's: GPUs that share each row")
+    plan.add_argument("--offload-activations", action="store_true", help="as train_ep.py's; where it checkpoints")
     plan.add_argument(
         "--imbalance", type=float, default=1.2, help="tokens of the busiest expert over the mean (default 1.2)"
     )
@@ -174,17 +176,24 @@ def _measure(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, A
     from training.rehearsal.cached import CachedMeasure
 
     flags = ["--model", arguments.model, "--dataset", "-", "--optim", arguments.optimizer]
+    if arguments.cp_size != 1:
+        flags += ["--cp-size", str(arguments.cp_size)]
     if arguments.keep_expert_products:
-        kept = str(arguments.keep_expert_products)
-        flags += ["--keep-expert-products", kept, "--gradient-checkpointing", "selective"]
+        flags += ["--keep-expert-products", str(arguments.keep_expert_products)]
+    if arguments.offload_activations:
+        flags.append("--offload-activations")
+    if arguments.keep_expert_products or arguments.offload_activations:
+        flags += ["--gradient-checkpointing", "selective"]
     flags += rest
     config = parse_config(flags if arguments.fp32 else [*flags, "--bf16"])
-    model_config, where = read_config(arguments.model)
-    check_config(model_config.to_dict(), where)
+    check_cp_size(config.cp_size, max(SWEPT) if arguments.sweep else arguments.gpus)
+    file = find_config(arguments.model)
     try:
-        return CachedMeasure(config, model_config, "cuda", not arguments.no_cache), config
+        return CachedMeasure(config, file.content, file.load, "cuda", not arguments.no_cache), config
     except ExpertMeshError as error:
-        raise ExpertMeshError(f"{where}: {error}") from error
+        # what the file's own errors name already
+        named = str(error) if arguments.model in str(error) else f"{arguments.model}: {error}"
+        raise ExpertMeshError(named) from error
 
 
 def _rehearse(argv: Sequence[str]) -> int:

@@ -148,7 +148,8 @@ def planned_recipe(name: str) -> Plan:
     ((_, gpus),) = re.findall(r"([\d,]+) positions a step on (\d+) GPUs", text_of(name))
     model_type, sizes = PUBLISHED[name]
     config = config_of(name)
-    measure = CachedMeasure(config, CONFIG_MAPPING[model_type](**sizes), "cuda")
+    hf = CONFIG_MAPPING[model_type](**sizes)
+    measure = CachedMeasure(config, hf.to_dict(), lambda: hf, "cuda")
     setting = setting_of(config, int(gpus), imbalance=1.2)
     return forecast(measure, setting, Cluster(H100, 8, H100.device.memory))
 

@@ -93,6 +93,18 @@ def test_mesh() -> None:
     assert not heavy
 
 
+def test_a_plan_of_what_was_measured_before(tiny_model: Path) -> None:
+    """Only what is not in the cache directory is measured."""
+    command = ["-m", "sharding", "plan", "--model", str(tiny_model), "--gpus", "2", "--micro-batch", "1"]
+    command += ["--seq-length", "64", "--rope-scaling", "yarn:2"]
+    first, again, another = imported(*command), imported(*command), imported(*command[:-1], "yarn:4")
+    assert (first[0], again[0], another[0]) == (0, 0, 0), (first[1], again[1], another[1])
+    assert again[1] == first[1]
+    assert "recommended" in again[1]
+    assert not again[2]
+    assert {"torch", "transformers"} <= first[2] & another[2], "figures may depend on how positions are stretched"
+
+
 def test_heads_of_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
     assert checkpoints_main(["convert", str(tiny_model), str(tmp_path / "ep4"), "--ep-size", "4"]) == 0
     for path, said in ((tiny_model, "Hugging Face directory"), (tmp_path / "ep4", "EP shards, ep 4")):

@@ -113,7 +113,7 @@ def settings(num_experts: int, base: Setting, micro_batches: Sequence[int]) -> I
     """All arrangements of `base`'s ranks that this model can have. Rows travel in as many parts as `base` says, or as a
     rank has experts."""
     for ep_size in divisors(num_experts):
-        if base.world_size % ep_size:
+        if base.world_size % ep_size or base.world_size % base.cp_size:
             continue
         # with one replica, or one rank a replica's shard, the two are the same or no sharding at all
         is_choice = 1 < ep_size < base.world_size
@@ -127,6 +127,7 @@ def settings(num_experts: int, base: Setting, micro_batches: Sequence[int]) -> I
                         dense_shard=dense_shard,
                         checkpointing=checkpointing,
                         keep_expert_products=base.keep_expert_products if checkpointing == "selective" else 0,
+                        offload_activations=base.offload_activations and checkpointing != "none",
                         micro_batch=micro_batch,
                     )
 
@@ -150,6 +151,8 @@ def _named(micro_batches: Sequence[int]) -> list[tuple[str, int]]:
 
 
 ARMS = ("EP inside a node", "EP across nodes", "FSDP only")
+SWEPT = tuple(2**exponent for exponent in range(3, 13))
+"""Numbers of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,8 @@ class Point:
 def sweep(measure: Measure, base: Setting, micro_batches: Sequence[int], cluster: Cluster) -> list[Point]:
     """From 8 to 4,096 GPUs: the best setting of each arm."""
     points = []
-    for exponent in range(3, 13):
-        world = replace(base, world_size=2**exponent)
+    for world_size in SWEPT:
+        world = replace(base, world_size=world_size)
         for arm, across in zip(ARMS, (False, True, False), strict=True):
             possible = [
                 replace(setting, ep_across_nodes=across)

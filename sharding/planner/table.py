@@ -187,10 +187,14 @@ def launch_line(name: str, setting: Setting, gpus_per_node: int, further: Sequen
         "gradient-checkpointing": setting.checkpointing,
         "optim": setting.optimizer,
     }
+    if setting.cp_size > 1:
+        flags["cp-size"] = setting.cp_size
     if setting.overlap_chunks > 1:
         flags["overlap-chunks"] = setting.overlap_chunks
     if setting.keep_expert_products:
         flags["keep-expert-products"] = setting.keep_expert_products
+    if setting.offload_activations:
+        flags["offload-activations"] = ""
     given = " ".join(f"--{flag} {value}".rstrip() for flag, value in flags.items())
     precision = " --bf16" if setting.bf16 else " --tf32" if setting.tf32 else ""
     more = f" {shlex.join(further)}" if further else ""

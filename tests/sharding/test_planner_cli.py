@@ -148,10 +148,42 @@ def test_plan_with_flags_of_a_run(config_file: Path, capsys: pytest.CaptureFixtu
         assert (kept[setting]["memory"]["total"] > plan["memory"]["total"]) == (setting[2] == "selective")
 
 
+def test_plan_with_shared_rows_and_inputs_in_host_memory(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is recommended says both; inputs leave the card where checkpointing keeps them and nothing else."""
+    common = ["plan", "--model", str(config_file), "--gpus", "64", "--micro-batch", "1", "--cp-size", "4"]
+    # without checkpointing they do not fit
+    assert main([*common, "--offload-activations", "--seq-length", "131072"]) == 0
+    given = capsys.readouterr().out.split("recommended")[1].split()
+    config = parse_config(given[given.index("train_ep.py") + 1 :])
+    assert (config.cp_size, config.offload_activations) == (4, True)
+
+    def plans(*further: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+        assert main([*common, "--json", *further]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return {(p["ep"], p["dense_shard"], p["gradient_checkpointing"]): p for p in found}
+
+    shared, offloaded = plans(), plans("--offload-activations")
+    assert shared.keys() == offloaded.keys()
+    for setting, plan in shared.items():
+        here, kept = offloaded[setting]["memory"]["activations"], plan["memory"]["activations"]
+        assert here == kept if setting[2] == "none" else here < kept
+        assert any(name.startswith("all-to-all, heads") for name in plan["bytes_a_step"]), plan["bytes_a_step"].keys()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--model", "CONFIG", "--overlap-chunks", "0"], "--overlap-chunks 0: must be 1 or more"),
+        (
+            ["--model", "CONFIG", "--cp-size", "3"],
+            "--cp-size 3 does not divide the 8 ranks; use 1, 2, 4 or 8",
+        ),
+        (["--model", "CONFIG", "--cp-size", "0"], "--cp-size 0: must be 1 or more"),
+        (["--model", "CONFIG", "--cp-size", "3", "--sweep"], "--cp-size 3 does not divide the 4096 ranks"),
+        (
+            ["--model", "CONFIG", "--cp-size", "64", "--gpus", "64"],
+            "--cp-size 64 does not divide the 32 attention heads of this model's layers",
+        ),
         (["--model", "CONFIG", "--gpu", "A100", "--expert-precision", "fp8"], "no rate of products in fp8 is known"),
         (["--model", "/nowhere"], "--model /nowhere: no such file"),
         (["--model", "no/such-model"], "--model no/such-model is no directory, and the hub gives no config.json"),

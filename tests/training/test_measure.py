@@ -121,7 +121,7 @@ def test_bytes_sent_are_those_of_the_rehearsal() -> None:
 
 
 def measure_of(**flags: Any) -> CachedMeasure:
-    return CachedMeasure(flags_of(**flags), tiny_mixtral(), "cuda")
+    return CachedMeasure(flags_of(**flags), tiny_mixtral().to_dict(), tiny_mixtral, "cuda")
 
 
 def workload_of(measure: CachedMeasure, **changes: Any) -> Workload:
@@ -164,7 +164,7 @@ def test_a_broken_file_is_measured_anew(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_cannot_be_computed_is_refused_each_time() -> None:
-    measure = CachedMeasure(flags_of(), tiny_mixtral(), "cuda", is_kept=False)
+    measure = CachedMeasure(flags_of(), {}, tiny_mixtral, "cuda", is_kept=False)
     # as many elements as `grouped_mm` cannot count
     too_long = workload_of(measure, micro_batch=1, seq_length=2**26, rows_received=2**26, targets=2)
     for _ in range(2):

@@ -1,12 +1,14 @@
 """What was measured of a model, kept in memory and in the user's cache directory, so that it is measured once.
 
 What a figure depends on is part of its file's name: the model's config, the run's flags, our sources and the packages
-that compute. So nothing is ever out of date, and the directory may be deleted at any time.
+that compute. So nothing is ever out of date, and the directory may be deleted at any time. What is kept is read without
+importing torch or transformers, which takes longer than the rest of a plan.
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -53,19 +55,22 @@ class CachedMeasure:
     """A `Measure` of one model for one kind of device.
 
     Args:
-        config: of the run. model_config: of the model.
+        config: of the run.
+        said: all that the model's config says. load: gives transformers' object of it; called where there is something
+            to measure.
         is_kept: whether figures go to the cache directory, and come from there.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        model_config: Any,
+        said: Mapping[str, Any],
+        load: Callable[[], Any],
         device: Literal["cuda", "cpu"],
         is_kept: bool = True,
     ):
-        self.config, self.model_config, self.device = config, model_config, device
-        self.file = cache_directory() / f"{_key(config, model_config, device)}.json" if is_kept else None
+        self.config, self.load, self.device = config, load, device
+        self.file = cache_directory() / f"{_key(config, said, device)}.json" if is_kept else None
         self.found: dict[Workload, MeasuredModel | str] = {}
         self.is_new = False
         content = {} if self.file is None else _read(self.file)
@@ -83,7 +88,7 @@ class CachedMeasure:
         from training.rehearsal.building import build_rehearsed
         from training.rehearsal.measure import Measurer
 
-        return Measurer(build_rehearsed(self.config, self.model_config, self.device), self.config)
+        return Measurer(build_rehearsed(self.config, self.load(), self.device), self.config)
 
     def __call__(self, workload: Workload) -> MeasuredModel:
         """
@@ -124,11 +129,11 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "expertmesh" / "measured"
 
 
-def _key(config: TrainConfig, model_config: Any, device: str) -> str:
+def _key(config: TrainConfig, said: Mapping[str, Any], device: str) -> str:
     of_run = {name: value for name, value in asdict(config).items() if name not in UNREAD}
-    of_model = {name: value for name, value in model_config.to_dict().items() if name != "_name_or_path"}
-    told = [of_run, of_model, device, [_version(package) for package in PACKAGES], _sources()]
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    of_model = {name: value for name, value in said.items() if name != "_name_or_path"}
+    everything = [of_run, of_model, device, [_version(package) for package in PACKAGES], _sources()]
+    return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def _version(package: str) -> str:

@@ -56,7 +56,7 @@ def planned(
     Raises:
         ExpertMeshError: the model cannot be built, or not compute this.
     """
-    measure = CachedMeasure(config, model_config, device, is_kept)
+    measure = CachedMeasure(config, model_config.to_dict(), lambda: model_config, device, is_kept)
     setting = setting_of(config, world_size, device, **changes)
     run = Run(measure.parameters, measure(setting.workload(measure.parameters)), setting)
     measure.save()
