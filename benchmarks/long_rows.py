@@ -1,8 +1,8 @@
 """What ranks that share rows hold and take: `python -m benchmarks.long_rows --ranks 4`.
 
 Whole training steps (forward, backward, clipping, AdamW) of a random Mixtral on the same global batch, a row a rank, at
---cp-size 1, 2 and 4, in turn in every round. With N ranks a row, a step is N forwards of one row for N ranks. Losses
-must agree or the run is void.
+--cp-size 1, 2 and 4, in turn in every round; every expert gets as many rows as any other. With N ranks a row, a step is
+N forwards of one row for N ranks. Losses must agree or the run is void.
 
     activations   most bytes of tensors at once in one forward and backward, less those with a row of a token a rank:
                   gathered parameters and gradients are as many, however long a row; of the rank with most
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.plan_accuracy import balance_routing
 from checkpoints import open_source, shard_and_load
 from moe import choose_kernel, kernel_needs, use_kernel
 from moe.terminal import ends_with_reader
@@ -133,6 +134,8 @@ def build_arm(directory: Path, cp_size: int, arguments: argparse.Namespace, rank
     if cp_size > 1:
         share_rows(model, cp_size, packing=False)
     attach_loss_head(model, "chunked")
+    # one row's own routing would be another's load in every arm
+    balance_routing(model)
     mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size, "full", cp_size))
     shard_and_load(model, source, mesh, ranks.device, dtype, Strategy(checkpointing))
     config = TrainConfig(model="-", dataset=["-"], learning_rate=1e-5)

@@ -141,7 +141,7 @@ ROWS = (
         "ms-swift, LoRA", "Qwen3 30B-A3B", 2, H100, {"GiB": 62.0},
         dict(ep_size=2, max_seq_length=2048, per_device_train_batch_size=8, **FULL, adapter="lora", lora_rank=8),
         [("chunked logits", {}), ("whole logits", WHOLE_LOGITS)],
-        "theirs has whole logits, of rows as long as the longest; what was counted is not known",
+        "whole logits, of rows as long as the longest, are assumed; what was counted is not known",
     ),
 )  # fmt: skip
 
