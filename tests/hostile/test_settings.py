@@ -131,6 +131,7 @@ def plans(watch: Watch, num_cases: int, small: Path) -> None:
 
     def plan() -> int:
         argv = ["plan", "--model", str(directory), "--gpus", "2", "--micro-batch", "1", "--calibrate", str(rates)]
+        argv += ["--no-cache"]  # which lies outside of what a campaign may write to
         errors, output = io.StringIO(), io.StringIO()
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
             code = plan_main([*argv, "--json"])
