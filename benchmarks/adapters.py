@@ -34,6 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.traffic import CountTraffic
+from benchmarks.workers import random_mixtral
 from checkpoints import open_source, shard_and_load
 from moe import choose_kernel, kernel_needs, store_frozen, use_kernel
 from moe.terminal import ends_with_reader
@@ -110,20 +111,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_model(path: Path, arguments: argparse.Namespace) -> int:
     """Save a random Mixtral in fp32; its parameters."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden_size,
-        intermediate_size=arguments.intermediate_size,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        num_local_experts=arguments.experts,
-        num_experts_per_tok=2,
-    )
-    torch.manual_seed(0)
-    model: Any = MixtralForCausalLM(config)
+    experts = arguments.experts
+    model = random_mixtral(arguments, num_key_value_heads=2, num_local_experts=experts, num_experts_per_tok=2)
     model.save_pretrained(path)
     return int(model.num_parameters())
 

@@ -18,9 +18,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,10 +29,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.plan_accuracy import balance_routing
+from benchmarks.workers import measured_by_workers, random_mixtral
 from checkpoints import open_source, shard_and_load
 from moe import choose_kernel, kernel_needs, use_kernel
 from moe.terminal import ends_with_reader
-from moe.whole import whole
 from sharding import Checkpointing, Mesh, Ranks, Strategy, Topology, build_mesh, end_process_group, start_process_group
 from sharding.planner.columns import Column, open_console, print_table
 from training import TrainConfig, attach_loss_head, share_rows
@@ -77,34 +75,15 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.worker is not None:
         return measure(arguments.worker, arguments)
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(arguments.ranks), "-m", "benchmarks.long_rows", "--worker", directory, *sys.argv[1:]]
-        save_model(Path(directory) / "model", arguments)
-        subprocess.run(command, check=True, timeout=3000, env={"OMP_NUM_THREADS": "1", **os.environ})
-        figures = json.loads((Path(directory) / "figures.json").read_text())
-    print_figures(figures)
-    if arguments.json is not None:
-        with whole(arguments.json) as partial:
-            partial.write_text(json.dumps(figures, indent=2))
+    print_figures(measured_by_workers("benchmarks.long_rows", arguments, save_model))
     return 0
 
 
 def save_model(path: Path, arguments: argparse.Namespace) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden_size,
-        intermediate_size=arguments.intermediate_size,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        num_local_experts=8,
-        max_position_embeddings=max(arguments.lengths),
-    )
-    torch.manual_seed(0)
-    MixtralForCausalLM(config).save_pretrained(path)
+    longest = max(arguments.lengths)
+    random_mixtral(
+        arguments, num_key_value_heads=4, num_local_experts=8, max_position_embeddings=longest
+    ).save_pretrained(path)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +27,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.workers import measured_by_workers, random_mixtral
 from checkpoints import open_source, shard_and_load
 from moe import choose_kernel, kernel_needs, use_kernel
 from moe.terminal import ends_with_reader
-from moe.whole import whole
 from sharding import Topology, build_mesh, end_process_group, start_process_group
 from training import TrainConfig, attach_loss_head
 from training.attention import PACKED
@@ -76,36 +74,20 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.worker is not None:
         return measure(arguments.worker, arguments)
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(arguments.ranks), "-m", "benchmarks.packing", "--worker", directory, *sys.argv[1:]]
-        save_model(Path(directory) / "model", arguments)
-        subprocess.run(command, check=True, timeout=3000, env={"OMP_NUM_THREADS": "1", **os.environ})
-        figures = json.loads((Path(directory) / "figures.json").read_text())
-    print_table(figures)
-    if arguments.json is not None:
-        with whole(arguments.json) as partial:
-            partial.write_text(json.dumps(figures, indent=2))
+    print_table(measured_by_workers("benchmarks.packing", arguments, save_model))
     return 0
 
 
 def save_model(path: Path, arguments: argparse.Namespace) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden_size,
-        intermediate_size=arguments.intermediate_size,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        num_local_experts=8,
-        max_position_embeddings=arguments.max_seq_length,
-    )
     if arguments.model:
-        config = MixtralConfig.from_pretrained(arguments.model)
-    torch.manual_seed(0)
-    MixtralForCausalLM(config).save_pretrained(path)
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig.from_pretrained(arguments.model))
+    else:
+        longest = arguments.max_seq_length
+        model = random_mixtral(arguments, num_key_value_heads=4, num_local_experts=8, max_position_embeddings=longest)
+    model.save_pretrained(path)
 
 
 def measure(directory: Path, arguments: argparse.Namespace) -> int:

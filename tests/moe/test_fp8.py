@@ -139,14 +139,20 @@ def test_kernels_cast_the_same(counts: list[int], dtype: torch.dtype, monkeypatc
         assert torch.equal(scales, expected.scales)
 
 
-@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
-def test_products_are_those_of_rounded_numbers(counts: list[int], is_transposed: bool) -> None:
+def product_and_gradients(counts: list[int], is_transposed: bool) -> tuple[Tensor, ...]:
+    """x_RI, weight_eOI and grad_RO; of these the product, and its gradients by x_RI and weight_eOI."""
     x_RI, weight, grad_RO = inputs(counts, is_transposed)
     weight_eOI = weight.transpose(1, 2) if is_transposed else weight
     out_RO = product(x_RI, counts, weight_eOI)
     grad_x_RI, grad_weight = torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)
     grad_weight_eOI = grad_weight.transpose(1, 2) if is_transposed else grad_weight
+    return x_RI, weight_eOI, grad_RO, out_RO, grad_x_RI, grad_weight_eOI
+
+
+@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
+def test_products_are_those_of_rounded_numbers(counts: list[int], is_transposed: bool) -> None:
+    x_RI, weight_eOI, grad_RO, out_RO, grad_x_RI, grad_weight_eOI = product_and_gradients(counts, is_transposed)
     with torch.no_grad():
         x, w, g = x_RI.detach(), weight_eOI.detach(), grad_RO
         assert_near(out_RO, plain(rounded(x, 1), counts, rounded(w, 2)))
@@ -166,12 +172,9 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
 def test_products_are_within_the_error_of_fp8(counts: list[int], is_transposed: bool) -> None:
     """Of each number of a product, summed up; and, where numbers are many, far within."""
-    x_RI, weight, grad_RO = inputs(counts, is_transposed)
-    weight_eOI = weight.transpose(1, 2) if is_transposed else weight
-    out_RO = product(x_RI, counts, weight_eOI)
-    grad_x_RI, grad_weight = torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)
+    x_RI, weight_eOI, grad_RO, out_RO, grad_x_RI, grad_weight_eOI = product_and_gradients(counts, is_transposed)
     x, w, g = (t.detach().double() for t in (x_RI, weight_eOI, grad_RO))
-    grad_weight_eOI = (grad_weight.transpose(1, 2) if is_transposed else grad_weight).double()
+    grad_weight_eOI = grad_weight_eOI.double()
 
     def check(found: Tensor, a: Tensor, b: Tensor) -> None:
         """Of a · bᵀ. A number is off by half a step, or by half of the smallest of its row, whose scale is at most
