@@ -102,6 +102,17 @@ def _rows_kernel(x_ptr, codes_ptr, scales_ptr, width, BLOCK: tl.constexpr):  # t
 
 
 @triton.jit
+def _rows_of(expert, ends_ptr, num_rows, IS_RAGGED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where an expert's rows begin and end: with `num_rows` each, or after those of the expert before."""
+    start = expert * num_rows
+    end = start + num_rows
+    if IS_RAGGED:
+        end = tl.load(ends_ptr + expert).to(tl.int64)
+        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+    return start, end
+
+
+@triton.jit
 def _largest_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     largest_ptr,
@@ -115,11 +126,7 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
 ):
     expert = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    start = expert * num_rows
-    end = start + num_rows
-    if IS_RAGGED:
-        end = tl.load(ends_ptr + expert).to(tl.int64)
-        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+    start, end = _rows_of(expert, ends_ptr, num_rows, IS_RAGGED)
     largest = tl.zeros((COLUMNS,), dtype=tl.int32)
     for first in range(tl.program_id(1) * ROWS, (end - start).to(tl.int32), splits * ROWS):
         row = start + first + tl.arange(0, ROWS)
@@ -149,13 +156,10 @@ def _columns_kernel(  # type: ignore[no-untyped-def]
 ):
     expert = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    start = expert * num_rows
-    end = start + num_rows
+    start, end = _rows_of(expert, ends_ptr, num_rows, IS_RAGGED)
     place = expert * expert_stride
     num_places = num_rows
     if IS_RAGGED:
-        end = tl.load(ends_ptr + expert).to(tl.int64)
-        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0).to(tl.int64)
         place = tl.load(padded_ends_ptr + expert - 1, mask=expert > 0, other=0).to(tl.int64)
         num_places = tl.load(padded_ends_ptr + expert) - place.to(tl.int32)
     place = tl.multiple_of(place, 16)
