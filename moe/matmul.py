@@ -121,7 +121,14 @@ def _product(a_MK: Tensor, b_KN: Tensor) -> Product:
 
 
 def _onednn(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), None, "none", [], "")
+    """oneDNN copies a left operand that is transposed. Of a weight's gradient both are, once the other way round: the
+    smaller of the two is copied, which of the logits' gradient is the difference between little and all logits."""
+    multiply = torch.ops.mkldnn._linear_pointwise
+    product: Tensor
+    if _product(a_MK, b_KN) == "weight-gradient" and a_MK.numel() > b_KN.numel():
+        product = multiply(b_KN.t(), a_MK, None, "none", [], "").t()
+    else:
+        product = multiply(a_MK, b_KN.t(), None, "none", [], "")
     return product
 
 

@@ -91,6 +91,18 @@ def test_each_product_has_its_library(monkeypatch: pytest.MonkeyPatch, product: 
     assert onednn.call_count == calls
 
 
+@pytest.mark.parametrize(("m", "n"), [(96, 8), (8, 96), (16, 16)])
+def test_the_smaller_operand_of_a_weights_gradient_is_copied(library: matmul.Library, m: int, n: int) -> None:
+    """oneDNN makes a copy of its left operand where that is transposed, as a process's memory shows."""
+    torch.manual_seed(0)
+    grad_TM, x_TN, place_MN = torch.randn(40, m), torch.randn(40, n), torch.empty(m, n)
+    with mock.patch.object(torch.ops.mkldnn, "_linear_pointwise", wraps=torch.ops.mkldnn._linear_pointwise) as product:
+        matmul.matmul(grad_TM.t(), x_TN, place_MN)
+    torch.testing.assert_close(place_MN, grad_TM.t() @ x_TN, rtol=1e-5, atol=1e-5)
+    copied = [call.args[0].numel() for call in product.call_args_list]
+    assert copied == ([40 * min(m, n)] if library == "onednn" else [])
+
+
 def test_probe() -> None:
     ratios = matmul.probe_libraries()
     assert set(ratios) == set(matmul.libraries_in_use())
