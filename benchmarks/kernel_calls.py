@@ -53,6 +53,13 @@ def _adamw_8bit(dtype: torch.dtype) -> None:
     codes, scales = _empty(torch.uint8, F, D), scalars(F, D // 256)
     table = (scalars(256), scalars(255))
     step_8bit(weight, grad, codes, scales, codes, scales, table, table, _update())
+    weight, grad, codes, scales = (
+        _empty(dtype, F, 480),
+        _empty(dtype, F, 480),
+        _empty(torch.uint8, F, 480),
+        scalars(F, 2),
+    )
+    step_8bit(weight, grad, codes, scales, codes, scales, table, table, _update())
     norm = _empty(dtype, D)
     step_fp32(norm, norm, scalars(D), scalars(D), _update())
 

@@ -22,8 +22,10 @@ from torch.optim import Optimizer
 from moe.gpu import takes_triton
 from sharding import local_tensor, zeros_by_rows
 
-BLOCK = 256
-"""Values of 8-bit state that share a scale (as in torchao and bitsandbytes)."""
+LARGEST_BLOCK = 256
+"""Values of 8-bit state that share a scale, at most (as many as in torchao and bitsandbytes)."""
+SMALLEST_BLOCK = 64
+"""With fewer, their scales would weigh too much."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +119,17 @@ def takes_kernel(*tensors: Tensor) -> bool:
 class AdamW8bit(_AdamW):
     """AdamW with block-wise 8-bit moments (Dettmers et al. 2022, arXiv 2110.02861; `AdamW8bit` of torchao).
 
-    State: `*_codes` (uint8, of the parameter's shape) and `*_scales` (fp32, one a block of 256 columns): 2.03 bytes a
-    parameter for both moments, where torch.optim.AdamW has 8. A parameter whose rows are no multiple of 256 values
-    keeps them in fp32.
+    State: `*_codes` (uint8, of the parameter's shape) and `*_scales` (fp32, one a block of columns): 2.03 bytes a
+    parameter for both moments in blocks of 256, where torch.optim.AdamW has 8. Blocks are the largest that divide a
+    row; a parameter whose rows no block divides (see `block_size`) keeps its moments in fp32.
     """
 
     def _no_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        if not has_blocks(parameter):
+        block = block_size(parameter.shape)
+        if block is None:
             row = parameter.shape[1:]
             return {name: zeros_by_rows(parameter, row, torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-        num_blocks, codes = parameter.shape[-1] // BLOCK, {}
+        num_blocks, codes = parameter.shape[-1] // block, {}
         for name in ("exp_avg", "exp_avg_sq"):
             codes[f"{name}_codes"] = zeros_by_rows(parameter, parameter.shape[1:], torch.uint8)
             codes[f"{name}_scales"] = zeros_by_rows(parameter, (num_blocks,), torch.float32)
@@ -167,19 +170,25 @@ class AdamW8bit(_AdamW):
         )
 
 
-def has_blocks(parameter: Tensor) -> bool:
-    return parameter.dim() == 2 and parameter.shape[1] % BLOCK == 0
+@cache
+def block_size(shape: torch.Size) -> int | None:
+    """Values of a parameter of this shape that share a scale: the largest of 64 to 256 that divides its rows, as 240 of
+    2,880; None: there is none, or it is no matrix."""
+    if len(shape) != 2:
+        return None
+    sizes = range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1)
+    return next((size for size in sizes if shape[1] % size == 0), None)
 
 
 def _from_8bit(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     codes_RD, scales_RB = local_tensor(codes), local_tensor(scales)
     values, _ = dynamic_map(signed, codes_RD.device)
-    return (values[codes_RD.int()].unflatten(1, (-1, BLOCK)) * scales_RB.unsqueeze(-1)).flatten(1)
+    return (values[codes_RD.int()].unflatten(1, (scales_RB.shape[1], -1)) * scales_RB.unsqueeze(-1)).flatten(1)
 
 
 def _to_8bit(moment_RD: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
     """Each value becomes the nearest of the map's, times its block's largest magnitude."""
-    blocks = moment_RD.unflatten(1, (-1, BLOCK))
+    blocks = moment_RD.unflatten(1, (scales.shape[1], -1))
     scales_RB = blocks.abs().amax(dim=-1).clip_(1e-12)
     _, borders = dynamic_map(signed, moment_RD.device)
     codes_RD = torch.bucketize(blocks / scales_RB.unsqueeze(-1), borders, out_int32=True, right=True).flatten(1)

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from training.low_bit import BLOCK, Update
+from training.low_bit import LARGEST_BLOCK, Update
 
-BLOCK_VALUES = tl.constexpr(BLOCK)
-"""Values of 8-bit state that share a scale."""
+ROOM = tl.constexpr(LARGEST_BLOCK)
+"""Room for values of 8-bit state that share a scale."""
 BLOCKS = tl.constexpr(4)
 """Of 8-bit state, a program. With 8 warps a thread has four neighbours: 128 bits of fp32, and no transposition between
 what it reads and what it writes."""
@@ -47,8 +47,8 @@ def step_8bit(
     square_map: tuple[Tensor, Tensor],
     update: Update,
 ) -> None:
-    """One update of a weight (rows, columns), a multiple of 256 columns, whose moments are 8-bit codes of its shape
-    with a scale for each 256.
+    """One update of a weight (rows, columns) whose moments are 8-bit codes of its shape with a scale for each block of
+    columns, at most 256, all of one size.
 
     Args:
         mean_map, square_map: `training.low_bit.dynamic_map`, signed and not: 256 values and 255 borders.
@@ -58,7 +58,7 @@ def step_8bit(
         _launch(
             _8bit_kernel, triton.cdiv(num_blocks, BLOCKS.value),
             weight, grad, mean_codes, mean_scales, square_codes, square_scales, *mean_map, *square_map, num_blocks,
-            *_scalars(update), num_warps=8,
+            *_scalars(update), BLOCK_SIZE=weight.numel() // num_blocks, num_warps=8,
         )  # fmt: skip
 
 
@@ -134,12 +134,16 @@ def _8bit_kernel(  # type: ignore[no-untyped-def]
     weight_ptr, grad_ptr, mean_codes_ptr, mean_scales_ptr, square_codes_ptr, square_scales_ptr,
     mean_values_ptr, mean_borders_ptr, square_values_ptr, square_borders_ptr, num_blocks,
     mean_correction_ptr, square_correction_ptr, mean_share, square_share, lr, decay, eps,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     # blocks lie within rows, one after the other: rows and columns need not be told apart
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    index = block[:, None] * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)[None, :]
+    place = tl.arange(0, ROOM)[None, :]
+    index = block[:, None] * BLOCK_SIZE + place
     is_block = block < num_blocks
     inside = is_block[:, None]
+    if BLOCK_SIZE < ROOM:
+        inside = inside & (place < BLOCK_SIZE)
     mean_scale = tl.load(mean_scales_ptr + block, mask=is_block)
     square_scale = tl.load(square_scales_ptr + block, mask=is_block)
     mean_code = tl.load(mean_codes_ptr + index, mask=inside, other=0).to(tl.int32)
@@ -152,6 +156,9 @@ def _8bit_kernel(  # type: ignore[no-untyped-def]
         mean_correction_ptr, square_correction_ptr, mean_share, square_share, lr, decay, eps,
     )  # fmt: skip
     tl.store(weight_ptr + index, weight.to(weight_ptr.dtype.element_ty), mask=inside)
+    if BLOCK_SIZE < ROOM:
+        # of a block's own values alone
+        mean, square = tl.where(inside, mean, 0.0), tl.where(inside, square, 0.0)
     mean_scale, square_scale = _scale(mean), _scale(square)
     mean_code = _nearest_code(tl.div_rn(mean, mean_scale[:, None]), mean_borders_ptr, True)  # type: ignore[arg-type,unused-ignore]
     square_code = _nearest_code(tl.div_rn(square, square_scale[:, None]), square_borders_ptr, False)  # type: ignore[arg-type,unused-ignore]

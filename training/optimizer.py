@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe import decoder_layers, router_prefixes
 from sharding import Mesh, StateTensor, trainable_of
 from training.config import TrainConfig
-from training.low_bit import BLOCK, AdamW8bit, AdamWBf16, has_blocks
+from training.low_bit import AdamW8bit, AdamWBf16, block_size
 from training.muon import Muon, dense_matrix, expert_matrices
 
 
@@ -41,8 +41,8 @@ def state_bytes(parameter: Tensor, optim: str, is_orthogonalized: bool) -> float
         return 0
     if optim == "muon":
         return 4 if is_orthogonalized else 8
-    if optim == "adamw_torch_8bit" and has_blocks(parameter):
-        return 2 + 8 / BLOCK
+    if optim == "adamw_torch_8bit" and (block := block_size(parameter.shape)) is not None:
+        return 2 + 8 / block
     return 4 if optim == "adamw_bf16" else 8
 
 

@@ -83,9 +83,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("size", [(6, 512), (1, 256), (0, 256), (6, 100), (37,), (0,), (3, 2, 5)])
+@pytest.mark.parametrize("size", [(6, 512), (1, 256), (0, 256), (3, 2880), (6, 100), (6, 60), (37,), (0,), (3, 2, 5)])
 def test_8bit_is_torchs(monkeypatch: pytest.MonkeyPatch, size: tuple[int, ...]) -> None:
-    """To the bit, where rows are blocks and where they are not."""
+    """To the bit, where rows are blocks, of 256 or fewer values, and where they are not."""
     torch.manual_seed(0)
     assert_equal(*both(monkeypatch, torch.randn(size), gradients(size), EXACT))
 

@@ -12,7 +12,7 @@ from checkpoints import Progress
 from moe import ExpertMeshError
 from tests.tiny import relative_error
 from training import TrainConfig, check_schedule
-from training.low_bit import AdamW8bit, AdamWBf16, dynamic_map, position_bits, random_bits, round_to_bf16
+from training.low_bit import AdamW8bit, AdamWBf16, block_size, dynamic_map, position_bits, random_bits, round_to_bf16
 from training.muon import newton_schulz
 from training.schedule import build_scheduler, num_warmup_steps, resume_scheduler, step_scheduler
 
@@ -34,7 +34,7 @@ def trained(optimizer: torch.optim.Optimizer, parameter: Tensor, grads: list[Ten
     return parameter.detach()
 
 
-@pytest.mark.parametrize("size", [(6, 100), (37,)])
+@pytest.mark.parametrize("size", [(6, 60), (37,)])
 def test_adamw_without_blocks_is_torchs(size: tuple[int, ...]) -> None:
     """Rows that are no multiple of a block keep fp32 state."""
     start, found = torch.randn(size), []
@@ -84,6 +84,12 @@ def test_8bit_adamw_is_torchaos() -> None:
         # fp32 noise takes a value at a border to the other side now and then
         assert (optimizer.state[parameter][f"{name}_codes"] != moment.codes).float().mean() < 1e-3
         assert relative_error(optimizer.state[parameter][f"{name}_scales"].flatten(), moment.scale) < 1e-6
+
+
+def test_block_sizes() -> None:
+    """Of GPT-OSS's rows, Qwen1.5-MoE's, a small multiple of 256, and what has no block: a prime, an expert's vector."""
+    shapes = [(4, 2880), (4, 1408), (4, 512), (4, 64), (4, 63), (4, 257), (2880,), (4, 256, 256)]
+    assert [block_size(torch.Size(shape)) for shape in shapes] == [240, 176, 256, 64, None, None, None, None]
 
 
 def test_8bit_adamw_stays_near_fp32() -> None:
