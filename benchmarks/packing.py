@@ -33,7 +33,7 @@ from moe import choose_kernel, kernel_needs, use_kernel
 from moe.terminal import ends_with_reader
 from sharding import Topology, build_mesh, end_process_group, start_process_group
 from training import TrainConfig, attach_loss_head
-from training.attention import PACKED
+from training.attention import OWN
 from training.balance import LossWeights
 from training.data import (
     IGNORED,
@@ -96,7 +96,7 @@ def measure(directory: Path, arguments: argparse.Namespace) -> int:
     device = ranks.device.type
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     source = open_source(directory / "model")
-    model: Any = source.build(PACKED)
+    model: Any = source.build(OWN)
     use_kernel(model, choose_kernel("auto", kernel_needs(model, device, dtype)).kernel)
     attach_loss_head(model, "chunked")
     mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size))

@@ -28,7 +28,7 @@ _ATTENTION = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
-        "torch_attn::_varlen_attn",
+        "expertmesh::flash_attention",
     }
 )
 

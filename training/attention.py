@@ -1,16 +1,15 @@
-"""Attention within the samples of packed rows, without a mask of row length squared.
+"""Attention within the samples of packed rows, within windows and with sinks, without a mask of row length squared.
 
 A mask would have most pairs of positions multiplied only to be thrown away: of 20 samples in a row of 4,096 tokens, 19
-pairs in 20. Here each sample is a sequence of its own.
+pairs in 20. Here each sample is a sequence of its own, and a query meets the keys of its window.
 
-Shape suffixes: B rows, S positions, N = B·S positions of all rows, H heads, G heads of keys and values, A head width.
+Shape suffixes: B rows, S positions, N = B·S positions of all rows, Q queries and K keys of a row, H heads, G heads of
+keys and values, A head width.
 """
 
-import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -20,20 +19,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
-from moe import ExpertMeshError, settled_attention
-from moe.gpu import is_rehearsing_gpu
+from moe import ExpertMeshError, model_class, settled_attention
 from training.data import Batch
+from training.flash import flash_attention, has_kernel
 
-PACKED = "expertmesh_packed"
-"""Name of this attention among those of transformers; without `segments` it is their sdpa."""
-
+OWN = "expertmesh"
+"""Name of this attention among those of transformers."""
 
 SHARED = "expertmesh_shared_"
 """What the name begins with of an attention in rows that several ranks share; the rest is that of the one within."""
 
-_BY_MASK = frozenset(
-    {"attention", "full_attention", "sliding_attention", "chunked_attention", "sparse", "dense", "moe", "mlp"}
-)
+_SEE_ALL = frozenset({"attention", "full_attention", "sparse", "dense", "moe", "mlp"})
+"""Kinds of layers in which a token sees all before it, or itself alone."""
+_BY_MASK = _SEE_ALL | {"sliding_attention", "chunked_attention"}
 """Kinds of layers that a mask keeps within a sample, or that look at each token by itself."""
 
 _STATE = (
@@ -54,14 +52,11 @@ _NOT_FOR_ATTENTION = frozenset(
 )
 """Arguments that models of transformers hand down to all their parts, and that no attention's result depends on."""
 
-_WIDEST_VARLEN = 256
-"""Of the heads that flash attention takes."""
-
 
 def choose_attention(attn_implementation: str, packing: bool, config: Any) -> str:
-    """PACKED for packed rows with sdpa, where every token sees its sample's whole past; else what was asked for, which
-    keeps samples apart by the mask that transformers makes from their positions. "auto" is sdpa, or eager for a family
-    that has no sdpa.
+    """OWN for packed rows, windows and sinks, where what a token sees is all of its sample's past or a window of it;
+    else what was asked for, which keeps samples apart by the mask that transformers makes from their positions. "auto"
+    is otherwise sdpa, or eager for a family that has no sdpa; "sdpa" is OWN for packed rows without windows alone.
 
     Raises:
         ExpertMeshError: packed rows with flash attention: it takes no mask, and finds out only of single rows where
@@ -72,17 +67,29 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
             f"--attn-implementation {attn_implementation}: does not keep packed samples apart; with --packing use "
             "sdpa, which on a GPU in bf16 runs a flash-attention kernel sample by sample"
         )
-    attn_implementation = settled_attention(config, attn_implementation)
-    if not packing:
-        return attn_implementation
-    text_config = config.get_text_config()
-    kinds = kinds_of_layers(text_config)
-    if others := kinds_not_by_mask(config):
+    if packing and (others := kinds_not_by_mask(config)):
         raise ExpertMeshError(
             f"--packing: {_why_not(config.model_type, others)}; leave it out, --group-by-length saves padding"
         )
-    sees_all = kinds == {"full_attention"} if kinds else getattr(text_config, "sliding_window", None) is None
-    return PACKED if attn_implementation == "sdpa" and sees_all else attn_implementation
+    settled = settled_attention(config, attn_implementation)
+    has_windows = _has_windows(config.get_text_config())
+    if packing and settled == "sdpa" and not has_windows:
+        return OWN
+    is_needed = packing or has_windows or settled == "eager"
+    return OWN if attn_implementation == "auto" and is_needed and _tells_its_attention(config) else settled
+
+
+def _has_windows(text_config: Any) -> bool:
+    """Whether any layer sees less than a token's whole past."""
+    kinds = kinds_of_layers(text_config)
+    return not kinds <= _SEE_ALL if kinds else getattr(text_config, "sliding_window", None) is not None
+
+
+def _tells_its_attention(config: Any) -> bool:
+    """Whether what a layer sees of a row is all that transformers' masks would say, and its attention is told so by
+    arguments: as whatever has flash attention must, which takes no mask."""
+    kinds = kinds_of_layers(config.get_text_config())
+    return kinds <= _SEE_ALL | {"sliding_attention"} and bool(model_class(config)._supports_flash_attn)
 
 
 def inner_attention(model: Any) -> str:
@@ -116,7 +123,7 @@ def check_packing(model: Any) -> None:
     Raises:
         ExpertMeshError: neither transformers nor we have a mask that would keep apart samples in a row of this model.
     """
-    is_masked = inner_attention(model) == PACKED or model.masks_by_position
+    is_masked = inner_attention(model) == OWN or model.masks_by_position
     if not is_masked and (unknown := kinds_of_layers(model.config.get_text_config()) - _MASKS.keys()):
         raise ExpertMeshError(
             f"--packing: nothing keeps packed samples apart in layers of {type(model).__name__} "
@@ -132,7 +139,7 @@ def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
         if batch.is_token_BS is None or not kinds_not_by_mask(model.config):
             return {}
         return {"attention_mask": batch.is_token_BS.long()}
-    if inner_attention(model) == PACKED:
+    if inner_attention(model) == OWN:
         # transformers takes a mask of four dimensions as it is, and builds none of its own; nobody reads this one
         unread = torch.empty(1, 1, 1, 1, device=batch.tokens_BS.device)
         return {"segments": batch.segments, "attention_mask": unread}
@@ -173,7 +180,7 @@ def _masks(model: Any, batch: Batch) -> Any:
     return {kind: _MASKS[kind](**arguments) for kind in kinds} if kinds else create_causal_mask(**arguments)
 
 
-def packed_attention(
+def own_attention(
     module: Any,
     query_BHSA: Tensor,
     key_BGSA: Tensor,
@@ -181,40 +188,101 @@ def packed_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     segments: tuple[int, ...] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each segment, in the signature of transformers' attention functions; (B, S, H, A) out,
     where A is the width of the values.
 
+    Args:
+        attention_mask: true where a query sees a key, windows included; read only without `segments`. None: each row is
+            a segment.
+        sliding_window: keys that a query sees, itself among them.
+        s_aux: (H,), the heads' sinks: see `training.flash`.
+        segments: lengths of all rows' samples, B·S in all.
+
     Raises:
-        ExpertMeshError: the module asks for more than that (attention sinks, a window, a cap on scores). Also without
-            `segments`, so that the forward in which a model is probed finds it out, before anything is loaded.
+        ExpertMeshError: the module asks for more than that (a cap on scores, a bias). Also on the meta device, so that
+            the forward in which a model is probed finds it out, before anything is loaded.
     """
     _refuse_unknown(module, kwargs)
-    if segments is None:
-        return sdpa_attention_forward(
-            module, query_BHSA, key_BGSA, value_BGSA, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    rows, positions = query_BHSA.shape[0], query_BHSA.shape[2]
+    rows, _, positions, _ = query_BHSA.shape
+    if segments is None and attention_mask is not None:
+        return _under_mask(module, query_BHSA, key_BGSA, value_BGSA, attention_mask, dropout, scaling, s_aux), None
+    assert positions == key_BGSA.shape[2], "a query is at the place of its key"
+    is_row = segments is None
+    segments = (positions,) * rows if segments is None else segments
     assert sum(segments) == rows * positions, (segments, query_BHSA.shape)
+    window = sliding_window if sliding_window is not None and sliding_window < max(segments) else 0
+    is_plain = s_aux is None and window == 0
+    if is_plain and is_row:
+        return sdpa_attention_forward(
+            module, query_BHSA, key_BGSA, value_BGSA, None, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if dropout and not is_plain:
+        is_seen_B1SS = _seen(segments, window, rows, query_BHSA.device)
+        return _under_mask(module, query_BHSA, key_BGSA, value_BGSA, is_seen_B1SS, dropout, scaling, s_aux), None
     query_NHA, key_NGA, value_NGA = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHSA, key_BGSA, value_BGSA))
-    is_gpus = query_BHSA.is_cuda or is_rehearsing_gpu()
-    has_kernel = is_gpus and query_BHSA.dtype in (torch.bfloat16, torch.float16)
-    if has_kernel and dropout == 0 and _varlen_width(query_NHA, value_NGA) <= _WIDEST_VARLEN:
-        out_NHA = _by_varlen_kernel(query_NHA, key_NGA, value_NGA, segments, scaling)
-    else:
+    if is_plain and (dropout or not has_kernel(query_NHA, value_NGA)):
         out_NHA = _one_by_one(query_NHA, key_NGA, value_NGA, segments, scaling, dropout)
+    else:
+        out_NHA = flash_attention(query_NHA, key_NGA, value_NGA, segments, scaling, window, s_aux)
     return out_NHA.unflatten(0, (rows, positions)), None
+
+
+def mask_where_needed(**arguments: Any) -> Tensor | None:
+    """In the signature of transformers' mask functions: none where each row is a causal segment of its own, in a window
+    or not, as attention knows that by itself."""
+    is_square = arguments["q_length"] == arguments["kv_length"]
+    if arguments.pop("allow_is_causal_skip", True) and is_square and arguments.get("attention_mask") is None:
+        return None
+    return sdpa_mask(**arguments, allow_is_causal_skip=False)
 
 
 def _refuse_unknown(module: Any, arguments: dict[str, Any]) -> None:
     unknown = [name for name, value in arguments.items() if value is not None and name not in _NOT_FOR_ATTENTION]
     if unknown:
         raise ExpertMeshError(
-            f"--packing: {type(module).__name__} gives its attention {', '.join(unknown)}, which attention sample by "
-            "sample would leave out; use --attn-implementation eager"
+            f"--attn-implementation: {type(module).__name__} gives its attention {', '.join(unknown)}, which attention "
+            "without a mask would leave out; use --attn-implementation eager"
         )
+
+
+def _seen(segments: tuple[int, ...], window: int, rows: int, device: torch.device) -> Tensor:
+    """(B, 1, S, S), true where a query sees a key."""
+    lengths = torch.tensor(segments, device=device)
+    sample_B1S = torch.arange(len(segments), device=device).repeat_interleave(lengths).view(rows, 1, -1)
+    place_S = torch.arange(sample_B1S.shape[-1], device=device)
+    ahead_SS = place_S - place_S.unsqueeze(1)
+    is_near_SS = (ahead_SS <= 0) & (ahead_SS > -window) if window else ahead_SS <= 0
+    return is_near_SS & (sample_B1S.unsqueeze(-1) == sample_B1S.unsqueeze(-2))
+
+
+def _under_mask(
+    module: Any,
+    query_BHQA: Tensor,
+    key_BGKA: Tensor,
+    value_BGKA: Tensor,
+    is_seen_B1QK: Tensor,
+    dropout: float,
+    scale: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """(B, Q, H, A): by sdpa, or with sinks as transformers' `eager_attention_forward` of gpt_oss has them."""
+    if sinks_H is None:
+        out_BQHA, _ = sdpa_attention_forward(
+            module, query_BHQA, key_BGKA, value_BGKA, is_seen_B1QK, dropout=dropout, scaling=scale
+        )
+        return out_BQHA
+    groups = query_BHQA.shape[1] // key_BGKA.shape[1]
+    key_BHKA, value_BHKA = (x.repeat_interleave(groups, dim=1) for x in (key_BGKA, value_BGKA))
+    scale = query_BHQA.shape[-1] ** -0.5 if scale is None else scale
+    scores_BHQK = (query_BHQA @ key_BHKA.mT * scale).masked_fill(~is_seen_B1QK, float("-inf"))
+    sinks_BHQ1 = sinks_H.to(scores_BHQK.dtype).view(-1, 1, 1).expand(*scores_BHQK.shape[:-1], 1)
+    weights_BHQK = torch.cat([scores_BHQK, sinks_BHQ1], dim=-1).softmax(dim=-1)[..., :-1]
+    return (F.dropout(weights_BHQK, dropout) @ value_BHKA).transpose(1, 2).contiguous()
 
 
 def _one_by_one(
@@ -237,54 +305,5 @@ def _one_by_one(
     return torch.cat(outputs)
 
 
-def _by_varlen_kernel(
-    query_NHA: Tensor, key_NGA: Tensor, value_NGA: Tensor, segments: tuple[int, ...], scale: float | None
-) -> Tensor:
-    """One flash-attention kernel for all segments (`torch.nn.attention.varlen`), which wants one width of head."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    ends, longest = _ends(segments, query_NHA.device), max(segments)
-    scale = query_NHA.shape[-1] ** -0.5 if scale is None else scale
-    width, value_width = _varlen_width(query_NHA, value_NGA), value_NGA.shape[-1]
-    # zeros add nothing to a score, and what they give as values is cut off
-    query_NHA, key_NGA, value_NGA = (_widened(x, width) for x in (query_NHA, key_NGA, value_NGA))
-    options = _causal()
-    if (groups := query_NHA.shape[1] // key_NGA.shape[1]) > 1:
-        if "enable_gqa" in _varlen_parameters():
-            options["enable_gqa"] = True
-        else:
-            key_NGA, value_NGA = (x.repeat_interleave(groups, dim=1) for x in (key_NGA, value_NGA))
-    out: Any = varlen_attn(query_NHA, key_NGA, value_NGA, ends, ends, longest, longest, scale=scale, **options)
-    return out[..., :value_width]
-
-
-@lru_cache(maxsize=1)
-def _ends(segments: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where segments begin, and the last one ends, int32; once for all layers of a batch."""
-    return torch.tensor([0, *segments]).cumsum(0).int().pin_memory().to(device, non_blocking=True)
-
-
-def _varlen_width(query_NHA: Tensor, value_NGA: Tensor) -> int:
-    """Of the heads that the kernel is given: the wider of keys' and values', up to a multiple of 8."""
-    return -(-max(query_NHA.shape[-1], value_NGA.shape[-1]) // 8) * 8
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    missing = width - x.shape[-1]
-    return F.pad(x, (0, missing)) if missing else x
-
-
-def _causal() -> dict[str, Any]:
-    """How this torch's varlen_attn is told to be causal: 2.10 has a flag, later ones a window."""
-    return {"window_size": (-1, 0)} if "window_size" in _varlen_parameters() else {"is_causal": True}
-
-
-@cache
-def _varlen_parameters() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, sdpa_mask)
+AttentionInterface.register(OWN, own_attention)
+AttentionMaskInterface.register(OWN, mask_where_needed)

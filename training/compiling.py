@@ -8,7 +8,7 @@ from typing import Any
 from torch._dynamo.utils import calculate_time_spent, counters
 
 from moe import DroplessExperts, ExpertMeshError, decoder_layers
-from training.attention import PACKED, SHARED
+from training.attention import OWN, SHARED
 
 
 def compile_layers(model: Any) -> None:
@@ -18,7 +18,7 @@ def compile_layers(model: Any) -> None:
     All layers have the same code, and share its graphs. The sizes of a batch are symbols there: only a size of 1, or
     one that happens to equal a width of the model, is compiled for itself. What holds collectives, or waits for the
     device, stays as it is: the MoE block, FSDP's hooks and attention in rows that ranks share. So does attention within
-    the samples of packed rows (`training.attention`), which would be compiled for every way of filling a row.
+    the samples of rows without a mask (`training.attention`), which would be compiled for every way of filling a row.
 
     Raises:
         ExpertMeshError: there is no C++ compiler, which code for a CPU and triton's launchers of GPU kernels need.
@@ -31,7 +31,7 @@ def compile_layers(model: Any) -> None:
         )
     layer: Any
     attention = model.config._attn_implementation
-    stays = attention == PACKED or attention.startswith(SHARED)
+    stays = attention == OWN or attention.startswith(SHARED)
     for layer in decoder_layers(model):
         for part in layer.children():
             has_experts = any(isinstance(module, DroplessExperts) for module in part.modules())

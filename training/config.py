@@ -101,7 +101,9 @@ class TrainConfig:
         "capability 9 (H100, H200); emulated on a CPU.",
     )
     attn_implementation: str = _flag(
-        "auto", "Attention of the Hugging Face model. auto: sdpa, or eager where the family has no sdpa."
+        "auto",
+        "Attention of the Hugging Face model. auto: sdpa, or where that would need a mask of row length squared or "
+        "knows no sinks, our own; eager where neither will do.",
     )
     cross_entropy: CrossEntropy = _flag(
         "auto",

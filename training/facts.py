@@ -8,7 +8,7 @@ from typing import Any
 from checkpoints import Checkpoint, ModelSource
 from moe import KernelChoice, ParameterCounts, moe_shape
 from sharding import Topology
-from training.attention import PACKED, inner_attention
+from training.attention import OWN, inner_attention
 from training.config import TrainConfig
 from training.data import DataOrder, describe
 from training.head import loss_head
@@ -72,7 +72,7 @@ def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: Data
 
 def _attention(model: Any) -> str:
     used = inner_attention(model)
-    return "sdpa sample by sample" if used == PACKED else used
+    return "of our own, without masks" if used == OWN else used
 
 
 def _rope(config: TrainConfig, source: ModelSource) -> list[str]:

@@ -13,7 +13,7 @@ from sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, in_full, random_samples, sharded_model, train_config
 from tests.tiny import relative_error, save_model, tiny_mixtral
-from training.attention import PACKED, attention_arguments
+from training.attention import OWN, attention_arguments
 from training.balance import LossWeights
 from training.data import IGNORED, Batch, Sample, collate, pack
 from training.optimizer import build_optimizer
@@ -32,7 +32,7 @@ def packed_rows() -> list[list[Sample]]:
 
 @pytest.mark.parametrize(
     ("attention", "changes"),
-    [("sdpa", {}), ("eager", {}), ("sdpa", {"sliding_window": 6}), (PACKED, {}), (PACKED, {"num_key_value_heads": 4})],
+    [("sdpa", {}), ("eager", {}), ("sdpa", {"sliding_window": 6}), (OWN, {}), (OWN, {"num_key_value_heads": 4})],
     ids=["sdpa", "eager", "sliding window", "sample by sample", "sample by sample, all heads"],
 )
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (2, 2)])
@@ -99,7 +99,7 @@ def _losses_of_transformers(**changes: Any) -> Tensor:
     return torch.cat(losses)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", PACKED])
+@pytest.mark.parametrize("attention", ["sdpa", OWN])
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (4, 2), (4, 4)])
 def test_same_weights(ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int, attention: str) -> None:
     """Two steps over the same samples, a row each in one process or packed on several ranks, with a z-loss."""
@@ -115,7 +115,7 @@ def _train(
     path: Path, topology: Topology, rows: list[list[Sample]], attention: str
 ) -> tuple[list[float], dict[str, Tensor]]:
     model, mesh, _ = sharded_model(
-        path, topology, Case([], gradient_checkpointing="selective" if attention == PACKED else "none")
+        path, topology, Case([], gradient_checkpointing="selective" if attention == OWN else "none")
     )
     model.set_attn_implementation(attention)
     optimizer = build_optimizer(model.train(), train_config(), mesh)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from moe import ExpertMeshError, build_model
 from tests.distributed.reference import random_samples
@@ -15,7 +16,7 @@ from tests.families.configs import tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
 from tests.tiny import loaded
 from training import attach_loss_head, check_packing, choose_attention
-from training.attention import PACKED
+from training.attention import OWN
 from training.data import Batch, collate
 from training.step import token_loss_sum
 
@@ -89,14 +90,28 @@ def loss_of(model: Any, batch: Batch) -> float:
 
 
 @pytest.mark.parametrize("family", SINKS)
-def test_no_sdpa_where_it_would_leave_out_sinks(family: str) -> None:
-    """auto is eager there; asking for sdpa is an error, packed or not, as is our own attention."""
+def test_sdpa_would_leave_out_sinks(family: str) -> None:
+    """auto is our own attention there; asking for sdpa is an error, packed or not."""
     config = tiny_config(family)
-    assert choose_attention("auto", True, config) == "eager"
+    assert choose_attention("auto", True, config) == choose_attention("auto", False, config) == OWN
     with pytest.raises(ExpertMeshError, match="with --attn-implementation sdpa"):
         build_model(config, "sdpa")
-    with pytest.raises(ExpertMeshError, match=r"--packing: \w+Attention gives its attention .*s_aux"):
-        build_model(config, PACKED)
+
+
+@pytest.mark.parametrize("family", [*SINKS, "afmoe", "gemma4_text"])
+def test_answers(family: str) -> None:
+    """With windows, most with sinks too: prompts of two lengths, padded in front, and what is kept of keys, values."""
+    config, theirs = tiny_config(family), tiny_model(family, seed=1)
+    prompts_BS, is_token_BS = torch.tensor([A.tokens, [0] * 4 + E.tokens]), torch.ones(2, 13, dtype=torch.int64)
+    is_token_BS[1, :4] = 0
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    results = []
+    for attention in (OWN, "eager"):
+        model = loaded(build_model(config, attention), theirs).eval()
+        results.append(model.generate(prompts_BS, attention_mask=is_token_BS, generation_config=settings))
+    ours, eager = results
+    assert torch.equal(ours.sequences, eager.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(eager.logits), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "mellum", "laguna"])
@@ -106,5 +121,5 @@ def test_a_window_that_no_layer_has(family: str) -> None:
     text = config.get_text_config()
     text.layer_types = ["full_attention"] * text.num_hidden_layers
     text.sliding_window = 8
-    assert choose_attention("auto", True, config) == PACKED
-    build_model(config, PACKED)
+    assert choose_attention("auto", True, config) == OWN
+    build_model(config, OWN)

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GptOssConfig, JambaConfig, Lfm2MoeConfig, Qwen2MoeConfig, Qwen3NextConfig
+from transformers import DeepseekV4Config, GptOssConfig, JambaConfig, Lfm2MoeConfig, Qwen2MoeConfig, Qwen3NextConfig
 
 from moe import ExpertMeshError
 from tests.tiny import relative_error, tiny_config, tiny_mixtral
-from training import attention
-from training.attention import PACKED, choose_attention, packed_attention, told_whether_packed
+from training.attention import OWN, choose_attention, own_attention, told_whether_packed
 from training.data import Sample, collate
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
@@ -54,7 +53,7 @@ def test_same_as_under_a_mask(device: str, dtype: torch.dtype, tolerance: float)
     for segmented in (True, False):
         query, key, value = inputs(device, dtype)
         if segmented:
-            out, _ = packed_attention(None, query, key, value, None, scaling=0.2, segments=segments)
+            out, _ = own_attention(None, query, key, value, None, scaling=0.2, segments=segments)
         else:
             out = masked(query, key, value)
         assert out.shape == (2, 24, 8, 32)
@@ -78,7 +77,7 @@ def unequal(device: str, dtype: torch.dtype, key_width: int, value_width: int) -
 def assert_same_as_under_a_mask(device: str, dtype: torch.dtype, widths: tuple[int, int], tolerance: float) -> None:
     segments = tuple(length for row in ROWS for length in row)
     found, expected = unequal(device, dtype, *widths), unequal(device, dtype, *widths)
-    out, _ = packed_attention(None, *found, None, segments=segments, scaling=0.2)
+    out, _ = own_attention(None, *found, None, segments=segments, scaling=0.2)
     want = masked(*expected)
     assert out.shape == want.shape == (2, 24, 8, widths[1])
     assert relative_error(out.detach().float(), want.detach().float()) <= tolerance
@@ -101,79 +100,47 @@ def test_unequal_widths_in_the_kernel(widths: tuple[int, int]) -> None:
     assert_same_as_under_a_mask("cuda", torch.bfloat16, widths, 2e-2)
 
 
-@pytest.mark.parametrize("widths", UNEQUAL)
-@pytest.mark.parametrize("scale", [0.2, None])
-@pytest.mark.parametrize("takes_groups", [True, False])
-def test_the_kernel_is_given_one_width(
-    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int], scale: float | None, takes_groups: bool
-) -> None:
-    """With a stand-in for the kernel that takes what flash attention takes: heads of one width, as many of keys as of
-    queries, unless this torch's kernel takes groups; and where segments end, made once for all layers."""
-    seen = []
-
-    def kernel(query: Tensor, key: Tensor, value: Tensor, *ends_and_longest: Any, **settings: Any) -> Tensor:
-        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
-        assert query.shape[-1] % 8 == 0
-        assert key.shape[1] == value.shape[1] == (2 if takes_groups else 8)
-        assert settings.get("enable_gqa", False) == takes_groups
-        seen.append(ends_and_longest[0])
-        ends, other_ends, longest, other_longest = ends_and_longest
-        assert (longest, other_longest) == (17, 17)
-        assert torch.equal(ends, other_ends)
-        assert settings["window_size"] == (-1, 0)
-        lengths = ends.diff().tolist()
-        outputs = []
-        for q, k, v in zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)), strict=True):
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, scale=settings["scale"], enable_gqa=takes_groups
-                )
-            )
-        return torch.cat(outputs, dim=1).transpose(0, 1)
-
-    known = {"window_size", "enable_gqa"} if takes_groups else {"window_size"}
-    monkeypatch.setattr("training.attention._varlen_parameters", lambda: frozenset(known))
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    segments = tuple(length for row in ROWS for length in row)
-    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in unequal("cpu", torch.float32, *widths))
-    expected = attention._one_by_one(query, key, value, segments, scale, 0.0)
-    found = attention._by_varlen_kernel(query, key, value, segments, scale)
-    assert found.shape == (48, 8, widths[1])
-    assert relative_error(found.detach(), expected.detach()) <= 1e-6
-    attention._by_varlen_kernel(query, key, value, segments, scale)
-    assert seen[0] is seen[1]
-
-
 @pytest.mark.parametrize("segments", [(24, 24), None])
-@pytest.mark.parametrize("name", ["s_aux", "sliding_window", "softcap", "position_bias", "what_comes_next"])
+@pytest.mark.parametrize("name", ["softcap", "position_bias", "what_comes_next"])
 def test_what_it_would_leave_out_is_refused(name: str, segments: tuple[int, ...] | None) -> None:
     """Whatever a family gives its attention, and this one does not know."""
     query, key, value = inputs("cpu", torch.float32)
     module = torch.nn.Linear(1, 1)
-    with pytest.raises(ExpertMeshError, match=f"--packing: Linear gives its attention {name}, which"):
-        packed_attention(module, query, key, value, None, segments=segments, **{name: 8})
+    unknown: dict[str, Any] = {name: 8}
+    with pytest.raises(ExpertMeshError, match=f"--attn-implementation: Linear gives its attention {name}, which"):
+        own_attention(module, query, key, value, None, segments=segments, **unknown)
     known: dict[str, Any] = {name: None, "position_ids": torch.arange(24).unsqueeze(0), "use_cache": False}
-    packed_attention(module, query, key[:, :1], value[:, :1], None, segments=(24, 24), **known)
+    own_attention(module, query, key[:, :1], value[:, :1], None, segments=(24, 24), **known)
 
 
 def test_when_it_is_chosen() -> None:
     config, windowed = tiny_config(), tiny_config(sliding_window=8)
-    assert choose_attention("sdpa", True, config) == PACKED
+    assert choose_attention("sdpa", True, config) == OWN
     assert choose_attention("sdpa", False, config) == "sdpa"
     assert choose_attention("sdpa", True, windowed) == "sdpa"
     assert choose_attention("eager", True, config) == "eager"
-    assert choose_attention("auto", True, config) == PACKED
+    assert choose_attention("auto", True, config) == OWN
     assert choose_attention("auto", False, config) == "sdpa"
+    assert choose_attention("auto", True, windowed) == choose_attention("auto", False, windowed) == OWN
 
 
 def test_the_kinds_of_layers_decide() -> None:
-    """A config that lists its layers says there whether any has a window; a family without sdpa is left its mask."""
+    """A config that lists its layers says there whether any has a window; one of chunks has its mask."""
     windows, whole = Qwen2MoeConfig(**LAYERS, use_sliding_window=True), Qwen2MoeConfig(**LAYERS)
     assert choose_attention("sdpa", True, windows) == "sdpa"
-    assert choose_attention("sdpa", True, whole) == PACKED
-    assert choose_attention("auto", True, GptOssConfig(**LAYERS)) == "eager"
+    assert choose_attention("auto", False, windows) == OWN
+    assert choose_attention("sdpa", True, whole) == OWN
+    assert choose_attention("auto", False, whole) == "sdpa"
+    chunks = with_kinds(Qwen2MoeConfig(**LAYERS), ["chunked_attention", "full_attention"] * 2)
+    assert choose_attention("auto", True, chunks) == choose_attention("auto", False, chunks) == "sdpa"
+
+
+def test_a_family_without_sdpa() -> None:
+    """It is given our own where it has flash attention, which is told windows and sinks as ours is, and else eager."""
+    assert choose_attention("auto", False, GptOssConfig(**LAYERS)) == OWN
+    assert choose_attention("auto", True, GptOssConfig(**LAYERS)) == OWN
+    assert choose_attention("eager", True, GptOssConfig(**LAYERS)) == "eager"
+    assert choose_attention("auto", False, DeepseekV4Config(**LAYERS)) == "eager"
 
 
 CONVOLUTIONS = ["conv", "full_attention", "conv", "conv"]

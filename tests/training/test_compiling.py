@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from moe import ExpertMeshError, build_model
 from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
 from training import attach_loss_head, compile_layers
-from training.attention import PACKED
+from training.attention import OWN
 from training.data import Batch, Sample, collate
 from training.inference import inference
 from training.step import token_loss_sum
@@ -48,7 +48,7 @@ def gradients(model: Any, batch: Batch) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("attention", "graphs"), [("sdpa", 2), (PACKED, 1)])
+@pytest.mark.parametrize(("attention", "graphs"), [("sdpa", 2), (OWN, 1)])
 def test_graphs_of_many_lengths(attention: str, graphs: int) -> None:
     """Twenty lengths of rows, one graph for all norms and one for all attentions; the same gradients as without."""
     model, plain = (built(attention, compiled) for compiled in (True, False))

@@ -25,7 +25,7 @@ from tests.families.configs import tiny_config as tiny_family
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
 from training import compile_layers, fuse_layers
-from training.attention import PACKED
+from training.attention import OWN
 from training.fused_norm import WIDEST, FusedNorm, Norm, fuse_norm, try_norm
 from training.fused_rotary import FusedRotary, Rotation, fuse_rotary, plain_rotate, try_rotary
 
@@ -278,7 +278,7 @@ def test_compiler_keeps_what_it_has() -> None:
     for attention, is_compiled, expected in (
         ("sdpa", False, of_layer + of_attention),
         ("sdpa", True, []),
-        (PACKED, True, of_attention),
+        (OWN, True, of_attention),
     ):
         model = build_model(config, attention)
         if is_compiled:

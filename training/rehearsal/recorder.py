@@ -371,9 +371,10 @@ def _bytes(tensor: Tensor) -> int:
 
 def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor], args: Any) -> float:
     """A multiplication and an addition for each pair of numbers that are multiplied in a product of matrices."""
-    if operator.name() in _LONGEST:
-        place, products = _LONGEST[operator.name()]
-        return 2.0 * _attention_in_samples(inputs[0], args[place], products)
+    if operator.name() in _IN_SEGMENTS:
+        place, products = _IN_SEGMENTS[operator.name()]
+        segments, _, window = args[place : place + 3]
+        return 2.0 * _attention_in_segments(inputs[0], segments, window, products)
     count = _FLOPS.get(operator.name())
     return 0.0 if count is None else 2.0 * count(inputs, results)
 
@@ -415,10 +416,14 @@ def _attention_backward(inputs: list[Tensor], results: list[Tensor]) -> float:
     return _causal_pairs(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-def _attention_in_samples(query_NHA: Tensor, longest: int, products: int) -> float:
-    """Of samples that are all as long, and so many products of each pair of positions, whose heads are all as wide."""
-    tokens, heads, width = query_NHA.shape
-    return float(tokens * heads) * (longest + 1) / 2 * width * products
+def _attention_in_segments(query_NHA: Tensor, segments: list[int], window: int, products: int) -> float:
+    """Of so many products of each pair of positions that see one another, whose heads are all as wide."""
+    _, heads, width = query_NHA.shape
+    pairs = 0
+    for length in segments:
+        unseen = max(length - window, 0) if window else 0
+        pairs += length * (length + 1) // 2 - unseen * (unseen + 1) // 2
+    return float(pairs) * heads * width * products
 
 
 _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
@@ -442,13 +447,13 @@ _NEEDED = dict.fromkeys(
         "aten::_scaled_dot_product_flash_attention_backward",
         "aten::_scaled_dot_product_efficient_attention_backward",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-        "torch_attn::_varlen_attn_backward",
+        "expertmesh::flash_attention_backward",
     ),
     0.8,
 )
 """Fused attention's backward computes the scores again: of five products one."""
-_LONGEST = {"torch_attn::_varlen_attn": (5, 2), "torch_attn::_varlen_attn_backward": (8, 5)}
-"""Of attention within samples: which argument says how long the longest is, here all are; and how many products."""
+_IN_SEGMENTS = {"expertmesh::flash_attention": (4, 2), "expertmesh::flash_attention_backward": (6, 5)}
+"""Of attention within segments: which argument is the first of segments, scale and window; and how many products."""
 
 _COLLECTIVES = {
     "c10d::_allgather_base_": "all-gather",

@@ -6,7 +6,6 @@ What depends on data is told. Attention is a fused kernel's, as on a GPU.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from traceback import walk_tb
 from types import TracebackType
@@ -23,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
 import moe.dispatch
-import training.attention
 from moe import (
     ExpertMeshError,
     ParameterCounts,
@@ -257,14 +255,9 @@ def _telling(config: TrainConfig, rows: int, shares: Sequence[tuple[float, ...]]
         sent = _split(rows, shares[recorder.layer] or (1.0,) * ep_size)
         return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
 
-    @cache
-    def ends(segments: tuple[int, ...], device: torch.device) -> Tensor:
-        return torch.empty(len(segments) + 1, dtype=torch.int32)
-
     with (
         mock.patch.object(moe.dispatch, "exchange_counts", told),
         mock.patch.object(moe.dispatch, "_wait_for_counts", return_value=None),
-        mock.patch.object(training.attention, "_ends", ends),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         # transformers makes masks that no kernel needs where it takes a forward for one that is being exported
         mock.patch.object(masking_utils, "is_tracing", return_value=False),
