@@ -204,7 +204,7 @@ def speed_up() -> list[str]:
         f"{'forwards':<10}{'link':<10}{'experts of FSDP2 alone':<24}{'its steps/s':>12}{'EP8 steps/s':>13}"
         f"{'speed-up':>10}{'off':>7}",
     ]
-    for accumulation in (1, 2, 4, 8, 16):
+    for accumulation in (1, 2, 4, 5, 8, 16):
         for link in ("nvlink3", "pcie4"):
             machine = replace(A100, inside=LINKS[link])
             for kernel in ("torch-grouped", "loop"):
