@@ -47,9 +47,9 @@ def test_help(module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     [
         ("checkpoints.__main__", ["inspect", "MODEL", "--tensors", "--check"]),
         ("checkpoints.__main__", ["verify", "MODEL", "MODEL"]),
-        ("sharding.__main__", ["plan", "--model", "MODEL"]),
+        ("sharding.__main__", ["plan", "--model", "MODEL", "--gpus", "2", "--micro-batch", "1"]),
         ("sharding.__main__", ["plan", "--model", "MODEL", "--sweep"]),
-        ("sharding.__main__", ["plan", "--model", "MODEL", "--json"]),
+        ("sharding.__main__", ["plan", "--model", "MODEL", "--gpus", "2", "--micro-batch", "1", "--json"]),
         ("sharding.__main__", ["mesh", "--world-size", "16", "--ep-size", "8"]),
         ("sharding.__main__", ["rehearse", "--model", "MODEL", "--max-seq-length", "32"]),
     ],

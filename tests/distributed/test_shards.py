@@ -75,6 +75,11 @@ DAMAGES = {
 }
 
 
+def spoilt_by(damage: str, names: list[str]) -> list[str]:
+    """The files that a kind of damage is tried on: all, or every third, other ones for each kind."""
+    return names if damage == "byte in the middle" else names[list(DAMAGES).index(damage) % 3 :: 3]
+
+
 @pytest.mark.parametrize(
     ("topology", "damage"),
     [
@@ -87,10 +92,10 @@ DAMAGES = {
 def test_damage_is_found_at_load_by_file(
     ranks: RankPool, shards: Path, tmp_path: Path, topology: Topology, damage: str
 ) -> None:
-    """Each file of the directory in turn."""
+    """Each file of the directory in turn: all of them by one kind of damage, a part of them by each other kind."""
     names = sorted(file.name for file in shards.iterdir())
     assert {"manifest.json", "config.json", "dense-00001-of-00001.safetensors"} <= set(names)
-    for name in names:
+    for name in spoilt_by(damage, names):
         spoilt = tmp_path / name
         shutil.copytree(shards, spoilt)
         DAMAGES[damage](spoilt / name)

@@ -20,7 +20,7 @@ CASES = {
     "code_beside_weights": (0, 27),
     "yaml_files": (200, 250),
     "model_names": (0, 12),
-    "plans": (150, 120),
+    "plans": (60, 60),
     "data_files": (60, 50),
     "data_rows": (600, 0),
     "tokenizer_files": (200, 50),

@@ -148,7 +148,7 @@ def plans(watch: Watch, num_cases: int, small: Path) -> None:
     config, measured = json.loads(file.read_text()), json.loads(rates.read_text())
     values: list[Any] = [None, -1, 0, 2**63, 10**400, 1e308, float("nan"), "x", [], {"a": None}]
     for number, key in enumerate(config):
-        for value in values[number % 3 :: 3]:
+        for value in values[number % 5 :: 5]:
             attempt(f"{key} = {value!r:.60}", file, dumped({**config, key: value}))
     changed_config = changed_document(config).map(lambda document: (file, dumped(document)))
     changed_rates = changed_document(measured).map(lambda document: (rates, dumped(document)))

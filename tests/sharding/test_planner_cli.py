@@ -125,7 +125,22 @@ def test_plan_in_a_precision(
     assert ["--bf16" in given, "--tf32" in given] == [command == "--bf16", command == "--tf32"]
 
 
-def test_plan_with_flags_of_a_run(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As wide, with few layers, whose state takes less than what they compute; and few experts, for few plans."""
+    file = tmp_path_factory.mktemp("shallow") / "config.json"
+    file.write_text(json.dumps(MIXTRAL_8X7B | {"num_hidden_layers": 4, "num_local_experts": 2}))
+    return file
+
+
+def plans(shallow: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """By what tells them apart."""
+    assert main(["plan", "--model", str(shallow), "--gpus", "64", "--micro-batch", "1", "--json", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return {(p["ep"], p["dense_shard"], p["gradient_checkpointing"]): p for p in found}
+
+
+def test_plan_with_flags_of_a_run(config_file: Path, shallow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows travel in parts where they travel, and products are kept where checkpointing is selective; what is
     recommended says all of it."""
     flags = ["--overlap-chunks", "2", "--keep-expert-products", "4", "--expert-precision", "fp8"]
@@ -137,32 +152,24 @@ def test_plan_with_flags_of_a_run(config_file: Path, capsys: pytest.CaptureFixtu
     assert ("--keep-expert-products" in given) == selective
     assert ("--overlap-chunks" in given) == (int(given[given.index("--ep-size") + 1]) in (2, 4))
 
-    def plans(*further: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-        assert main([*common, "--json", *further]) == 0
-        found = json.loads(capsys.readouterr().out)
-        return {(p["ep"], p["dense_shard"], p["gradient_checkpointing"]): p for p in found}
-
-    plain, kept = plans(), plans("--keep-expert-products", "4")
+    plain, kept = plans(shallow, capsys), plans(shallow, capsys, "--keep-expert-products", "4")
     assert plain.keys() == kept.keys()
     for setting, plan in plain.items():
         assert (kept[setting]["memory"]["total"] > plan["memory"]["total"]) == (setting[2] == "selective")
 
 
-def test_plan_with_shared_rows_and_inputs_in_host_memory(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_shared_rows_and_inputs_in_host_memory(
+    config_file: Path, shallow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is recommended says both; inputs leave the card where checkpointing keeps them and nothing else."""
-    common = ["plan", "--model", str(config_file), "--gpus", "64", "--micro-batch", "1", "--cp-size", "4"]
+    common = ["plan", "--model", str(config_file), "--gpus", "64", "--micro-batch", "1"]
     # without checkpointing they do not fit
-    assert main([*common, "--offload-activations", "--seq-length", "131072"]) == 0
+    assert main([*common, "--cp-size", "4", "--offload-activations", "--seq-length", "131072"]) == 0
     given = capsys.readouterr().out.split("recommended")[1].split()
     config = parse_config(given[given.index("train_ep.py") + 1 :])
     assert (config.cp_size, config.offload_activations) == (4, True)
 
-    def plans(*further: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-        assert main([*common, "--json", *further]) == 0
-        found = json.loads(capsys.readouterr().out)
-        return {(p["ep"], p["dense_shard"], p["gradient_checkpointing"]): p for p in found}
-
-    shared, offloaded = plans(), plans("--offload-activations")
+    shared, offloaded = (plans(shallow, capsys, "--cp-size", "2", *more) for more in ([], ["--offload-activations"]))
     assert shared.keys() == offloaded.keys()
     for setting, plan in shared.items():
         here, kept = offloaded[setting]["memory"]["activations"], plan["memory"]["activations"]

@@ -35,7 +35,7 @@ def flags_of(**flags: Any) -> TrainConfig:
 
 def both(model_config: Any, world_size: int, **flags: Any) -> tuple[Rehearsed, Run]:
     config = flags_of(**flags)
-    run = planned(config, model_config, world_size, is_kept=False, trained=1 - 1 / TOKENS)
+    run = planned(config, model_config, world_size, is_kept=False, trained=1 - 1 / config.max_seq_length)
     return rehearse(config, model_config, world_size), run
 
 
@@ -50,7 +50,8 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "shared experts, dense first layers, MLA": ("deepseek_v3", 64, {"ep_size": 4, "gradient_checkpointing": "full"}),
     "biases, windows, sinks": ("gpt_oss", 16, {"ep_size": 8, "gradient_checkpointing": "selective"}),
     "DeltaNet": ("qwen3_next", 16, {"ep_size": 2}),
-    "Mamba": ("jamba", 16, {"ep_size": 2, "gradient_checkpointing": "full"}),
+    # which transformers computes token by token
+    "Mamba": ("jamba", 16, {"ep_size": 2, "gradient_checkpointing": "full", "max_seq_length": 32}),
     "LoRA": ("mixtral", 8, {"ep_size": 4, "adapter": "lora"}),
     "LoRA beside nf4": ("qwen3_moe", 8, {"ep_size": 8, "adapter": "lora", "base_dtype": "nf4"}),
     "shared rows": ("qwen3_moe", 8, {"ep_size": 4, "cp_size": 2, "gradient_checkpointing": "selective"}),
