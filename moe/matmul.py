@@ -90,7 +90,10 @@ def matmul(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None) -> Tensor:
     """a_MK @ b_KN, written into `out_MN` (of any dtype) where that is given; without a gradient. Transposed views cost
     no copy."""
     if suits_onednn(a_MK, b_KN):
-        product = _onednn(a_MK, b_KN)
+        # oneDNN copies a left operand that is transposed; written to a place, the product may be a transposed one, of
+        # the smaller operand
+        is_turned = out_MN is not None and a_MK.stride(0) == 1 and a_MK.numel() > b_KN.numel()
+        product = _onednn(b_KN.t(), a_MK.t()).t() if is_turned else _onednn(a_MK, b_KN)
     elif out_MN is not None and out_MN.dtype == a_MK.dtype:
         return torch.mm(a_MK, b_KN, out=out_MN)
     else:
@@ -121,14 +124,7 @@ def _product(a_MK: Tensor, b_KN: Tensor) -> Product:
 
 
 def _onednn(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """oneDNN copies a left operand that is transposed. Of a weight's gradient both are, once the other way round: the
-    smaller of the two is copied, which of the logits' gradient is the difference between little and all logits."""
-    multiply = torch.ops.mkldnn._linear_pointwise
-    product: Tensor
-    if _product(a_MK, b_KN) == "weight-gradient" and a_MK.numel() > b_KN.numel():
-        product = multiply(b_KN.t(), a_MK, None, "none", [], "").t()
-    else:
-        product = multiply(a_MK, b_KN.t(), None, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), None, "none", [], "")
     return product
 
 

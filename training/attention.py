@@ -48,9 +48,10 @@ _NOT_APART = {
 """Why no mask keeps the samples of a packed row apart, by patterns of the names of kinds of layers."""
 
 _NOT_FOR_ATTENTION = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "sliding_window"}
 )
-"""Arguments that models of transformers hand down to all their parts, and that no attention's result depends on."""
+"""Arguments that models of transformers hand down to all their parts, and that no attention's result depends on; and
+the window, which is in the mask."""
 
 
 def choose_attention(attn_implementation: str, packing: bool, config: Any) -> str:
@@ -76,7 +77,7 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
     if packing and settled == "sdpa" and not has_windows:
         return OWN
     is_needed = packing or has_windows or settled == "eager"
-    return OWN if attn_implementation == "auto" and is_needed and _tells_its_attention(config) else settled
+    return OWN if attn_implementation == "auto" and is_needed and _suits_own(config) else settled
 
 
 def _has_windows(text_config: Any) -> bool:
@@ -85,11 +86,12 @@ def _has_windows(text_config: Any) -> bool:
     return not kinds <= _SEE_ALL if kinds else getattr(text_config, "sliding_window", None) is not None
 
 
-def _tells_its_attention(config: Any) -> bool:
-    """Whether what a layer sees of a row is all that transformers' masks would say, and its attention is told so by
-    arguments: as whatever has flash attention must, which takes no mask."""
+def _suits_own(config: Any) -> bool:
+    """Whether what its layers see of a row is the past or a window of it, and their attention is told all else by
+    arguments: as that of a family must be that has sdpa, or flash attention."""
     kinds = kinds_of_layers(config.get_text_config())
-    return kinds <= _SEE_ALL | {"sliding_attention"} and bool(model_class(config)._supports_flash_attn)
+    is_told = model_class(config)._supports_sdpa or model_class(config)._supports_flash_attn
+    return bool(is_told) and kinds <= _SEE_ALL | {"sliding_attention"}
 
 
 def inner_attention(model: Any) -> str:
@@ -140,19 +142,18 @@ def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
             return {}
         return {"attention_mask": batch.is_token_BS.long()}
     if inner_attention(model) == OWN:
-        # transformers takes a mask of four dimensions as it is, and builds none of its own; nobody reads this one
-        unread = torch.empty(1, 1, 1, 1, device=batch.tokens_BS.device)
-        return {"segments": batch.segments, "attention_mask": unread}
+        return {"segments": batch.segments}
     if model.masks_by_position:
         return {}
     return {"attention_mask": _masks(model, batch)}
 
 
 @contextmanager
-def told_whether_packed(batch: Batch) -> Iterator[None]:
+def told_whether_packed(model: Any, batch: Batch) -> Iterator[None]:
     """Within it, transformers is told where a batch has one sample a row: by itself it would look for several in every
-    forward, and wait for the device to find out. Of a run of rows it could not tell."""
-    if batch.segments is not None and batch.shared is None:
+    forward, and wait for the device to find out. Of a run of rows it could not tell, and for our own attention it need
+    not."""
+    if batch.segments is not None and batch.shared is None and inner_attention(model) != OWN:
         yield
         return
     find = masking_utils.find_packed_sequence_indices
@@ -188,7 +189,6 @@ def own_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     segments: tuple[int, ...] | None = None,
     **kwargs: Any,
@@ -197,11 +197,9 @@ def own_attention(
     where A is the width of the values.
 
     Args:
-        attention_mask: true where a query sees a key, windows included; read only without `segments`. None: each row is
-            a segment.
-        sliding_window: keys that a query sees, itself among them.
+        attention_mask: from `mask_where_needed`.
         s_aux: (H,), the heads' sinks: see `training.flash`.
-        segments: lengths of all rows' samples, B·S in all.
+        segments: lengths of all rows' samples, B·S in all; None: each row is one.
 
     Raises:
         ExpertMeshError: the module asks for more than that (a cap on scores, a bias). Also on the meta device, so that
@@ -209,13 +207,14 @@ def own_attention(
     """
     _refuse_unknown(module, kwargs)
     rows, _, positions, _ = query_BHSA.shape
-    if segments is None and attention_mask is not None:
+    window = window_told(attention_mask, positions)
+    if attention_mask is not None and window is None:
         return _under_mask(module, query_BHSA, key_BGSA, value_BGSA, attention_mask, dropout, scaling, s_aux), None
     assert positions == key_BGSA.shape[2], "a query is at the place of its key"
     is_row = segments is None
     segments = (positions,) * rows if segments is None else segments
     assert sum(segments) == rows * positions, (segments, query_BHSA.shape)
-    window = sliding_window if sliding_window is not None and sliding_window < max(segments) else 0
+    window = window if window is not None and window < max(segments) else 0
     is_plain = s_aux is None and window == 0
     if is_plain and is_row:
         return sdpa_attention_forward(
@@ -233,12 +232,22 @@ def own_attention(
 
 
 def mask_where_needed(**arguments: Any) -> Tensor | None:
-    """In the signature of transformers' mask functions: none where each row is a causal segment of its own, in a window
-    or not, as attention knows that by itself."""
+    """In the signature of transformers' mask functions: none where each row is causal, which attention is by itself;
+    for windows a mask that is never read, and holds no memory, whose width tells theirs. Not every family gives its
+    attention the window as an argument, and some give one that their masks do not have."""
     is_square = arguments["q_length"] == arguments["kv_length"]
     if arguments.pop("allow_is_causal_skip", True) and is_square and arguments.get("attention_mask") is None:
-        return None
+        window = arguments.get("local_size")
+        if window is None or window >= arguments["q_length"]:
+            return None
+        return torch.ones((), dtype=torch.bool, device=arguments.get("device")).expand(1, 1, 1, window)
     return sdpa_mask(**arguments, allow_is_causal_skip=False)
+
+
+def window_told(mask: Tensor | None, queries: int) -> int | None:
+    """Keys that each of a row's queries sees, itself among them, by a mask from `mask_where_needed`; None: that is no
+    window, but none at all or a mask to be read."""
+    return mask.shape[-1] if mask is not None and mask.shape[2] == 1 < queries else None
 
 
 def _refuse_unknown(module: Any, arguments: dict[str, Any]) -> None:

@@ -61,10 +61,11 @@ def flash_attention(
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether a GPU has one for such heads (last dim)."""
-    is_gpus = query.is_cuda or is_rehearsing_gpu()
+    """Whether a GPU has one for such heads (last dim): from Ampere on."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return is_gpus and is_half and _kernel_width(query, value) <= _WIDEST
+    if not is_half or _kernel_width(query, value) > _WIDEST:
+        return False
+    return is_rehearsing_gpu() or (query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
 def _kernel_width(query: Tensor, value: Tensor) -> int:
@@ -170,9 +171,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     *tensors, ctx.segments, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad_NHA: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad_NHA: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_NHA is None:
+        return (None,) * 7
     query_NHA, key_NGA, value_NGA, sinks_H, out_NHA, lse_HN = ctx.saved_tensors
     gradients = _backward(grad_NHA, query_NHA, key_NGA, value_NGA, out_NHA, lse_HN, ctx.segments, ctx.scale, ctx.window)
     grad_H = None

@@ -242,5 +242,8 @@ def _add_product(sum_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
     """sum_VD += a_VC @ b_CD; sum_VD is fp32, and a product in another dtype is rounded to it once."""
     if a_VC.dtype == sum_VD.dtype and not suits_onednn(a_VC, b_CD):
         sum_VD.addmm_(a_VC, b_CD)
+    elif a_VC.numel() > b_CD.numel():
+        # oneDNN copies a left operand that is transposed: not all logits' gradients
+        sum_VD += matmul(b_CD.t(), a_VC.t()).t()
     else:
         sum_VD += matmul(a_VC, b_CD)

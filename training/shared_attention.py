@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moe import ExpertMeshError, decoder_layers, without_computing
 from sharding import RowGroup
 from sharding.topology import divisors, either
-from training.attention import SHARED, attention_arguments, kinds_not_by_mask, told_whether_packed
+from training.attention import OWN, SHARED, attention_arguments, kinds_not_by_mask, told_whether_packed, window_told
 from training.data import Sample, SharedRows, collate
 
 _BY_ITSELF = frozenset({"mlp", "moe"})
@@ -148,7 +148,7 @@ def _try(model: Any, inner: str, cp_size: int, packing: bool) -> None:
 
     samples = [Sample.of_prompt([0] * 4 * cp_size, 1)] * 2
     batch = collate([samples if packing else samples[:1]], sharers).to(torch.device("meta"))
-    with without_computing(model), told_whether_packed(batch):
+    with without_computing(model), told_whether_packed(model, batch):
         AttentionInterface.register(SHARED + inner, remembered)
         try:
             tell_rows(batch.shared)
@@ -185,7 +185,7 @@ def mask_of_whole_rows(inner: str, **arguments: Any) -> Any:
         return function(**arguments)
     length = arguments["q_length"] * shared.sharers.size
     arguments |= {"q_length": length, "kv_length": length}
-    if shared.is_packed:
+    if shared.is_packed and inner != OWN:
         positions_BS = shared.positions_BS
         before_BS = torch.cat([positions_BS[:, :1] - 1, positions_BS[:, :-1]], dim=1)
         sample_BS = (positions_BS != before_BS + 1).cumsum(dim=1)
@@ -267,7 +267,7 @@ def _of_heads(module: Any, name: str, value: Any, num_heads: int, group: RowGrou
 
 
 def _mask_of_heads(module: Any, mask: Any, num_heads: int, length: int, group: RowGroup) -> Any:
-    if not isinstance(mask, Tensor):
+    if not isinstance(mask, Tensor) or window_told(mask, length) is not None:
         return mask
     if mask.shape[-1] not in (1, length):
         raise ExpertMeshError(

@@ -93,7 +93,7 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
 
 def token_loss_sum(model: Any, batch: Batch) -> Tensor:
     """Sum of the target tokens' cross-entropies after a forward of a model with a `LossHead`, an fp32 scalar."""
-    with told_whether_packed(batch):
+    with told_whether_packed(model, batch):
         # masks are made before the model is called
         tell_rows(batch.shared)
         logits: Tensor = model(

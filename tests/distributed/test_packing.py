@@ -13,7 +13,7 @@ from sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, in_full, random_samples, sharded_model, train_config
 from tests.tiny import relative_error, save_model, tiny_mixtral
-from training.attention import OWN, attention_arguments
+from training.attention import OWN, attention_arguments, told_whether_packed
 from training.balance import LossWeights
 from training.data import IGNORED, Batch, Sample, collate, pack
 from training.optimizer import build_optimizer
@@ -32,8 +32,15 @@ def packed_rows() -> list[list[Sample]]:
 
 @pytest.mark.parametrize(
     ("attention", "changes"),
-    [("sdpa", {}), ("eager", {}), ("sdpa", {"sliding_window": 6}), (OWN, {}), (OWN, {"num_key_value_heads": 4})],
-    ids=["sdpa", "eager", "sliding window", "sample by sample", "sample by sample, all heads"],
+    [
+        ("sdpa", {}),
+        ("eager", {}),
+        ("sdpa", {"sliding_window": 6}),
+        (OWN, {}),
+        (OWN, {"num_key_value_heads": 4}),
+        (OWN, {"sliding_window": 6}),
+    ],
+    ids=["sdpa", "eager", "sliding window", "own", "own, all heads", "own, sliding window"],
 )
 @pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (2, 2)])
 def test_same_token_losses_and_router_statistics(
@@ -74,13 +81,14 @@ def _both_ways(path: Path, topology: Topology, attention: str) -> Any:
 @torch.no_grad()
 def _losses_and_stats(model: Any, batch: Batch) -> tuple[Tensor, list[RouterStats]]:
     """The loss of every target token, in the order of the batch."""
-    out = model(
-        **attention_arguments(model, batch),
-        input_ids=batch.tokens_BS,
-        position_ids=batch.positions_BS,
-        is_token_BS=batch.is_token_BS,
-        use_cache=False,
-    )
+    with told_whether_packed(model, batch):
+        out = model(
+            **attention_arguments(model, batch),
+            input_ids=batch.tokens_BS,
+            position_ids=batch.positions_BS,
+            is_token_BS=batch.is_token_BS,
+            use_cache=False,
+        )
     losses = F.cross_entropy(
         out.logits.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORED, reduction="none"
     )

@@ -50,6 +50,7 @@ REFUSED = {
     "zaya": CARRIES,
 }
 """What the error says. A family that is not here, as one that a new release brings, is packed or refused, and exact."""
+SOME_WINDOWS = ["full_attention", "sliding_attention", "sliding_attention"]
 SINKS = ["flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"]
 
 
@@ -112,6 +113,31 @@ def test_answers(family: str) -> None:
     ours, eager = results
     assert torch.equal(ours.sequences, eager.sequences)
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(eager.logits), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("phimoe", {"sliding_window": 8}),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "layer_types": SOME_WINDOWS}),
+        ("mixtral", {"sliding_window": 8}),
+    ],
+)
+def test_windows(family: str, changes: dict[str, Any]) -> None:
+    """Two families do not tell their attention of them: its masks do. Packed or not, as eager attention has them."""
+    config = tiny_config(family, **changes)
+    theirs, losses = tiny_model(family, seed=1), []
+    for attention in (choose_attention("auto", True, config), "eager"):
+        model = loaded(build_model(config, attention), theirs).eval()
+        attach_loss_head(model, "full")
+        alone = sum(loss_of(model, collate([[sample]])) for row in ROWS for sample in row)
+        losses += [alone, loss_of(model, collate(ROWS))]
+    assert choose_attention("auto", False, config) == choose_attention("auto", True, config) == OWN
+    assert losses == pytest.approx([losses[0]] * 4, rel=TOLERANCE)
+    whole = loaded(build_model(tiny_config(family), "eager"), theirs).eval()
+    attach_loss_head(whole, "full")
+    without = sum(loss_of(whole, collate([[sample]])) for row in ROWS for sample in row)
+    assert abs(without - losses[0]) > LEAK * losses[0], "windows are to matter"
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "mellum", "laguna"])

@@ -8,10 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV4Config, GptOssConfig, JambaConfig, Lfm2MoeConfig, Qwen2MoeConfig, Qwen3NextConfig
+from transformers.masking_utils import causal_mask_function
 
 from moe import ExpertMeshError
 from tests.tiny import relative_error, tiny_config, tiny_mixtral
-from training.attention import OWN, choose_attention, own_attention, told_whether_packed
+from training.attention import (
+    OWN,
+    choose_attention,
+    mask_where_needed,
+    own_attention,
+    told_whether_packed,
+    window_told,
+)
 from training.data import Sample, collate
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
@@ -113,6 +121,31 @@ def test_what_it_would_leave_out_is_refused(name: str, segments: tuple[int, ...]
     own_attention(module, query, key[:, :1], value[:, :1], None, segments=(24, 24), **known)
 
 
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({}, None),
+        ({"local_size": 8}, 8),
+        ({"local_size": 24}, None),
+        ({"local_size": 8, "allow_is_causal_skip": False}, "read"),
+        ({"local_size": 8, "kv_length": 25, "q_offset": 1}, "read"),
+        ({"local_size": 8, "attention_mask": torch.ones(2, 24, dtype=torch.bool)}, "read"),
+    ],
+)
+def test_a_mask_where_it_is_needed(changes: dict[str, Any], window: int | str | None) -> None:
+    """Windows of square and causal attention are told by the width of a mask without memory; else it is read."""
+    arguments: dict[str, Any] = dict(batch_size=2, q_length=24, kv_length=24, mask_function=causal_mask_function)
+    mask = mask_where_needed(**(arguments | changes))
+    if window == "read":
+        assert mask is not None
+        assert mask.shape == (2, 1, 24, changes.get("kv_length", 24))
+        assert window_told(mask, 24) is None
+    else:
+        assert window_told(mask, 24) == window
+        assert (mask is None) == (window is None)
+    assert window_told(torch.ones(1, 1, 1, 9, dtype=torch.bool), 1) is None, "of a single query after 8 others"
+
+
 def test_when_it_is_chosen() -> None:
     config, windowed = tiny_config(), tiny_config(sliding_window=8)
     assert choose_attention("sdpa", True, config) == OWN
@@ -192,7 +225,7 @@ def test_nobody_looks_for_samples_in_rows_that_are_one_each() -> None:
     arguments: dict[str, Any] = dict(input_ids=batch.tokens_BS, position_ids=torch.arange(7)[None], use_cache=False)
     with torch.no_grad(), _Searches() as unasked:
         logits = model(**arguments).logits
-    with torch.no_grad(), _Searches() as told, told_whether_packed(batch):
+    with torch.no_grad(), _Searches() as told, told_whether_packed(model, batch):
         told_logits = model(**arguments).logits
     assert unasked.found > told.found == 0
     assert torch.equal(logits, told_logits)
