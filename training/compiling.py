@@ -17,8 +17,8 @@ def compile_layers(model: Any) -> None:
 
     All layers have the same code, and share its graphs. The sizes of a batch are symbols there: only a size of 1, or
     one that happens to equal a width of the model, is compiled for itself. What holds collectives, or waits for the
-    device, stays as it is: the MoE block, FSDP's hooks and attention in rows that ranks share. So does attention within
-    the samples of rows without a mask (`training.attention`), which would be compiled for every way of filling a row.
+    device, stays as it is: the MoE block, FSDP's hooks and attention in rows that ranks share. So does our own
+    attention (`training.attention`), which would be compiled for every way of filling a row.
 
     Raises:
         ExpertMeshError: there is no C++ compiler, which code for a CPU and triton's launchers of GPU kernels need.

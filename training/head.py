@@ -240,10 +240,10 @@ def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor
 
 def _add_product(sum_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
     """sum_VD += a_VC @ b_CD; sum_VD is fp32, and a product in another dtype is rounded to it once."""
-    if a_VC.dtype == sum_VD.dtype and not suits_onednn(a_VC, b_CD):
-        sum_VD.addmm_(a_VC, b_CD)
-    elif a_VC.numel() > b_CD.numel():
+    if suits_onednn(a_VC, b_CD) and a_VC.numel() > b_CD.numel():
         # oneDNN copies a left operand that is transposed: not all logits' gradients
         sum_VD += matmul(b_CD.t(), a_VC.t()).t()
+    elif a_VC.dtype == sum_VD.dtype and not suits_onednn(a_VC, b_CD):
+        sum_VD.addmm_(a_VC, b_CD)
     else:
         sum_VD += matmul(a_VC, b_CD)
