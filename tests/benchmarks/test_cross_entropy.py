@@ -10,10 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_less_memory_for_the_same_loss(tmp_path: Path, dtype: str) -> None:
+def test_less_memory_for_the_same_loss(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.cross_entropy", "--tokens", "2048", "--width", "64", "--device", "cpu"]
-    command += ["--share", "0.4", "--dtype", dtype, "--repetitions", "1", "--rounds", "1"]
+    command += ["--share", "0.4", "--dtype", "bfloat16", "--repetitions", "1", "--rounds", "1"]
     command += ["--json", str(tmp_path / "figures.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -176,10 +176,10 @@ def offload(cell: Cell) -> None:
 
 
 def elastic(cell: Cell) -> None:
-    """Begun at dp 2, ep 2, and gone on with on one rank from the second step of three: the third step of the run that
+    """Begun on two ranks, and gone on with on one from the second step of three: the third step of the run that
     nothing stopped, and its weights."""
     common = ("--max-steps", 3, "--save-steps", 2, "--attn-implementation", "eager", "--export")
-    whole = cell.train(4, cell.out / "whole", *common)
+    whole = cell.train(2, cell.out / "whole", *common)
     shutil.copytree(cell.out / "whole" / "checkpoints", cell.out / "part" / "checkpoints")
     part = cell.train(1, cell.out / "part", *common, "--resume", "auto", "--elastic")
     (found,), (*_, expected) = ([line for line in run if "loss" in line] for run in (part, whole))

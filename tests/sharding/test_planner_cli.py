@@ -109,7 +109,7 @@ def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_plan_in_a_precision(
-    config_file: Path,
+    shallow: Path,
     capsys: pytest.CaptureFixture[str],
     flags: list[str],
     rate: float,
@@ -117,7 +117,7 @@ def test_plan_in_a_precision(
     command: str,
 ) -> None:
     """The rate that products attain, and the flag that the run is started with."""
-    assert main(["plan", "--model", str(config_file), "--gpus", "64", "--micro-batch", "1", *flags]) == 0
+    assert main(["plan", "--model", str(shallow), "--gpus", "64", "--micro-batch", "1", *flags]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"attained: {rate} TFLOP/s" in out
     assert f" {precision}, adamw_torch_fused" in out
