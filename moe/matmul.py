@@ -90,15 +90,22 @@ def matmul(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor | None = None) -> Tensor:
     """a_MK @ b_KN, written into `out_MN` (of any dtype) where that is given; without a gradient. Transposed views cost
     no copy."""
     if suits_onednn(a_MK, b_KN):
-        # oneDNN copies a left operand that is transposed; written to a place, the product may be a transposed one, of
-        # the smaller operand
-        is_turned = out_MN is not None and a_MK.stride(0) == 1 and a_MK.numel() > b_KN.numel()
-        product = _onednn(b_KN.t(), a_MK.t()).t() if is_turned else _onednn(a_MK, b_KN)
+        product = _onednn(a_MK, b_KN) if out_MN is None else _onednn_in_any_layout(a_MK, b_KN)
     elif out_MN is not None and out_MN.dtype == a_MK.dtype:
         return torch.mm(a_MK, b_KN, out=out_MN)
     else:
         product = a_MK @ b_KN
     return product if out_MN is None else out_MN.copy_(product)
+
+
+def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """sum_MN += a_MK @ b_KN; a product in another dtype than the sum's is rounded to its own once."""
+    if suits_onednn(a_MK, b_KN):
+        sum_MN += _onednn_in_any_layout(a_MK, b_KN)
+    elif a_MK.dtype == sum_MN.dtype:
+        sum_MN.addmm_(a_MK, b_KN)
+    else:
+        sum_MN += a_MK @ b_KN
 
 
 def pad_rows(x_MK: Tensor) -> Tensor:
@@ -126,6 +133,13 @@ def _product(a_MK: Tensor, b_KN: Tensor) -> Product:
 def _onednn(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.t(), None, "none", [], "")
     return product
+
+
+def _onednn_in_any_layout(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """The product, maybe as a transposed view, of which the smaller operand was copied: oneDNN copies a left one that
+    is transposed, as all logits' gradients are for the head's weight."""
+    is_turned = _product(a_MK, b_KN) == "weight-gradient" and a_MK.numel() > b_KN.numel()
+    return _onednn(b_KN.t(), a_MK.t()).t() if is_turned else _onednn(a_MK, b_KN)
 
 
 def _seconds(multiply: Callable[[], Tensor]) -> float:

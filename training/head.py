@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from moe import ExpertMeshError
 from moe.gpu import computes_on_cpu, takes_triton
-from moe.matmul import matmul, pad_rows, suits_onednn
+from moe.matmul import add_product, matmul, pad_rows
 from training.config import CrossEntropy
 from training.data import IGNORED
 
@@ -197,7 +197,7 @@ class _ChunkedLossSum(torch.autograd.Function):
             if weight_needs and not is_sum:
                 grad_weight_VD = matmul(grad_logits_CV.t(), rows_CD)
             elif grad_weight_VD is not None:
-                _add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
+                add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(dim=0, dtype=torch.float32)
         ctx.gradients = (
@@ -236,14 +236,3 @@ def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor
     x_NV /= exp_sum_N1
     x_NV.scatter_(1, targets_N1, x_NV.gather(1, targets_N1) - 1)
     return loss, all_CV.to(logits_CV.dtype)
-
-
-def _add_product(sum_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
-    """sum_VD += a_VC @ b_CD; sum_VD is fp32, and a product in another dtype is rounded to it once."""
-    if suits_onednn(a_VC, b_CD) and a_VC.numel() > b_CD.numel():
-        # oneDNN copies a left operand that is transposed: not all logits' gradients
-        sum_VD += matmul(b_CD.t(), a_VC.t()).t()
-    elif a_VC.dtype == sum_VD.dtype and not suits_onednn(a_VC, b_CD):
-        sum_VD.addmm_(a_VC, b_CD)
-    else:
-        sum_VD += matmul(a_VC, b_CD)
