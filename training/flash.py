@@ -93,19 +93,9 @@ def _forward(
         return _forward_by_blocks(query_NHA, key_NGA, value_NGA, sinks_H, segments, scale, window)
     ends, longest = _ends(tuple(segments), query_NHA.device), max(segments)
     out_NHA, lse_HN = _ATEN._flash_attention_forward(
-        query_NHA,
-        key_NGA,
-        value_NGA,
-        ends,
-        ends,
-        longest,
-        longest,
-        0.0,
-        window == 0,
-        False,
-        scale=scale,
-        **_seen(window),
-    )[:2]
+        query_NHA, key_NGA, value_NGA, ends, ends, longest, longest, 0.0,
+        window == 0, False, scale=scale, **_seen(window),
+    )[:2]  # fmt: skip
     if sinks_H is None:
         return out_NHA, lse_HN
     with_sink_HN = torch.logaddexp(lse_HN, sinks_H.to(lse_HN.dtype).unsqueeze(1))
@@ -114,15 +104,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    query_NHA: Tensor,
-    key_NGA: Tensor,
-    value_NGA: Tensor,
-    sinks_H: Tensor | None,
-    segments: list[int],
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:
+def _(query_NHA: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     positions, heads, _ = query_NHA.shape
     return torch.empty_like(query_NHA), query_NHA.new_empty(heads, positions, dtype=_summed_in(query_NHA.dtype))
 
@@ -153,17 +135,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad_NHA: Tensor,
-    query_NHA: Tensor,
-    key_NGA: Tensor,
-    value_NGA: Tensor,
-    out_NHA: Tensor,
-    lse_HN: Tensor,
-    segments: list[int],
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_NHA: Tensor, query_NHA: Tensor, key_NGA: Tensor, value_NGA: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(query_NHA), torch.empty_like(key_NGA), torch.empty_like(value_NGA)
 
 
