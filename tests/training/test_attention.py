@@ -146,6 +146,20 @@ def test_a_mask_where_it_is_needed(changes: dict[str, Any], window: int | str | 
     assert window_told(torch.ones(1, 1, 1, 9, dtype=torch.bool), 1) is None, "of a single query after 8 others"
 
 
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 8)])
+def test_dropout_beside_a_window(sinks: Tensor | None) -> None:
+    """Under a mask, as no kernel has both; of next to no weights it changes nothing."""
+    query, key, value = inputs("cpu", torch.float32)
+    module: Any = torch.nn.Linear(1, 1)
+    module.num_key_value_groups = 4
+    told = mask_where_needed(q_length=24, kv_length=24, local_size=6)
+    segments = tuple(length for row in ROWS for length in row)
+    found, expected = (
+        own_attention(module, query, key, value, told, dropout, 0.2, sinks, segments)[0] for dropout in (1e-9, 0.0)
+    )
+    assert relative_error(found.detach(), expected.detach()) <= 1e-6
+
+
 def test_when_it_is_chosen() -> None:
     config, windowed = tiny_config(), tiny_config(sliding_window=8)
     assert choose_attention("sdpa", True, config) == OWN
