@@ -49,17 +49,12 @@ def _adamw_8bit(dtype: torch.dtype) -> None:
     def scalars(*shape: int) -> Tensor:
         return _empty(torch.float32, *shape)
 
-    weight, grad = (_empty(dtype, F, D) for _ in range(2))
-    codes, scales = _empty(torch.uint8, F, D), scalars(F, D // 256)
     table = (scalars(256), scalars(255))
-    step_8bit(weight, grad, codes, scales, codes, scales, table, table, _update())
-    weight, grad, codes, scales = (
-        _empty(dtype, F, 480),
-        _empty(dtype, F, 480),
-        _empty(torch.uint8, F, 480),
-        scalars(F, 2),
-    )
-    step_8bit(weight, grad, codes, scales, codes, scales, table, table, _update())
+    # in blocks that fill the kernel's room for one, and in smaller ones
+    for columns, block in ((D, 256), (480, 240)):
+        weight, grad = (_empty(dtype, F, columns) for _ in range(2))
+        codes, scales = _empty(torch.uint8, F, columns), scalars(F, columns // block)
+        step_8bit(weight, grad, codes, scales, codes, scales, table, table, _update())
     norm = _empty(dtype, D)
     step_fp32(norm, norm, scalars(D), scalars(D), _update())
 

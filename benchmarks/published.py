@@ -41,7 +41,7 @@ class Row:
     gaps: str
 
 
-SELECTIVE, FULL = dict(gradient_checkpointing="selective"), dict(gradient_checkpointing="full")
+FULL = dict(gradient_checkpointing="full")
 BF16_STATE, FP32_STATE = dict(optim="adamw_bf16"), dict(optim="adamw_torch_fused")
 WHOLE_LOGITS, LOOP = dict(cross_entropy="full"), dict(expert_kernel="loop")
 AUTOMODEL = BF16_STATE | dict(reshard_after_forward=False)
