@@ -1,6 +1,6 @@
 """What is measured of single layers and composed, against the rehearsal of the whole step."""
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from tests.families.configs import tiny_config
 from tests.tiny import tiny_config as tiny_mixtral
 from training import TrainConfig
 from training.rehearsal import cached
+from training.rehearsal.building import build_rehearsed
 from training.rehearsal.cached import CachedMeasure
 from training.rehearsal.ledger import ledger
+from training.rehearsal.measure import Measurer
 from training.rehearsal.planning import planned, setting_of
 from training.rehearsal.world import Rehearsed, rehearse
 
@@ -126,7 +128,7 @@ def measure_of(**flags: Any) -> CachedMeasure:
 
 
 def workload_of(measure: CachedMeasure, **changes: Any) -> Workload:
-    setting = setting_of(measure.config, 8)
+    setting = setting_of(flags_of(), 8)
     return replace(setting.workload(measure.parameters), **changes)
 
 
@@ -143,11 +145,38 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     again = measure_of()
     assert again.parameters == measure.parameters
     assert again(workload_of(again)) == found
-    # what a figure may depend on has files of its own; what a workload says has not
-    assert measure_of(ep_size=2).file == measure.file
+    # what a workload says has no file of its own, nor has what says nothing of the model
+    for flags in ({"ep_size": 2}, {"learning_rate": 1e-3, "max_steps": 7}, {"eval_ratio": 0.1, "save_steps": 3}):
+        assert measure_of(**flags).file == measure.file
+    # what a figure may depend on has
     monkeypatch.setattr(cached, "PACKAGES", ("torch",))
     with pytest.raises(AssertionError, match="a second time"):
         measure_of()
+
+
+@dataclass
+class _Noting(TrainConfig):
+    """Notes which flags are read of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in TrainConfig.__dataclass_fields__:
+            NOTED.add(name)
+        return super().__getattribute__(name)
+
+
+NOTED: set[str] = set()
+
+
+@pytest.mark.parametrize("name", ["not checkpointed", "hybrid", "LoRA beside nf4", "shared rows", "frozen"])
+def test_flags_that_are_read_are_part_of_a_files_name(name: str) -> None:
+    family, world_size, changes = SETTINGS[name]
+    config = flags_of(**changes)
+    noting = _Noting(**asdict(config))
+    NOTED.clear()
+    measurer = Measurer(build_rehearsed(noting, tiny_config(family), "cuda"), noting)
+    measurer(setting_of(config, world_size).workload(measurer.parameters))
+    assert NOTED
+    assert NOTED <= cached.READ
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"parameters": 1}'])

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,22 +33,16 @@ from training.config import TrainConfig
 
 PACKAGES = ("torch", "transformers", "triton")
 SOURCES = ("moe", "sharding", "training")
-UNREAD = frozenset(
+READ = frozenset(
     {
-        *("model", "dataset", "tokenizer", "output_dir", "force"),
-        *("per_device_train_batch_size", "max_seq_length", "gradient_checkpointing", "ep_size"),
-        *(
-            "gradient_accumulation_steps",
-            "global_batch_size",
-            "reshard_after_forward",
-            "dense_shard",
-            "offload",
-            "overlap_chunks",
-            "offload_activations",
-        ),
+        *("rope_scaling", "packing", "cp_size", "attn_implementation", "cross_entropy", "bf16", "optim", "freeze"),
+        *("expert_kernel", "expert_precision", "keep_expert_products"),
+        *("router_aux_loss_coef", "router_z_loss_coef"),
+        *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "use_rslora", "base_dtype"),
     }
 )
-"""Flags on which no figure depends, or which a `Workload` says, or whose part is arithmetic."""
+"""Flags on which what is measured depends. The others are not seen by what measures: a `Workload` says them too, or
+their part is arithmetic, or they have none."""
 
 
 class CachedMeasure:
@@ -69,8 +63,8 @@ class CachedMeasure:
         device: Literal["cuda", "cpu"],
         is_kept: bool = True,
     ):
-        self.config, self.load, self.device = config, load, device
-        self.file = cache_directory() / f"{_key(config, said, device)}.json" if is_kept else None
+        self.config, self.load, self.device = _with_what_is_read(config), load, device
+        self.file = cache_directory() / f"{_key(self.config, said, device)}.json" if is_kept else None
         self.found: dict[Workload, MeasuredModel | str] = {}
         self.is_new = False
         content = {} if self.file is None else _read(self.file)
@@ -129,8 +123,15 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "expertmesh" / "measured"
 
 
+def _with_what_is_read(config: TrainConfig) -> TrainConfig:
+    """All other flags are alike for every run, so that no figure depends on one that its file's name does not."""
+    # experts' products are kept beside no other checkpointing
+    alike = TrainConfig(model="any", dataset=["any"], gradient_checkpointing="selective")
+    return replace(alike, **{name: getattr(config, name) for name in READ})
+
+
 def _key(config: TrainConfig, said: Mapping[str, Any], device: str) -> str:
-    of_run = {name: value for name, value in asdict(config).items() if name not in UNREAD}
+    of_run = asdict(config)
     of_model = {name: value for name, value in said.items() if name != "_name_or_path"}
     everything = [of_run, of_model, device, [_version(package) for package in PACKAGES], _sources()]
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:32]
