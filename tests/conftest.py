@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: the pool of ranks, small models, tokenizers and data, all made on the spot."""
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.distributed.pool import RankPool
+from tests.probes import remember_probes
 from tests.tiny import save_model, save_tokenizer
 
 
@@ -43,16 +45,35 @@ def starts_processes(item: pytest.Item) -> bool:
     )
 
 
+def pytest_collection_finish() -> None:
+    # torch, transformers and the tests themselves stay; a collection that walks through them takes half a second
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # packages complain of objects that outlive the process
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep `datasets` and the planner from writing to, or reading from, the cache of whoever runs the tests."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keep `datasets` and the planner from writing to, or reading from, the cache of whoever runs the tests.
+
+    What the planner measures, and what is seen of models, is common to the processes that pytest-xdist starts.
+    """
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets-cache"))
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    probes = cache / "probes"
+    probes.mkdir(parents=True, exist_ok=True)
+    remember_probes(probes)
+    return probes
 
 
 @pytest.fixture(scope="session")
-def ranks(_own_cache: None) -> Iterator[RankPool]:
-    pool = RankPool()
+def ranks(_own_cache: Path) -> Iterator[RankPool]:
+    pool = RankPool(_own_cache)
     yield pool
     pool.close()
 

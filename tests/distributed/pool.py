@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoints
 import moe
-import moe.model
 import sharding
 import training
+from tests.probes import remember_probes
 
 
 def modules_of(package: ModuleType) -> list[str]:
@@ -54,6 +55,7 @@ PRELOAD = [
     *(name for package in (moe, sharding, checkpoints, training) for name in modules_of(package)),
     "train_ep",
     "tests.distributed.reference",
+    "tests.probes",
 ]
 
 
@@ -64,7 +66,12 @@ class RankFailure(AssertionError):
 class RankPool:
     """Runs a function on `world_size` ranks at once, each a process of its own, over gloo."""
 
-    def __init__(self) -> None:
+    def __init__(self, probes: Path) -> None:
+        """
+        Args:
+            probes: a directory for `remember_probes`.
+        """
+        self.probes = probes
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
         self.workers: list[tuple[Any, Connection]] = []
@@ -100,7 +107,7 @@ class RankPool:
         assert world_size <= MAX_RANKS
         while len(self.workers) < world_size:
             ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=_work, args=(theirs,), daemon=True)
+            process = self.context.Process(target=_work, args=(theirs, self.probes), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -145,24 +152,9 @@ def _num_threads(pid: int) -> int:
         return 0
 
 
-def _remember_probes() -> None:
-    """Have models of one class and config probed once in this process: a job builds what another has built, and what
-    is seen is names and numbers, which the config settles."""
-    probe, seen = moe.model.probe, {}
-
-    def remembered(model: Any) -> Any:
-        config = model.config
-        key = (type(model), config.to_json_string(use_diff=False), str(config._attn_implementation))
-        if key not in seen:
-            seen[key] = probe(model)
-        return seen[key]
-
-    moe.model.probe = remembered
-
-
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, probes: Path) -> None:
     torch.set_num_threads(1)
-    _remember_probes()
+    remember_probes(probes)
     gc.freeze()
     # which walks through all that is frozen, a tenth of a second here, and a run asks once
     gc.get_freeze_count = lambda: 1
@@ -191,6 +183,8 @@ def _free_groups() -> None:
     for thing in gc.get_objects():
         if type(thing) is DeviceMesh:
             vars(thing).get("_pg_registry", {}).clear()
+    # what is left is remembered for good: the next job's collections need not walk through it
+    gc.freeze()
 
 
 def _run_job(

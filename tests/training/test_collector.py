@@ -13,7 +13,7 @@ from training.collector import EVERY, SteadyCollector
 def _as_before() -> Iterator[None]:
     assert gc.isenabled()
     yield
-    gc.unfreeze()
+    gc.freeze()  # see conftest.py
     gc.enable()
 
 
