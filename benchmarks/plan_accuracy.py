@@ -198,9 +198,10 @@ def main() -> int:
     parser.add_argument("--only", default="", help="measured settings whose description contains this")
     parser.add_argument("--json", type=Path, default=None, help="also write what was measured here")
     parser.add_argument("--worker", nargs=2, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--untimed", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        return measure(cases()[int(arguments.worker[0])], Path(arguments.worker[1]))
+        return measure(cases()[int(arguments.worker[0])], Path(arguments.worker[1]), not arguments.untimed)
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if "measured" in arguments.parts:
@@ -248,14 +249,20 @@ def error(f: dict[str, Any]) -> float:
     return float(f["memory_forecast"] / f["memory_measured"] - 1)
 
 
-def run(number: int, case: Case, default_malloc: bool) -> dict[str, Any]:
-    """The forecast of one case, and what fresh ranks took; of these, the one with the highest peak."""
+def run(number: int, case: Case, default_malloc: bool = False, is_timed: bool = True) -> dict[str, Any]:
+    """The forecast of one case, and what fresh ranks took; of these, the one with the highest peak.
+
+    Args:
+        number: of the case, in `cases()`.
+        is_timed: whether steps are timed and forecast too.
+    """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     if not default_malloc:
         environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
         command += ["-m", "benchmarks.plan_accuracy", "--worker", str(number), directory]
+        command += [] if is_timed else ["--untimed"]
         done = subprocess.run(command, timeout=600, env=environment, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"the ranks of {case} failed:\n{done.stderr[-4000:]}")
@@ -263,13 +270,14 @@ def run(number: int, case: Case, default_malloc: bool) -> dict[str, Any]:
     worst: dict[str, Any] = max(figures, key=lambda f: f["memory_measured"])
     planned_run = planned(case.config, case.model_config, WORLD_SIZE, "cpu", trained=case.trained)
     most = peak(planned_run)
+    if is_timed:
+        worst["seconds_forecast"] = step_time(planned_run, _hardware(worst["hardware"]), WORLD_SIZE).total
     return worst | {
         "case": str(case),
         "when": most.when,
         "memory_forecast": most.memory.total,
         "terms": most.memory.terms(),
         "bytes_forecast": forecast_bytes(planned_run),
-        "seconds_forecast": step_time(planned_run, _hardware(worst["hardware"]), WORLD_SIZE).total,
     }
 
 
@@ -278,7 +286,7 @@ def _hardware(told: dict[str, Any]) -> Hardware:
     return Hardware(**{**told, **parts})
 
 
-def measure(case: Case, directory: Path) -> int:
+def measure(case: Case, directory: Path, is_timed: bool) -> int:
     """On each rank: figures of one case."""
     ranks = start_process_group(use_cpu=True, timeout_seconds=300)
     warm_up(case, ranks.device)
@@ -291,20 +299,20 @@ def measure(case: Case, directory: Path) -> int:
     with CountTraffic() as counted:
         train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
     seconds = []
-    for _ in range(3):
+    for _ in range(3 if is_timed else 0):
         dist.barrier()
         begun = time.perf_counter()
         train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
         seconds.append(time.perf_counter() - begun)
-    held = resident("VmHWM") - before
-    speeds = check_groups(mesh, 4 * model_config.hidden_size, ranks.device)
-    figures = {
+    figures: dict[str, Any] = {
         "before": before,
-        "memory_measured": held,
+        "memory_measured": resident("VmHWM") - before,
         "bytes_measured": {kind: round(counted.sent[kind]) for kind in KINDS if counted.sent[kind]},
-        "seconds": statistics.median(seconds),
-        "hardware": asdict(measured_hardware(speeds, WORLD_SIZE, ranks.device)),
     }
+    if is_timed:
+        speeds = check_groups(mesh, 4 * model_config.hidden_size, ranks.device)
+        figures["seconds"] = statistics.median(seconds)
+        figures["hardware"] = asdict(measured_hardware(speeds, WORLD_SIZE, ranks.device))
     (directory / f"{ranks.rank}.json").write_text(json.dumps(figures))
     end_process_group()
     return 0

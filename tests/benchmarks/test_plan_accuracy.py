@@ -6,6 +6,6 @@ from benchmarks.plan_accuracy import MOST_ERROR, cases, error, run
 def test_memory_and_bytes_of_a_real_run() -> None:
     named = "narrow, ep 2, selective, 2 x 512"
     ((number, case),) = ((number, case) for number, case in enumerate(cases()) if str(case) == named)
-    figures = run(number, case, default_malloc=False)
+    figures = run(number, case, is_timed=False)
     assert abs(error(figures)) <= MOST_ERROR, figures
     assert figures["bytes_forecast"] == figures["bytes_measured"]

@@ -39,10 +39,14 @@ def fused(path: Path, topology: Topology, case: Case) -> Figures | None:
 
 
 @interpreted
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
-def test_fused_equals_one_process(ranks: RankPool, tmp_path: Path, checkpointing: Any) -> None:
+@pytest.mark.parametrize(("checkpointing", "steps", "accumulation"), [("selective", 2, 1), ("full", 1, 2)])
+def test_fused_equals_one_process(
+    ranks: RankPool, tmp_path: Path, checkpointing: Any, steps: int, accumulation: int
+) -> None:
     samples = random_samples([9 + (5 * i) % 12 for i in range(8)], vocabulary=TEXT_IDS)
-    case = Case(samples, family="qwen3_moe", accumulation=2, steps=2, gradient_checkpointing=checkpointing)
+    case = Case(
+        samples, family="qwen3_moe", accumulation=accumulation, steps=steps, gradient_checkpointing=checkpointing
+    )
     hf_model(case, seed=1).save_pretrained(tmp_path)
     want = reference.reference(case, seed=1)
     found = ranks.run(fused, 4, tmp_path, Topology(4, 2), case)[0]
