@@ -25,6 +25,7 @@ import moe
 import sharding
 import training
 from moe import ExpertMeshError
+from moe.command import run_command
 from moe.terminal import ends_with_reader, folded, going_on_unread
 
 STOPPED = 75
@@ -308,9 +309,8 @@ def prepare_output(config: training.TrainConfig, ranks: sharding.Ranks) -> Path:
 
 
 def script() -> NoReturn:
-    """`main` as a process of its own. Not by way of sys.exit: of torch's threads some now and then abort a process in
-    Python's farewell, after a run in which nothing was wrong."""
-    sharding.end_at_once(main())
+    """`main` as a process of its own."""
+    run_command(main)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from torch import nn
 
 import train_ep
 from moe import decoder_layers, moe_layers
-from sharding import end_at_once, local_tensor
+from moe.command import run_command
+from sharding import local_tensor
 
 
 def _die(model: Any) -> None:
@@ -106,4 +107,4 @@ def inject(fault: Callable[[Any], None], rank: int, step: int) -> None:
 
 
 if __name__ == "__main__":
-    end_at_once(main())
+    run_command(main)

@@ -17,6 +17,7 @@ from checkpoints.source import resolve_model
 from checkpoints.state.marker import MARKER, check_owner
 from checkpoints.verify import compare
 from moe import ExpertMeshError
+from moe.command import run_command
 from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded
 
@@ -191,5 +192,10 @@ def _directory(path: Path) -> Path:
     return path
 
 
+def script() -> NoReturn:
+    """`main` as a process of its own."""
+    run_command(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

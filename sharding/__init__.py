@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from sharding.clipping import clip_grad_norm
     from sharding.context import RowGroup
     from sharding.debugger import debugging
-    from sharding.ending import end_at_once
     from sharding.mesh import Mesh, build_mesh
     from sharding.parallelize import fill_adapters, fsdp_units, materialize, zeros_by_rows
     from sharding.process import (
@@ -66,7 +65,6 @@ __all__ = [
     "collectives_limit",
     "debugging",
     "device_type",
-    "end_at_once",
     "end_process_group",
     "fill_adapters",
     "fsdp_units",

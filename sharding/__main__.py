@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moe import ExpertMeshError
+from moe.command import run_command
 from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded, terminal_width
 from moe.whole import whole
@@ -305,5 +306,10 @@ def _print_speeds(speeds: Sequence[Any], row_bytes: int) -> None:
         print(folded("slow: below half of its siblings' bandwidth"))
 
 
+def script() -> NoReturn:
+    """`main` as a process of its own."""
+    run_command(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
 from moe import ExpertMeshError
-from sharding.ending import end_at_once
+from moe.command import end_at_once
 from sharding.failures import Notice, show
 from sharding.process import Ranks
 from sharding.watchdog import Watchdog

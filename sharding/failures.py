@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from moe import ExpertMeshError
-from sharding.ending import end_at_once
+from moe.command import end_at_once
 
 STORE_SECONDS = 3.0
 """How long a rank that ends waits for the store."""

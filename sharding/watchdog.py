@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from moe import ExpertMeshError, decoder_layers
+from moe.command import end_at_once
 from sharding.collectives import recorded_collectives
-from sharding.ending import end_at_once
 from sharding.failures import (
     Notice,
     Notices,

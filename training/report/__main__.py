@@ -4,8 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from moe import ExpertMeshError
+from moe.command import run_command
 from moe.terminal import ends_with_reader
 from training.report.page import write_report
 
@@ -24,5 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def script() -> NoReturn:
+    """`main` as a process of its own."""
+    run_command(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script()
