@@ -17,10 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import checkpoints.manifest as manifest_module
 import checkpoints.source as source_module
@@ -41,31 +40,31 @@ IN_PYTHON = ("convert", "export")
 
 
 @ends_with_reader
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="least size of the checkpoint, 10^9 bytes")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--ep-size", type=int, default=4)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--caches", nargs="+", choices=["warm", "cold"], default=["warm", "cold"])
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to be measured")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.worker is not None:
         return count_reads(arguments.worker, arguments.ep_size)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
         # in a process of its own: a child's peak memory, as the kernel counts it, begins with its parent's
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            dtype = getattr(torch, arguments.dtype)
-            size = pool.apply(make_checkpoint, (directory / "model", arguments.gigabytes, dtype))
+            size = pool.apply(make_checkpoint, (directory / "model", arguments.gigabytes, arguments.dtype))
         print(
             f"checkpoint: {size / 1e9:.2f} GB {arguments.dtype}, ep {arguments.ep_size}, {arguments.workers} workers, "
             f"{os.cpu_count()} cores; {arguments.rounds} rounds, arms interleaved, medians"
         )
         figures: dict[str, Any] = {}
-        for cache in ("warm", "cold"):
+        for cache in arguments.caches:
             if cache == "cold" and os.geteuid() != 0:
                 print("cold: left out, dropping the page cache needs root")
                 continue
