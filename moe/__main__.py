@@ -7,7 +7,6 @@ nothing is downloaded, and no memory held.
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 from moe.command import run_command
 from moe.terminal import ends_with_reader, folded
@@ -56,10 +55,5 @@ def table(families: Sequence[str]) -> Iterator[str]:
         yield f"{family:20}{facts.class_name:34}{layers:21}{experts:14}yes"
 
 
-def script() -> NoReturn:
-    """`main` as a process of its own."""
-    run_command(main)
-
-
 if __name__ == "__main__":
-    script()
+    run_command(main)

@@ -306,10 +306,5 @@ def _print_speeds(speeds: Sequence[Any], row_bytes: int) -> None:
         print(folded("slow: below half of its siblings' bandwidth"))
 
 
-def script() -> NoReturn:
-    """`main` as a process of its own."""
-    run_command(main)
-
-
 if __name__ == "__main__":
-    script()
+    run_command(main)

@@ -60,6 +60,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Keep `datasets` and the planner from writing to, or reading from, the cache of whoever runs the tests.
 
     What the planner measures, and what is seen of models, is common to the processes that pytest-xdist starts.
+
+    Returns:
+        Where the latter is.
     """
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets-cache"))
     base = tmp_path_factory.getbasetemp()

@@ -1,8 +1,8 @@
 """What was measured of a model, kept in memory and in the user's cache directory, so that it is measured once.
 
-What a figure depends on is part of its file's name: the model's config, the run's flags, our sources and the packages
-that compute. So nothing is ever out of date, and the directory may be deleted at any time. What is kept is read without
-importing torch or transformers, which takes longer than the rest of a plan.
+What a figure depends on is part of its file's name: the model's config, the flags that are read for it, our sources and
+the packages that compute. So nothing is ever out of date, and the directory may be deleted at any time. What is kept is
+read without importing torch or transformers, which takes longer than the rest of a plan.
 """
 
 import hashlib
@@ -131,9 +131,8 @@ def _with_what_is_read(config: TrainConfig) -> TrainConfig:
 
 
 def _key(config: TrainConfig, said: Mapping[str, Any], device: str) -> str:
-    of_run = asdict(config)
     of_model = {name: value for name, value in said.items() if name != "_name_or_path"}
-    everything = [of_run, of_model, device, [_version(package) for package in PACKAGES], _sources()]
+    everything = [asdict(config), of_model, device, [_version(package) for package in PACKAGES], _sources()]
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from moe import ExpertMeshError
 from moe.command import run_command
@@ -26,10 +25,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def script() -> NoReturn:
-    """`main` as a process of its own."""
-    run_command(main)
-
-
 if __name__ == "__main__":
-    script()
+    run_command(main)
