@@ -167,7 +167,7 @@ def compiled(launch: Launch, capability: int) -> Row:
         file.write(made.asm["cubin"])
         file.flush()
         usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        # where control may flow is of no interest, and takes as long as all else
+        # where control may flow is of no interest, and takes a quarter of the time
         code = _tool("nvdisasm", "--no-dataflow", "--print-code", file.name)
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None, usage

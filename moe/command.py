@@ -14,10 +14,10 @@ _YOUNG = 50_000
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command's `main` as a process of its own, and end with its exit code.
 
-    To import torch and transformers makes millions of objects that stay; with Python's own thresholds a fifth of the
-    time goes into looking for garbage among them. Nor does the process end by way of sys.exit: that would take another
-    second to free them one by one, and of torch's threads some now and then abort a process then, after a run in which
-    nothing was wrong.
+    To import torch and transformers makes hundreds of thousands of objects that stay; with Python's own thresholds a
+    fifth of the time goes into looking for garbage among them. Nor does the process end by way of sys.exit: that would
+    take another second to free them one by one, and of torch's threads some now and then abort a process then, after a
+    run in which nothing was wrong.
     """
     gc.set_threshold(_YOUNG)
     end_at_once(main())

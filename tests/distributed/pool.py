@@ -55,7 +55,6 @@ PRELOAD = [
     *(name for package in (moe, sharding, checkpoints, training) for name in modules_of(package)),
     "train_ep",
     "tests.distributed.reference",
-    "tests.probes",
 ]
 
 
