@@ -12,11 +12,9 @@ is told before torch is loaded.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,22 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     sharding.let_segments_grow(os.environ)
     _, _, local_rank = sharding.read_environment()
     try:
-        config = training.parse_config(argv)
-        checkpoints.check_model(config.model)
-        if sharding.device_type(config.use_cpu) == "cpu":
-            sharding.settle_malloc()
-        if config.tf32:
-            training.compute_in_tf32(sharding.device_type(config.use_cpu))
-        if config.deterministic:
-            training.compute_deterministically()
+        config = read_flags(argv)
         # nobody at a debugger is to be hurried by a time limit
         limit = None if config.debug_ranks else config.ddp_timeout
-        ranks = sharding.start_process_group(config.use_cpu, sharding.collectives_limit(limit))
+        alike = training.start_facts(config)
+        ranks = sharding.start_process_group(config.use_cpu, sharding.collectives_limit(limit), alike)
         watchdog = sharding.Watchdog(ranks, limit)
         try:
             unread = f"standard output is no longer read; the run goes on, see {config.output_dir}/metrics.jsonl"
             with going_on_unread("" if config.preview else f"train_ep.py: {unread}"), watchdog.watching():
-                finished = run_training(config, ranks, watchdog)
+                with ExitStack() as closing:
+                    finished = run_training(config, ranks, watchdog, closing)
                 sharding.end_process_group()
         except ExpertMeshError:
             # every rank raised it; should one be gone by now, the error is still what to tell
@@ -67,13 +60,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: sharding.Watchdog) -> bool:
-    """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step."""
+def read_flags(argv: Sequence[str] | None) -> training.TrainConfig:
+    """The configuration, and what it asks of the process before torch computes anything.
+
+    Raises:
+        ExpertMeshError: a flag will not do; ranks on other nodes, where it may do, are told.
+    """
+    try:
+        config = training.parse_config(argv)
+        checkpoints.check_model(config.model)
+        if sharding.device_type(config.use_cpu) == "cpu":
+            sharding.settle_malloc()
+        if config.tf32:
+            training.compute_in_tf32(sharding.device_type(config.use_cpu))
+        if config.deterministic:
+            training.compute_deterministically()
+        return config
+    except ExpertMeshError as error:
+        if sharding.spans_nodes():
+            sharding.refuse_at_start(str(error))
+        raise
+
+
+def run_training(
+    config: training.TrainConfig, ranks: sharding.Ranks, watchdog: sharding.Watchdog, closing: ExitStack
+) -> bool:
+    """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step.
+
+    What is held for as long as the run takes is given to `closing`.
+    """
     import torch
 
     watchdog.at("the checks before training", limited=False)
-    with sharding.raise_together():
+    with sharding.raise_together(patient=ranks):
+        training.check_trackers(config)
         source = checkpoints.open_source(checkpoints.resolve_model(config.model), config.rope)
+        checkpoints.side_files(source.path)  # what cannot go along is better told now than at the export
+    facts = {"model": training.compare_models(config, source, ranks)}
     with sharding.raise_together():
         model, trained = build(config, source, ranks)
     num_experts = moe.moe_shape(model).num_experts
@@ -92,11 +115,16 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     counts = moe.count_parameters(model)
     topology = sharding.Topology(ranks.world_size, config.ep_size, config.dense_shard, config.cp_size)
     if not config.preview:
-        output_dir = prepare_output(config, ranks)
+        output_dir = closing.enter_context(training.output_directory(config, ranks))
         watchdog.directory = output_dir / sharding.STUCK
     watchdog.at("reading the data", limited=False)
     inputs = training.read_inputs(config, source, ranks)
     order = training.data_order(config, inputs.training, ranks.world_size)
+    prompts = None if config.preview else training.make_prompts(config, inputs)
+    if not config.preview:
+        watchdog.at("comparing the data", limited=False)
+        num_steps = training.number_of_steps(config, order)
+        facts |= training.compare_data(inputs, prompts, num_steps, ranks)
     training.check_schedule(config, training.number_of_steps(config, order), config.evaluates)
     training.check_profile(config, training.number_of_steps(config, order), ranks.world_size)
     memory = training.forecast(source, topology, kernel, config, inputs, ranks)
@@ -113,13 +141,14 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     if inputs.training is not None and not config.force:
         with sharding.raise_together():
             memory.check(ranks.world_size)
-    prompts = training.make_prompts(config, inputs)
     log = training.RunLog(config, output_dir, training.number_of_steps(config, order), ranks, products)
     watchdog.at("loading the model", limited=False)
     if config.base_dtype in ("fp8", "nf4"):
         moe.store_frozen(model, config.base_dtype)
     mesh = sharding.build_mesh(ranks.device.type, topology, sharding.collectives_limit(watchdog.limit))
     resume_from = find_resume(config, output_dir, ranks)
+    if resume_from is not None and (changed := training.check_resumed(resume_from, config, facts, ranks)):
+        log.line(f"warning: {changed}")
     checkpoint = checkpoints.shard_and_load(
         model,
         source,
@@ -131,11 +160,19 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
     )
     if balance.bias_rate:
         checkpoint = checkpoint.exporting(training.correction_biases(model), "F32")
-    if checkpoint.left_out:
-        log.line(training.left_out(checkpoint))
-    base = prepare_adapters(config, model, checkpoint, topology, resume_from)
+    if carried := checkpoint.carried_summary:
+        log.line(training.untrained(checkpoint, carried, config.drop_untrained))
+    if config.drop_untrained:
+        checkpoint = checkpoint.dropping_untrained()
+    elif resume_from is not None:
+        with sharding.raise_together():
+            checkpoints.check_carried(resume_from, checkpoint)
+    prepare_adapters(config, model, source, topology, resume_from)
     torch.manual_seed(config.seed + ranks.rank)
-    saver = make_saver(config, output_dir, checkpoint, base, inputs, ranks)
+    with sharding.raise_together(patient=ranks), checkpoints.write_errors(output_dir):
+        if ranks.rank == 0:
+            training.clear_output(config, output_dir)
+    saver = make_saver(config, output_dir, checkpoint, facts, inputs)
     # an error is told before the log is closed, which may wait for a tracker
     with log, watchdog.ending_clearly():
         if inputs.training is not None:
@@ -156,6 +193,8 @@ def run_training(config: training.TrainConfig, ranks: sharding.Ranks, watchdog: 
                 log.check_directory()
             for directory in export(config, model, checkpoint, topology, output_dir, inputs, ranks):
                 log.line(f"exported to {directory}")
+        elif saver is None and inputs.training is not None:
+            log.line("nothing is kept of what was trained, as --no-export and --save-steps 0 say")
         log.state = "finished"
     return True
 
@@ -169,7 +208,7 @@ def build(
     model = source.build(training.choose_attention(config.attn_implementation, config.packing, source.config))
     trained = []
     if config.adapter != "none":
-        trained.append(training.adapt(model, config).line())
+        trained += [training.adapt(model, config).line(), *training.unquantized_lines(model, config)]
     elif config.freeze:
         trained.append(training.freeze(model, config.freeze).line())
     if config.packing:
@@ -191,22 +230,17 @@ def build(
 def prepare_adapters(
     config: training.TrainConfig,
     model: Any,
-    checkpoint: checkpoints.Checkpoint,
+    source: checkpoints.ModelSource,
     topology: sharding.Topology,
     resume_from: Path | None,
-) -> dict[str, str] | None:
-    """Give adapters, if there are any, their first values. What training checkpoints say of the model beside them."""
+) -> None:
+    """Give adapters, if there are any, their first values."""
     if config.adapter == "none":
-        return None
-    with sharding.raise_together():
-        base = checkpoints.base_of(checkpoint)
-        if resume_from is not None:
-            checkpoints.check_base(resume_from, base)
+        return
     sharding.fill_adapters(model, topology, config.seed)
     if config.init_adapter and resume_from is None:
-        names, lora = checkpoints.Names(model), training.lora_of(config)
-        checkpoints.load_adapter(model, Path(config.init_adapter), names, topology, lora, config.rope)
-    return base
+        names, lora, of_model = checkpoints.Names(model), training.lora_of(config), source.config
+        checkpoints.load_adapter(model, Path(config.init_adapter), names, topology, lora, config.rope, of_model)
 
 
 def export(
@@ -221,7 +255,7 @@ def export(
     """Write the model, or its adapters and, if asked for, the model that they make; where to."""
     hf, tokenizer = output_dir / "hf", inputs.saved_tokenizer
     if config.adapter == "none":
-        checkpoints.export_model(model, checkpoint, topology, hf, config.shard_bytes, tokenizer)
+        checkpoints.export_model(model, checkpoint, topology, hf, config.shard_bytes, tokenizer, ranks)
         return [hf]
     adapter, lora = output_dir / "adapter", training.lora_of(config)
     form = config.adapter_format
@@ -230,10 +264,10 @@ def export(
         return [adapter]
     with sharding.raise_together(patient=ranks):
         if ranks.rank == 0:
-            how = checkpoints.HowToWrite(config.shard_bytes, workers=1, overwrite=True)
+            how = checkpoints.HowToWrite(
+                *(config.shard_bytes, 1), overwrite=True, drop_untrained=config.drop_untrained, tokenizer=tokenizer
+            )
             checkpoints.merge_adapter(checkpoint.source.path, adapter, hf, how)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(hf)
     return [adapter, hf]
 
 
@@ -252,17 +286,15 @@ def make_saver(
     config: training.TrainConfig,
     output_dir: Path,
     checkpoint: checkpoints.Checkpoint,
-    base: dict[str, str] | None,
+    facts: dict[str, dict[str, str]],
     inputs: training.Inputs,
-    ranks: sharding.Ranks,
 ) -> checkpoints.Saver | None:
-    """What saves training checkpoints, if any are to be saved; a new run clears away an earlier one's."""
+    """What saves training checkpoints, if any are to be saved."""
     if config.save_steps == 0:
         return None
+    base = None if config.adapter == "none" else {"path": str(checkpoint.source.path)}
     directory = output_dir / "checkpoints"
-    if ranks.rank == 0 and not config.resume:
-        shutil.rmtree(directory, ignore_errors=True)
-    return checkpoints.Saver(directory, checkpoint, inputs.saved_tokenizer, config.save_total_limit, base)
+    return checkpoints.Saver(directory, checkpoint, inputs.saved_tokenizer, config.save_total_limit, base, facts)
 
 
 def find_resume(config: training.TrainConfig, output_dir: Path, ranks: sharding.Ranks) -> Path | None:
@@ -276,36 +308,6 @@ def find_resume(config: training.TrainConfig, output_dir: Path, ranks: sharding.
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     return found
-
-
-def _goes_on(config: training.TrainConfig, output_dir: Path) -> bool:
-    """Whether the run goes on with the one that the output directory holds, or may begin it anew: killed before its
-    first checkpoint, it has exported nothing."""
-    directory = output_dir / "checkpoints"
-    if config.resume == "auto":
-        return any(directory.glob("step-*")) or not any((output_dir / name).exists() for name in ("hf", "adapter"))
-    # one that is not there is told where it is looked for
-    path = Path(config.resume or directory)
-    return bool(config.resume) and (path.resolve().is_relative_to(directory.resolve()) or not path.exists())
-
-
-def prepare_output(config: training.TrainConfig, ranks: sharding.Ranks) -> Path:
-    """Make the output directory, refusing one that holds another run's results."""
-    output_dir = Path(config.output_dir)
-    with sharding.raise_together(), checkpoints.write_errors(output_dir):
-        if ranks.rank == 0:
-            named = ("hf", "adapter", "metrics.jsonl", "config.yaml", "profile")
-            taken = [name for name in named if (output_dir / name).exists()]
-            # a new run clears away all of checkpoints/, be it an earlier run's or something else
-            taken += sorted(path.name for path in (output_dir / "checkpoints").glob("*"))
-            if taken and not config.overwrite_output_dir and not _goes_on(config, output_dir):
-                raise ExpertMeshError(
-                    f"--output-dir {output_dir}: already holds {', '.join(taken[:8])}; "
-                    "choose another, go on with --resume auto, or replace them with --overwrite-output-dir"
-                )
-            output_dir.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=output_dir).close()  # better told now than after the model is loaded
-    return output_dir
 
 
 def script() -> NoReturn:

@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from moe import ExpertMeshError, training_flops
+from moe import ExpertMeshError, seen_pairs, training_flops
 from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding.planner.hardware import DEVICES, LINKS, Hardware, preset, products_in
@@ -61,7 +61,8 @@ def main() -> int:
         f"the card has {hardware.device.memory / 2**30:,.0f} GiB"
     )
     targets = micro * config.per_device_train_batch_size * (config.max_seq_length - 1)
-    pairs = tokens * (config.max_seq_length + 1) // 2
+    samples = [range(config.max_seq_length)] * (micro * config.per_device_train_batch_size)
+    pairs = seen_pairs(rehearsed.counts.attention, samples)
     formula = training_flops(rehearsed.counts, model_config, tokens, targets, pairs)
     print(
         f"FLOPs without recomputation: {account.needed / 1e12:,.2f} T recorded, {formula / 1e12:,.2f} T by the closed "

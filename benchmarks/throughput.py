@@ -42,7 +42,7 @@ from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, judge, print_tables, short
 from benchmarks.traffic import KINDS, CountTraffic
 from checkpoints import open_source
-from moe import ExpertMeshError, count_parameters, moe_shape, training_flops
+from moe import ExpertMeshError, count_parameters, moe_shape, seen_pairs, training_flops
 from moe.matmul import peak_of_products
 from moe.terminal import ends_with_reader
 from moe.whole import whole
@@ -201,7 +201,8 @@ def make_setting(
     meta: Any = source.build()
     counts = count_parameters(meta)
     rows, length = arguments.rows * ranks.world_size, arguments.seq_length
-    flops = training_flops(counts, source.config, rows * length, rows * (length - 1), rows * length * (length + 1) // 2)
+    pairs = seen_pairs(counts.attention, [range(length)] * rows)
+    flops = training_flops(counts, source.config, rows * length, rows * (length - 1), pairs)
     work = Work(
         model,
         arguments.rows,

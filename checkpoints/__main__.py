@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from checkpoints.convert import HowToWrite, convert, export_offline
 from checkpoints.dtypes import FLOATS
-from checkpoints.inspection import describe, describe_model, read_heads
+from checkpoints.inspection import describe, describe_model, read_heads, with_claims_checked
 from checkpoints.manifest import MANIFEST, check_all_bytes
 from checkpoints.opening import open_readable
 from checkpoints.paths import read_ahead
@@ -42,6 +42,12 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--max-shard-size", default="5GB", help="size of a file, where it is free to choose")
     how.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="files written at once")
     how.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    how.add_argument(
+        "--drop-untrained",
+        action="store_true",
+        help="leave out tensors that are not trained (vision tower, multi-token prediction), and what config.json says "
+        "of them; default: carry them over as they are",
+    )
 
     trust = _Parser(add_help=False)
     trust.add_argument(
@@ -59,8 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf = commands.add_parser(
         "export", parents=[how, trust], help="EP shards or training checkpoint to Hugging Face form"
     )
-    to_hf.add_argument("source", type=Path)
+    to_hf.add_argument("source", help="directory, or hub id")
     to_hf.add_argument("out", type=Path)
+    to_hf.add_argument(
+        "--base",
+        help="directory or hub id of the model that a training checkpoint's run began with, where it has moved: it has "
+        "the tensors that are not trained",
+    )
 
     merged = commands.add_parser("merge", parents=[how], help="a model with an adapter's updates, in Hugging Face form")
     merged.add_argument("base", help="directory of any form, or hub id")
@@ -70,8 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify", parents=[trust], help="whether two checkpoints of any form hold the same model"
     )
-    verify.add_argument("a", type=Path)
-    verify.add_argument("b", type=Path)
+    verify.add_argument("a", help="directory, or hub id")
+    verify.add_argument("b", help="directory, or hub id")
     verify.add_argument(
         "--rtol",
         type=float,
@@ -81,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser(
         "inspect", parents=[trust], help="what a checkpoint is; with --check, whether it is whole"
     )
-    inspect.add_argument("path", type=Path)
+    inspect.add_argument("path", help="directory, or hub id")
     inspect.add_argument("--tensors", action="store_true", help="list them")
     inspect.add_argument(
         "--check", action="store_true", help="hold it against its model, and every byte against the checksums"
@@ -105,7 +116,12 @@ def _how(arguments: argparse.Namespace) -> HowToWrite:
     if arguments.workers < 1:
         raise ExpertMeshError(f"--workers {arguments.workers}: must be 1 or more")
     size = parse_size("--max-shard-size", arguments.max_shard_size)
-    return HowToWrite(size, arguments.workers, arguments.overwrite, show_progress=True)
+    return HowToWrite(
+        *(size, arguments.workers, arguments.overwrite),
+        show_progress=True,
+        drop_untrained=arguments.drop_untrained,
+        tell=lambda line: print(folded(line), flush=True),
+    )
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -124,9 +140,10 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     trusted = arguments.trust_checkpoint_owner
-    source, how = _directory(arguments.source), _how(arguments)
+    source, how = resolve_model(arguments.source, "export"), _how(arguments)
+    base = None if arguments.base is None else resolve_model(arguments.base, "--base")
     read_ahead(source, READ_AHEAD)
-    export_offline(source, arguments.out, how, trusted)
+    export_offline(source, arguments.out, how, trusted, base)
     return 0
 
 
@@ -141,7 +158,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    paths = [_directory(path) for path in (arguments.a, arguments.b)]
+    paths = [resolve_model(path, "verify") for path in (arguments.a, arguments.b)]
     if all(map(_is_adapter, paths)):
         from checkpoints.adapter import compare_adapters
 
@@ -160,7 +177,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    path = _directory(arguments.path)
+    path = resolve_model(arguments.path, "inspect")
     if _is_adapter(path):
         from checkpoints.adapter import describe_adapter
 
@@ -174,7 +191,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if not arguments.check:
         return 0
     readable = open_readable(path, strict=False, any_owner=arguments.trust_checkpoint_owner)
-    for line in describe_model(readable):
+    readable, without_tensors = with_claims_checked(readable)
+    for line in describe_model(readable, without_tensors):
         print(folded(line))
     check_all_bytes(path)
     in_this_form = (path / MANIFEST).exists() or (path / MARKER).exists()

@@ -10,6 +10,7 @@ Shape suffixes: E experts, r rank.
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -21,9 +22,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from checkpoints.class_names import ClassNames, class_names
 from checkpoints.dtypes import DTYPE_NAMES
 from checkpoints.export import WRITER, Output, brought, replacing
-from checkpoints.files import write_errors
+from checkpoints.files import save_tokenizer, write_errors
 from checkpoints.mapping import DiskTensor, Region
 from checkpoints.names import Names
 from checkpoints.output import OutputFile, OutputTensor
@@ -32,11 +34,14 @@ from checkpoints.peft_format import (
     LoraPair,
     adapter_config,
     lora_names,
+    names_a_pattern,
     pack_experts,
     packed_paths,
     rank_and_scaling,
     reads_by_expert,
+    target_name,
     unpack_experts,
+    unread_settings,
 )
 from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint, read_header, read_json
@@ -78,15 +83,18 @@ def export_adapter(
     """
     with raise_together():
         plan = _Plan(model, checkpoint, form)
+    linear = {path: isinstance(model.get_submodule(path), nn.Linear) for path in plan.modules}
+    there = plan.class_names.there
     config = adapter_config(
         base_model=base_model,
         rank=lora.rank,
         alpha=lora.alpha,
         use_rslora=lora.use_rslora,
-        modules=[path for path in plan.modules if isinstance(model.get_submodule(path), nn.Linear)],
-        weights=[path for path in plan.modules if not isinstance(model.get_submodule(path), nn.Linear)],
-        experts={path: layer.mlp.layout for path, layer in plan.experts.items()},
-        others=_not_adapted(model, plan),
+        modules=[there(path) for path in plan.modules if linear[path]],
+        weights=[there(path) for path in plan.modules if not linear[path]],
+        experts={there(path): layer.mlp.layout for path, layer in plan.experts.items()},
+        others=_not_adapted(plan.class_names.model or model, plan),
+        model_class=None if plan.class_names.model is None else type(plan.class_names.model),
     )
     shards = sharded_parameters(model, topology, adapters_of(model))
     with replacing(out) as partial, raise_together(), write_errors(out):
@@ -97,7 +105,7 @@ def export_adapter(
             if (scaling := checkpoint.source.rope_scaling) is not None:
                 (partial / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
             if tokenizer is not None:
-                tokenizer.save_pretrained(partial)
+                save_tokenizer(tokenizer, partial)
 
 
 def read_rope(path: Path) -> RopeScaling | None:
@@ -111,7 +119,7 @@ def read_rope(path: Path) -> RopeScaling | None:
 
 
 def _not_adapted(model: nn.Module, plan: "_Plan") -> set[str]:
-    adapted = {*plan.modules, *plan.experts}
+    adapted = set(map(plan.class_names.there, (*plan.modules, *plan.experts)))
     return {path for path, _ in model.named_modules() if path not in adapted} | {
         name for name, _ in model.named_parameters() if not name.endswith((A, B))
     }
@@ -133,6 +141,7 @@ class _Plan:
 
     Attributes:
         modules: paths of linear layers and routers with adapters. experts: experts modules that have them, by path.
+        class_names: of the class that PEFT is to load.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, form: Form):
@@ -140,6 +149,7 @@ class _Plan:
         self.modules = [name.removesuffix(f".{A}") for name in self.state if name.endswith(f".{A}")]
         layers = {path: module for path, module in model.named_modules() if isinstance(module, DroplessExperts)}
         self.experts = {path: layer for path, layer in layers.items() if layer.mlp.layout.adapters}
+        self.class_names = class_names(model, checkpoint.source.config)
         self.by_expert = _tensors_of_experts(checkpoint)
         matrices = [f"{path}.mlp.{name}" for path, layer in self.experts.items() for name in _matrices(layer)]
         missing = next((name for name in matrices if name not in self.by_expert), None)
@@ -148,13 +158,15 @@ class _Plan:
                 f"--adapter-format per-expert: {checkpoint.source.path} has one tensor for all experts' {missing}, and "
                 "no names for each; use packed"
             )
-        layouts = [layer.mlp.layout for layer in self.experts.values()]
-        is_read = missing is None and all(reads_by_expert(model, layout) for layout in layouts[:1])
+        loaded, there = self.class_names.model or model, self.class_names.there
+        first = [(there(path), layer.mlp.layout) for path, layer in self.experts.items()][:1]
+        is_read = missing is None and all(reads_by_expert(loaded, path, layout) for path, layout in first)
         self.is_packed = form == "packed" or (form == "auto" and not is_read)
 
     def parts(self, config: Mapping[str, Any]) -> Iterator[_Part]:
         for path in self.modules:
-            for name, own in zip(lora_names(path), (f"{path}.{A}", f"{path}.{B}"), strict=True):
+            names = lora_names(self.class_names.there(path))
+            for name, own in zip(names, (f"{path}.{A}", f"{path}.{B}"), strict=True):
                 yield self._rows(name, own, range(self.state[own].num_rows))
         for path, layer in self.experts.items():
             if self.is_packed:
@@ -173,7 +185,8 @@ class _Plan:
     def _per_expert(self, path: str, layer: DroplessExperts) -> Iterator[_Part]:
         for matrix in _matrices(layer):
             for number, tensor in enumerate(self.by_expert[f"{path}.mlp.{matrix}"]):
-                for name, which in zip(lora_names(tensor.removesuffix(".weight")), (A, B), strict=True):
+                names = lora_names(self.class_names.there(tensor.removesuffix(".weight")))
+                for name, which in zip(names, (A, B), strict=True):
                     own = f"{path}.mlp.{matrix}_{which}"
                     count = self.state[own].num_rows // layer.shape.num_experts
                     yield self._rows(name, own, range(number * count, (number + 1) * count))
@@ -181,7 +194,7 @@ class _Plan:
     def _packed(self, path: str, layer: DroplessExperts, config: Mapping[str, Any]) -> _Part:
         layout, num_experts = layer.mlp.layout, layer.shape.num_experts
         own = {name: tuple(f"{path}.mlp.{name}_{which}" for which in (A, B)) for name in _matrices(layer)}
-        where = packed_paths(path, layout, config["target_parameters"])
+        where = packed_paths(self.class_names.there(path), layout, config["target_parameters"])
 
         def pack(values: Mapping[str, Tensor]) -> list[Tensor]:
             pairs = {
@@ -292,29 +305,40 @@ def compare_adapters(a: Path, b: Path, rtol: float | None) -> Comparison:
     return Comparison(differences, len(both))
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A pair in a file: names of its tensors, and the rank and scale that the config gives it."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
 class Adapter:
     """An adapter in a directory, that PEFT or `export_adapter` wrote, for a model of these names.
 
     Args:
         names: of the model that it is for.
+        class_names: of the class that its config names; its names are read as well as the model's own.
 
     Attributes:
         pair: (parameter) -> A and B beside it; the last few are kept.
 
     Raises:
         ExpertMeshError: a file is missing or damaged; it is no LoRA, or of another model; a tensor is missing, has no
-            place or another shape than its twin asks for.
+            place, or another shape than its twin or its rank asks for.
     """
 
-    def __init__(self, path: Path, names: Names):
-        self.path, self.names = path, names
+    def __init__(self, path: Path, names: Names, class_names: ClassNames | None = None):
+        self.path, self.names, self.class_names = path, names, class_names or ClassNames()
         self.config = read_json(path / CONFIG)
         self._check_config()
         self.infos = read_header(path / WEIGHTS)
         self.layers = {p: m for p, m in names.model.named_modules() if isinstance(m, DroplessExperts)}
-        # (A's name, B's name) by the base's parameter and, of experts, the number of each
-        self.found: dict[str, dict[int, tuple[str, str]]] = {}
-        self.packed: dict[str, dict[str, tuple[str, str]]] = {}
+        # by the base's parameter and, of experts, the number of each; of packed ones, by layer and transformers' tensor
+        self.found: dict[str, dict[int, _Found]] = {}
+        self.packed: dict[str, dict[str, _Found]] = {}
         # an export goes expert by expert, and asks for a layer's matrices by turns
         self.pair = lru_cache(maxsize=_PAIRS_KEPT)(self._pair)
         self._layer_pairs = lru_cache(maxsize=1)(self._unpacked)
@@ -322,7 +346,7 @@ class Adapter:
 
     @property
     def parameters(self) -> set[str]:
-        """Those of the model that it changes."""
+        """Those of the model that it changes, by the name of theirs that it is beside where they are tied."""
         of_layers = {
             f"{path}.mlp.{part.name}"
             for path, tensors in self.packed.items()
@@ -334,7 +358,7 @@ class Adapter:
     def _pair(self, parameter: str) -> LoraPair | None:
         """A and B beside a parameter, an expert's along dim 0 where it is experts'; None if it has none."""
         if parameter in self.found:
-            pairs = [self._read(names) for _, names in sorted(self.found[parameter].items())]
+            pairs = [self._read(found) for _, found in sorted(self.found[parameter].items())]
             if parameter not in self.names.experts:
                 return pairs[0]
             return LoraPair(*(torch.stack(values) for values in zip(*pairs, strict=True)))
@@ -343,19 +367,11 @@ class Adapter:
 
     def scale(self, parameter: str) -> float:
         """What B · A is multiplied by."""
+        if parameter in self.found:
+            return self.found[parameter][0].scale
         path, _, own = parameter.rpartition(".mlp.")
-        if path in self.layers and parameter in self.names.experts:
-            part = next(part for part in self.layers[path].mlp.layout.parameters if part.name == own)
-            name = f"{path}.{part.place.tensor}"
-        else:
-            name = parameter.removesuffix(".weight")
-        try:
-            scale = rank_and_scaling(self.config, name)[1]
-        except (TypeError, ValueError, ArithmeticError) as error:
-            raise ExpertMeshError(f"{self.path / CONFIG}: the scale of {name} cannot be read: {error}") from error
-        if not 0 < scale < 1e9:
-            raise ExpertMeshError(f"{self.path / CONFIG}: makes the scale of {name} {scale:g}")
-        return scale
+        part = next(part for part in self.layers[path].mlp.layout.parameters if part.name == own)
+        return self.packed[path][part.place.tensor].scale
 
     def _check_config(self) -> None:
         file = self.path / CONFIG
@@ -368,36 +384,97 @@ class Adapter:
         for name, kind in (("target_parameters", list), ("rank_pattern", dict), ("alpha_pattern", dict)):
             if not isinstance(self.config.get(name) or kind(), kind):
                 raise ExpertMeshError(f"{file}: {name} is {self.config[name]!r:.80}; it must be a {kind.__name__}")
-        for name in ("modules_to_save", "use_dora", "alora_invocation_tokens", "lora_bias"):
-            if self.config.get(name):
-                raise ExpertMeshError(f"{file}: {name} is {self.config[name]!r:.80}; that is not supported")
+        for name, value in unread_settings(self.config).items():
+            raise ExpertMeshError(
+                f"{file}: {name} is {value!r:.80}, with which an adapter is more than an update of the base's weights; "
+                "that is not supported: merge it with PEFT"
+            )
 
     def _find(self) -> None:
         pairs = self._pairs()
+        of_experts = {self.class_names.here(_wrapped(base)): _wrapped(base) for base in pairs}
         for path, layer in self.layers.items():
-            targets = self.config.get("target_parameters") or []
-            places = packed_paths(path, layer.mlp.layout, targets)
-            there = {tensor: pairs.pop(where) for tensor, where in places.items() if where in pairs}
+            theirs, targets = of_experts.get(path, path), self.config.get("target_parameters") or []
+            places = packed_paths(theirs, layer.mlp.layout, targets)
+            there = {
+                tensor: self._settled(pairs.pop(where), f"{theirs}.{tensor}", layer.shape.num_experts)
+                for tensor, where in places.items()
+                if where in pairs
+            }
             if there:
                 self.packed[path] = there
-        shapes = {}
-        for base, (a, b) in pairs.items():
-            # of the matrix that they are beside, which is what transformers' mapping of names knows
-            shapes[f"{base}.weight"] = (self.infos[b].shape[0], self.infos[a].shape[1])
-        matched = self.names.match(shapes)
-        known = {tensor.name: tensor for tensor in matched.tensors}
-        for name in shapes:
-            if name not in known or len(known[name].regions) != 1:
-                file = self.path / WEIGHTS
-                raise ExpertMeshError(f"{file}: {PREFIX}{name.removesuffix('.weight')} has no place in this model")
-            (region,) = known[name].regions
-            count = self.names.experts.get(region.parameter)
-            number = 0 if count is None else region.rows.start // count
-            self.found.setdefault(region.parameter, {})[number] = pairs[name.removesuffix(".weight")]
+        self._find_linear(pairs)
         for parameter, numbers in self.found.items():
-            if parameter in self.names.experts and len(numbers) != self.names.shape.num_experts:
+            if parameter not in self.names.experts:
+                continue
+            if len(numbers) != self.names.shape.num_experts:
                 missing = min(set(range(self.names.shape.num_experts)) - set(numbers))
                 raise ExpertMeshError(f"{self.path / WEIGHTS}: expert {missing} of {parameter} has no adapter")
+            if len({(found.rank, found.scale) for found in numbers.values()}) > 1:
+                raise ExpertMeshError(
+                    f"{self.path / CONFIG}: gives the experts of {parameter} different ranks or scales; that is not "
+                    "supported"
+                )
+
+    def _find_linear(self, pairs: Mapping[str, tuple[str, str]]) -> None:
+        """Of linear layers, and of single experts' matrices."""
+        bases, shapes = {}, {}
+        for base, (a, b) in pairs.items():
+            # of the matrix that they are beside, which is what transformers' mapping of names knows
+            name = f"{self.class_names.here(base)}.weight"
+            bases[name], shapes[name] = base, (self.infos[b].shape[0], self.infos[a].shape[1])
+        known = {tensor.name: tensor for tensor in self.names.match(shapes).tensors}
+        for name, base in bases.items():
+            if name not in known or len(known[name].regions) != 1:
+                raise ExpertMeshError(f"{self.path / WEIGHTS}: {PREFIX}{base} has no place in this model")
+            (region,) = known[name].regions
+            parameter = name if name in self.names.aliases else region.parameter
+            number = self.names.experts.get(parameter)
+            if number is None:
+                found = self._settled(pairs[base], target_name(self.config, base), 1)
+            else:
+                found = self._settled_expert(pairs[base], base, parameter)
+            self.found.setdefault(parameter, {})[0 if number is None else region.rows.start // number] = found
+
+    def _settled_expert(self, pair: tuple[str, str], base: str, parameter: str) -> _Found:
+        """Of one expert's matrix. Patterns may name it, or transformers' tensor of all experts': where that is made of
+        gate and up, with the sum of their ranks."""
+        path, _, own = parameter.rpartition(".mlp.")
+        layout = self.layers[path].mlp.layout
+        tensor = next(part.place.tensor for part in layout.parameters if part.name == own)
+        fused = f"{self.class_names.there(path)}.{tensor}"
+        with self._readable(base):
+            if names_a_pattern(self.config, base) or not names_a_pattern(self.config, fused):
+                return self._settled(pair, base, 1)
+        joined = sum(part.place.tensor == tensor and bool(part.row) for part in layout.parameters)
+        return self._settled(pair, fused, 1, joined)
+
+    def _settled(self, pair: tuple[str, str], name: str, num_experts: int, joined: int = 1) -> _Found:
+        """
+        Args:
+            name: by which patterns know it.
+            num_experts: in the pair. joined: of how many such pairs the one is made whose rank the config has.
+        """
+        with self._readable(name):
+            rank, scale = rank_and_scaling(self.config, name)
+        if not 0 < scale < 1e9:
+            raise ExpertMeshError(f"{self.path / CONFIG}: makes the scale of {name} {scale:g}")
+        (a, b), (of_a, of_b) = pair, (self.infos[name].shape for name in pair)
+        if of_a[0] * joined != rank * num_experts or of_b[1] * joined != rank * num_experts:
+            times = f" x {num_experts} experts" if num_experts > 1 else ""
+            wanted = f"{rank}{times}" if joined == 1 else f"{rank} / {joined}"
+            raise ExpertMeshError(
+                f"{self.path / WEIGHTS}: {a} has {of_a[0]} rows and {b} {of_b[1]} columns; {CONFIG} makes their rank "
+                f"{wanted}"
+            )
+        return _Found(a, b, rank // joined, scale)
+
+    @contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ExpertMeshError(f"{self.path / CONFIG}: the scale of {name} cannot be read: {error}") from error
 
     def _pairs(self) -> dict[str, tuple[str, str]]:
         """Names of A and B by what they are beside."""
@@ -413,26 +490,37 @@ class Adapter:
                 pairs[base] = (a, b)
         others = set(self.infos) - {name for pair in pairs.values() for name in pair}
         if others:
-            raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {min(others)} has no place in this model")
+            bias = self.config.get("bias") or "none"
+            raise ExpertMeshError(
+                f"{self.path / WEIGHTS}: tensor {min(others)} has no place in this model: it is no {A} or {B} of a "
+                "linear layer or of experts" + (f"; {CONFIG} has bias {bias!r:.80}" if bias != "none" else "")
+            )
         return pairs
 
     def _unpacked(self, path: str) -> dict[str, LoraPair]:
         """Of a layer whose pairs are packed."""
-        packed = {tensor: self._read(names) for tensor, names in self.packed[path].items()}
+        packed = {tensor: self._read(found) for tensor, found in self.packed[path].items()}
         try:
             return unpack_experts(packed, self.layers[path].mlp.layout, self.config.get("peft_version"))
         except ValueError as error:
             raise ExpertMeshError(f"{self.path}: {path}: {error}") from error
 
-    def _read(self, names: tuple[str, str]) -> LoraPair:
+    def _read(self, found: _Found) -> LoraPair:
         values = []
         with safe_open(self.path / WEIGHTS, framework="pt") as file:
-            for name in names:
+            for name in (found.a, found.b):
                 value = file.get_tensor(name).float()
                 if not value.isfinite().all():
                     raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {name} holds values that are not finite")
                 values.append(value)
         return LoraPair(*values)
+
+
+def _wrapped(base: str) -> str:
+    """The module whose parameters are adapted, each by a wrapper around the one before."""
+    while base.endswith(".base_layer"):
+        base = base.removesuffix(".base_layer")
+    return base
 
 
 @torch.no_grad()
@@ -443,10 +531,12 @@ def load_adapter(
     topology: Topology,
     lora: Lora,
     rope_scaling: RopeScaling | None = None,
+    model_config: Any = None,
 ) -> None:
     """Fill a sharded model's adapters from a directory. All ranks call it together.
 
     Args:
+        model_config: that the model was built from, if the adapter may go by the names of another class than its own.
         rope_scaling: how the model's positions are stretched.
 
     Raises:
@@ -460,7 +550,7 @@ def load_adapter(
                 for found in (scaling, rope_scaling)
             )
             raise ExpertMeshError(f"--init-adapter {path}: was trained with {there}, this run has {here}")
-        adapter = Adapter(path, names)
+        adapter = Adapter(path, names, None if model_config is None else class_names(model, model_config))
         shards = sharded_parameters(model, topology, adapters_of(model))
         wanted = {_beside(name) for name in shards}
         if wanted != adapter.parameters:

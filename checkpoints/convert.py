@@ -2,15 +2,15 @@
 
 import hashlib
 import json
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from checkpoints.checksums import file_checksum
 from checkpoints.dtypes import same_values
-from checkpoints.files import copy_side_files, write_errors
-from checkpoints.manifest import MANIFEST, FileSum, check_all_bytes, make_manifest, shard_files
+from checkpoints.files import check_apart, copy_side_files, empty_directory, side_files, write_errors
+from checkpoints.manifest import MANIFEST, FileSum, carried_files, check_all_bytes, make_manifest, shard_files
 from checkpoints.opening import Readable, open_readable, parameter_dtypes
 from checkpoints.output import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
 from checkpoints.reader import SafetensorsReader, kept_encodings
@@ -25,12 +25,17 @@ _ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class HowToWrite:
-    """workers: files written at once. max_shard_size: bytes. overwrite: whether `out` may be replaced."""
+    """workers: files written at once. max_shard_size: bytes. overwrite: whether `out` may be replaced. drop_untrained:
+    whether tensors that are not trained are left behind, and no longer claimed by the config. tell: takes lines that
+    say what became of them. tokenizer: saved in Hugging Face form in place of the source's own."""
 
     max_shard_size: int
     workers: int
     overwrite: bool = False
     show_progress: bool = False
+    drop_untrained: bool = False
+    tell: Callable[[str], None] = lambda _: None
+    tokenizer: Any = None
 
 
 def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: HowToWrite) -> list[str]:
@@ -46,7 +51,7 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
     Raises:
         ExpertMeshError: the source is damaged, ep_size does not divide its experts, or `out` is not to be had.
     """
-    readable = open_readable(source_path)
+    readable = _to_be_written(open_readable(source_path, drop_untrained=how.drop_untrained), how)
     source, names, checkpoint = readable.checkpoint.source, readable.names, readable.checkpoint
     num_experts = names.shape.num_experts
     if ep_size < 1 or num_experts % ep_size:
@@ -64,52 +69,75 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
     ]
     encodings = kept_encodings(checkpoint, names) if dtype is None else {}
     files = shard_files(names, dtypes, encodings, ep_size, how.max_shard_size)
+    files += carried_files(checkpoint.carried, dtype is None, how.max_shard_size)
 
-    _prepare(source_path, out, MANIFEST, how.overwrite)
+    _prepare(readable, out, MANIFEST, how.overwrite)
     records = _write(files, out, readable, how)
     with write_errors(out):
-        copy_side_files(source, out)
+        copy_side_files(source, out, drop_untrained=checkpoint.drops_untrained)
         sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
-        for file in sorted({*out.iterdir()} - {*traces(out)}):
-            if file.name not in sums:
-                sums[file.name] = FileSum(file.stat().st_size, file_checksum(file), None)
+        for file in sorted({path for path in out.rglob("*") if path.is_file()} - {*traces(out)}):
+            name = file.relative_to(out).as_posix()
+            if name not in sums:
+                sums[name] = FileSum(file.stat().st_size, file_checksum(file), None)
         row_sums = {name: value for r in records for name, value in r.row_sums.items()}
-        manifest = make_manifest(source, names, ep_size, files, sums, row_sums, exported, origin=source_path.name)
+        manifest = make_manifest(
+            *(source, names, ep_size, files, sums, row_sums, exported, checkpoint.carried, source_path.name)
+        )
         _finish(out, MANIFEST, json.dumps(manifest, indent=1))
     return [] if dtype is not None else sorted(checkpoint.encoded_parameters - encodings.keys())
 
 
-def export_offline(source_path: Path, out: Path, how: HowToWrite, any_owner: bool = False) -> None:
+def export_offline(
+    source_path: Path, out: Path, how: HowToWrite, any_owner: bool = False, base: Path | None = None
+) -> None:
     """Write the Hugging Face form of EP shards, a training checkpoint, or another Hugging Face directory (in other
     files). Its index, or its only file, is what makes it whole, and comes last.
+
+    Args:
+        any_owner, base: of a training checkpoint (see `open_readable`).
 
     Raises:
         ExpertMeshError: the source is damaged, or `out` is not to be had.
     """
-    source = open_readable(source_path, any_owner=any_owner)
+    source = open_readable(source_path, True, any_owner, base, how.drop_untrained)
     check_all_bytes(source_path)
-    write_hf(source_path, source, out, how)
+    write_hf(source, out, how)
 
 
-def write_hf(source_path: Path, source: Readable, out: Path, how: HowToWrite) -> None:
+def write_hf(source: Readable, out: Path, how: HowToWrite) -> None:
     """Write what a source reads as, in Hugging Face form.
 
     Raises:
         ExpertMeshError: `out` is not to be had.
     """
-    files = plan_hf_files(source.checkpoint.exported, how.max_shard_size)
+    source = _to_be_written(source, how)
+    files = plan_hf_files(source.checkpoint.in_hf_form, how.max_shard_size)
     last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
-    _prepare(source_path, out, last, how.overwrite)
+    _prepare(source, out, last, how.overwrite)
     _write(files, out, source, how)
     with write_errors(out):
-        copy_side_files(source.checkpoint.source, out)
+        copy_side_files(source.checkpoint.source, out, how.tokenizer, source.checkpoint.drops_untrained)
         _finish(out, last, hf_index(files) if len(files) > 1 else None)
 
 
-def _prepare(source_path: Path, out: Path, last: str, overwrite: bool) -> None:
+def _to_be_written(source: Readable, how: HowToWrite) -> Readable:
+    """A source with or without what is not trained, as was asked for."""
+    found = source.checkpoint
+    if how.drop_untrained:
+        how.tell(f"dropped, as they are not trained: {found.carried_summary or 'no tensors'}")
+        return replace(source, checkpoint=found.dropping_untrained())
+    if found.carried:
+        how.tell(f"carried over, as they are not trained: {found.carried_summary}")
+    return source
+
+
+def _prepare(source: Readable, out: Path, last: str, overwrite: bool) -> None:
     """Make `out`. A whole one, which has the file `last`, is replaced only if told so; a begun one is gone on with."""
-    if source_path.resolve().is_relative_to(out.resolve()):
-        raise ExpertMeshError(f"{out}: holds the source, {source_path}; choose another directory to write to")
+    checkpoint = source.checkpoint
+    read = [source.path, checkpoint.source.path, *(tensor.directory for tensor in checkpoint.carried)]
+    check_apart(out, dict.fromkeys([*read, *checkpoint.files]))
+    side_files(checkpoint.source.path)  # what cannot go along is told before anything is written
     if out.exists() and not out.is_dir():
         raise ExpertMeshError(f"{out}: is no directory; choose another")
     begun = bool(traces(out))
@@ -119,7 +147,7 @@ def _prepare(source_path: Path, out: Path, last: str, overwrite: bool) -> None:
         raise ExpertMeshError(f"{out}: holds other files; choose another, or replace it with --overwrite")
     try:
         if overwrite and out.exists() and not begun:
-            shutil.rmtree(out)
+            empty_directory(out)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ExpertMeshError(f"{out}: cannot be written: {error.strerror}") from error
@@ -139,7 +167,7 @@ def _write(files: Sequence[OutputFile], out: Path, source: Readable, how: HowToW
 def _fingerprint(files: Sequence[OutputFile], checkpoint: Checkpoint) -> str:
     """Of the source's files, by name, size and time, and of the plan."""
     state = hashlib.sha256()
-    for file in checkpoint.files:
+    for file in checkpoint.all_files:
         status = file.stat()
         state.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
     for plan in files:

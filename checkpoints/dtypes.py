@@ -18,6 +18,7 @@ CODE_NAMES = {
     "F8_E4M3": "float8_e4m3", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0", "U8": "uint8", "I8": "int8",
 }  # fmt: skip
 """And codes and their scales (see `checkpoints.encodings`), a byte each."""
+ALL_NAMES = {**DTYPE_NAMES, **CODE_NAMES}
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I64": 8, "I32": 4, "BOOL": 1, **dict.fromkeys(CODE_NAMES, 1)}
 ARRAY_TYPES: dict[str, Any] = {
     "F32": np.float32, "BF16": np.uint16, "F16": np.float16,

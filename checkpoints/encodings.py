@@ -35,9 +35,10 @@ _METHODS = ("fp8", "mxfp4")
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """What a config.json, or a part of it, says of how tensors are stored; None where nothing is said."""
+    """What a config.json, or a part of it, says of how tensors are stored; None where it says nothing, or has an empty
+    table."""
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    return next((part[_QUANTIZATION] for part in parts if part.get(_QUANTIZATION) is not None), None)
+    return next((part[_QUANTIZATION] for part in parts if part.get(_QUANTIZATION) not in (None, {})), None)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,8 +57,9 @@ def check_quantization(quantization: Any, file: Path) -> None:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method not in _METHODS:
         raise ExpertMeshError(
-            f"{file}: {_QUANTIZATION} says that tensors are stored by {method!r:.80}; what can be read is "
-            f"{' or '.join(_METHODS)}, and what is not quantised"
+            f"{file}: {_QUANTIZATION} says that tensors are quantized by {method!r:.80}; what can be read is "
+            f"{' or '.join(_METHODS)}, and what is not quantized: take a release of this model in bfloat16, or one of "
+            "these, and quantize it with --base-dtype"
         )
 
 

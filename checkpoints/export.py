@@ -22,7 +22,7 @@ from checkpoints.output import INDEX_NAME, OutputFile, OutputTensor, hf_index, p
 from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint
 from checkpoints.tensors import as_array, torch_dtype
-from sharding import Topology, raise_together
+from sharding import Ranks, Topology, raise_together
 
 # What rank 0 holds of a tensor whose rows lie on disk as they do in memory. An expert's matrix that is transposed
 # there, or whose rows stand by turns with another's, must be put together whole.
@@ -37,6 +37,7 @@ def export_model(
     out: Path,
     max_shard_size: int = 5 * 10**9,
     tokenizer: Any = None,
+    patient: Ranks | None = None,
 ) -> None:
     """Write `out`, a directory that `transformers` loads. All ranks call it together.
 
@@ -47,6 +48,8 @@ def export_model(
         out: is replaced if it exists, once the new one is whole.
         max_shard_size: bytes a file, unless a single tensor has more.
         tokenizer: saved in place of the checkpoint's own.
+        patient: these ranks, where rank 0 may take longer to write what is carried over, of which the others have no
+            part, than a collective's time limit.
 
     Raises:
         ExpertMeshError: on all ranks, when rank 0 cannot write. `out` is then as it was.
@@ -54,8 +57,8 @@ def export_model(
     with replacing(out) as partial:
         with raise_together(), write_errors(out):
             if partial is not None:
-                copy_side_files(checkpoint.source, partial, tokenizer)
-        with raise_together(), write_errors(out):
+                copy_side_files(checkpoint.source, partial, tokenizer, checkpoint.drops_untrained)
+        with raise_together(patient), write_errors(out):
             _write_weights(model, checkpoint, topology, partial, max_shard_size)
 
 
@@ -87,14 +90,18 @@ def _write_weights(
 ) -> None:
     """Into `directory` on rank 0; on the others it is None."""
     shards = sharded_parameters(model, topology)
-    files = plan_hf_files(checkpoint.exported, max_shard_size)
+    files = plan_hf_files(checkpoint.in_hf_form, max_shard_size)
     # a write that fails must not leave the senders waiting: go on receiving, and say so at the end
     failure: OSError | None = None
     for file in files:
         with Output(file, directory) as output:
             for tensor in file.tensors:
-                for piece in _pieces(tensor, shards):
-                    output.write(piece)
+                if tensor.content is None:
+                    for piece in _pieces(tensor, shards):
+                        output.write(piece)
+                elif directory is not None:  # the last ones: nobody waits to send any more
+                    for data in tensor.content():
+                        output.write_bytes(as_bytes(data))
         failure = failure or output.failure
     if failure is not None:
         raise failure
@@ -121,9 +128,13 @@ class Output:
         return self
 
     def write(self, piece: Tensor) -> None:
+        if self.file is not None:
+            self.write_bytes(as_bytes(as_array(piece)))
+
+    def write_bytes(self, content: memoryview) -> None:
         if self.file is not None and self.failure is None:
             try:
-                self.file.write(as_bytes(as_array(piece)))
+                self.file.write(content)
             except OSError as error:
                 self.failure = error
 

@@ -2,21 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from checkpoints.dtypes import CODE_NAMES, DTYPE_NAMES
+from checkpoints.claims import unfilled
+from checkpoints.dtypes import ALL_NAMES
 from checkpoints.encodings import TensorInfo, decoded
 from checkpoints.manifest import MANIFEST, listed_tensors, read_manifest
 from checkpoints.opening import Readable, is_shards
-from checkpoints.source import open_source, read_header, read_headers
+from checkpoints.source import open_source, read_header, read_headers, read_json
 from checkpoints.state.marker import MARKER, read_marker
 from moe import active_parameters
 from sharding.topology import divisors
-
-_NAMES = {**DTYPE_NAMES, **CODE_NAMES}
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def describe(path: Path, heads: Heads, list_tensors: bool) -> Iterator[str]:
     """Lines: form, family, numbers in all and in experts, tensors, dtypes, encodings, files."""
     sizes = {name: prod(info.shape) for name, info in heads.known.items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    dtypes = Counter(_NAMES[info.dtype] for info in heads.stored.values())
+    dtypes = Counter(ALL_NAMES[info.dtype] for info in heads.stored.values())
     encodings = Counter(str(info.encoding) for info in heads.known.values() if info.encoding is not None)
     yield f"path        {path}"
     yield f"form        {_form(path)}"
@@ -81,10 +80,10 @@ def describe(path: Path, heads: Heads, list_tensors: bool) -> Iterator[str]:
     yield f"files       {len(heads.files):,}, {sum(file.stat().st_size for file in heads.files) / 1e9:,.2f} GB"
     if list_tensors:
         for name, info in heads.stored.items():
-            yield f"  {info.file}  {name}  {list(info.shape)}  {_NAMES[info.dtype]}"
+            yield f"  {info.file}  {name}  {list(info.shape)}  {ALL_NAMES[info.dtype]}"
 
 
-def describe_model(readable: Readable) -> Iterator[str]:
+def describe_model(readable: Readable, without_tensors: str | None = None) -> Iterator[str]:
     """Lines: the model's experts, parameters in all, active for a token and on a rank at each ep; what is left out;
     whether the checkpoint is whole."""
     checkpoint, names = readable.checkpoint, readable.names
@@ -96,13 +95,29 @@ def describe_model(readable: Readable) -> Iterator[str]:
     yield f"active      {active_parameters(total, experts, names.shape):,} for a token"
     held = ", ".join(f"{total // n:,} at ep {n}" for n in divisors(num_experts))
     yield f"on a rank   {held} (as many ranks as ep, all else sharded over them)"
+    if checkpoint.carried:
+        yield f"carried     {checkpoint.carried_summary}; not trained, they go along"
+    if without_tensors is not None:
+        yield f"no tensors  of {without_tensors}"
     if checkpoint.left_out:
-        yield f"left out    {len(checkpoint.left_out):,} tensors that no trained layer has: {checkpoint.some_left_out}"
+        yield f"left out    {len(checkpoint.left_out):,} tensors that only say how activations were rounded"
     if checkpoint.problems:
         yield "whole       no:"
         yield from (f"  {problem}" for problem in checkpoint.problems)
     else:
         yield "whole       yes"
+
+
+def with_claims_checked(readable: Readable) -> tuple[Readable, str | None]:
+    """The same, what transformers would fill with random values among the checkpoint's problems; and what config.json
+    claims and transformers does without, if no tensor is of it."""
+    checkpoint = readable.checkpoint
+    raw = read_json(checkpoint.source.path / "config.json")
+    lacking, without_tensors = unfilled(raw, checkpoint, readable.names)
+    if lacking is not None:
+        said = f"{lacking}; an export with --drop-untrained has a config that does not claim them"
+        readable = replace(readable, checkpoint=replace(checkpoint, problems=[*checkpoint.problems, said]))
+    return readable, without_tensors
 
 
 def _form(path: Path) -> str:

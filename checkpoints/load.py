@@ -7,14 +7,15 @@ from torch import Tensor, nn
 from checkpoints.checksums import add_sums, row_sum
 from checkpoints.mapping import DiskTensor, overlap
 from checkpoints.names import Names
-from checkpoints.opening import open_checkpoint
+from checkpoints.opening import open_checkpoint, parameter_dtypes
 from checkpoints.reader import SafetensorsReader
 from checkpoints.shards import ShardedParameter, sharded_parameters
 from checkpoints.source import Checkpoint, ModelSource
 from checkpoints.tensors import as_tensor
 from moe import ExpertMeshError
-from sharding import Mesh, Strategy, Topology, materialize, raise_together
+from sharding import Mesh, Strategy, Topology, adapters_of, materialize, parameters_of, raise_together
 from sharding.parallelize import parallelize
+from sharding.state import set_parameter_dtypes
 
 
 def shard_and_load(
@@ -42,12 +43,23 @@ def shard_and_load(
     """
     with raise_together():
         checkpoint = open_checkpoint(source, Names(model))
+    if not adapters_of(model):
+        hold_exactly(model, checkpoint)
     strategy = strategy or Strategy()
     parallelize(model, mesh, compute_dtype, strategy)
     materialize(model, device, strategy.offload)
     if read_weights:
         load_model(model, checkpoint, mesh.topology)
     return checkpoint
+
+
+def hold_exactly(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Have parameters that are not trained hold what the checkpoint has of them bit for bit, in place, before they are
+    sharded: in fp32 where they would be in bf16 and it does not have them so. Beside adapters this is not needed, as
+    nothing of the base is exported."""
+    stored = parameter_dtypes(checkpoint)
+    frozen = {name for name, part in parameters_of(model).items() if not part.trainable and stored.get(name) != "BF16"}
+    set_parameter_dtypes(model, dict.fromkeys(frozen, torch.float32))
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint, topology: Topology) -> None:
@@ -63,6 +75,9 @@ def load_model(model: nn.Module, checkpoint: Checkpoint, topology: Topology) -> 
         sums = _load_shards(shards, checkpoint)
     if checkpoint.row_sums is not None:
         _check_row_sums(sums, checkpoint)
+    with raise_together():
+        for tensor in checkpoint.carried[dist.get_rank() :: dist.get_world_size()]:
+            tensor.check()
 
 
 @torch.no_grad()

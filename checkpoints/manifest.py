@@ -2,25 +2,27 @@
 
     ep-00000-of-00008.safetensors   every layer's w1, v1, w2 of the experts of one ep rank; of encoded ones, the codes,
                                     and their scales as NAME.scales
-    dense-00001-of-0000N.safetensors   everything else
+    dense-00001-of-0000N.safetensors   everything else that the model has
+    carried-00001-of-0000N.safetensors   tensors that it does not have, under their own names; encoded ones as they were
     manifest.json   what stands where, checksums, and how the tensors are called in Hugging Face form
-    config.json, tokenizer files   as the source had them
+    config.json, tokenizer files, ...   as the source had them
 
 The manifest is written last: a directory without one is not whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import xxhash
 
+from checkpoints.carried import Carried
 from checkpoints.checksums import check_seal, file_checksum, seal
 from checkpoints.dtypes import DTYPE_NAMES
-from checkpoints.encodings import SCALE_DTYPES, WIDE, Codes, Encoding, Scales, TensorInfo, is_stored
+from checkpoints.encodings import SCALE_DTYPES, WIDE, Codes, Encoding, Scales, TensorInfo, decoded, is_stored
 from checkpoints.mapping import DiskTensor, Region
 from checkpoints.output import OutputFile, OutputTensor, plan_files
 from checkpoints.paths import named_file
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 FORMAT = "expertmesh-ep-shards"
-VERSION = 2
+VERSION = 3
 
 
 SCALES = ".scales"
@@ -69,6 +71,12 @@ def shard_files(
             tensor = DiskTensor(name, shape, (Region(name, range(rows_of(shape))),))
             dense += _outputs(tensor, dtypes[name], encodings.get(name))
     return files + plan_files(dense, max_shard_size, "dense")
+
+
+def carried_files(carried: Sequence[Carried], as_stored: bool, max_shard_size: int) -> list[OutputFile]:
+    """The files of what is carried over; encoded tensors `as_stored`, or dequantized."""
+    outputs = [output for one in carried for output in (one.as_stored() if as_stored else [one.in_hf_form()])]
+    return plan_files(outputs, max_shard_size, "carried") if outputs else []
 
 
 def _outputs(tensor: DiskTensor, dtype: str, encoding: Encoding | None) -> list[OutputTensor]:
@@ -101,15 +109,17 @@ def make_manifest(
     file_sums: dict[str, FileSum],
     row_sums: dict[str, int],
     exported: Iterable[OutputTensor],
+    carried: Sequence[Carried],
     origin: str,
 ) -> dict[str, Any]:
-    """The content of manifest.json; `exported` is what a Hugging Face directory of this model holds."""
+    """The content of manifest.json; `exported` is what a Hugging Face directory of this model holds, beside what is
+    `carried`."""
     tensors = []
     for file in files:
         for output in file.tensors:
-            (region,) = output.tensor.regions
-            if output.part == "scales":
+            if output.part == "scales" or output.content is not None:
                 continue
+            (region,) = output.tensor.regions
             width = names.experts.get(region.parameter)
             tensors.append(
                 {
@@ -137,8 +147,42 @@ def make_manifest(
                 for name, s in sorted(file_sums.items())
             },
             "exported": export_table(exported),
+            "carried": list(_carried_entries(carried, files, row_sums)),
         }
     )
+
+
+def _carried_entries(
+    carried: Sequence[Carried], files: Sequence[OutputFile], sums: dict[str, int]
+) -> Iterator[dict[str, Any]]:
+    file_of = {output.tensor.name: file.name for file in files for output in file.tensors if output.content is not None}
+    for one in carried:
+        as_stored = all(name in file_of for name in one.stored)  # else dequantized
+        names = list(one.stored) if as_stored else [one.name]
+        stored = [{"name": name, "file": file_of[name], "sum": f"{sums[name]:016x}"} for name in names]
+        block = list(one.info.encoding.block) if as_stored and one.info.encoding is not None else None
+        yield {"name": one.name, "block": block, "stored": stored}
+
+
+def _open_carried(
+    path: Path, entries: list[Any], headers: dict[str, dict[str, TensorInfo]], transposed: bool
+) -> Iterator[Carried]:
+    """
+    Raises:
+        ExpertMeshError: a tensor is not as the manifest has it.
+        ValueError, LookupError, TypeError: the manifest is not as this version writes it.
+    """
+    for entry in entries:
+        name, files = str(entry["name"]), {str(part["name"]): str(part["file"]) for part in entry["stored"]}
+        missing = next((part for part, file in files.items() if part not in headers[file]), None)
+        if missing is not None:
+            raise ExpertMeshError(f"{path / files[missing]}: tensor {missing} is not as {MANIFEST} has it")
+        stored = {part: headers[file][part] for part, file in files.items()}
+        found = decoded(stored, {"weight_block_size": entry["block"]}, transposed)
+        if found.problems or found.infos.keys() != {name}:
+            raise ValueError(next(iter(found.problems.values()), f"{name} is not made of {', '.join(stored)}"))
+        sums = {str(part["name"]): int(part["sum"], 16) for part in entry["stored"]}
+        yield Carried(name, found.infos[name], stored, path, sums)
 
 
 def _wide_shape(output: OutputTensor) -> tuple[int, ...]:
@@ -186,7 +230,15 @@ def listed_tensors(manifest: dict[str, Any], path: Path) -> dict[str, TensorInfo
     return listed
 
 
-_FIELDS = {"family": str, "source": str, "ep_size": int, "tensors": list, "files": dict, "exported": list}
+_FIELDS = {
+    "family": str,
+    "source": str,
+    "ep_size": int,
+    "tensors": list,
+    "files": dict,
+    "exported": list,
+    "carried": list,
+}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -234,8 +286,12 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
             row_sums[name] = int(entry["row_sum"], 16)
         _check_coverage(source, tensors, names)
         exported = exported_from(manifest["exported"], names)
+        carried = list(_open_carried(source.path, manifest["carried"], headers, names.experts_transposed))
+        every = [output.tensor.name for output in exported] + [tensor.name for tensor in carried]
+        if len(set(every)) < len(every):
+            raise ValueError("it lists a tensor of an export twice")
     files = sorted(source.path / file for file in headers)
-    return Checkpoint(source, tensors, [], infos, exported, row_sums=row_sums, files=files)
+    return Checkpoint(source, tensors, [], infos, exported, carried, row_sums=row_sums, files=files)
 
 
 def _placed(name: str, info: TensorInfo, header: dict[str, TensorInfo]) -> TensorInfo | None:
@@ -254,7 +310,7 @@ def _check_files(path: Path, files: dict[str, Any]) -> dict[str, dict[str, Tenso
     """The header of each safetensors file that the manifest lists, all listed files being there and whole."""
     headers = {}
     for name, entry in files.items():
-        file = named_file(path, name, MANIFEST)
+        file = named_file(path, name, MANIFEST, depth=2)
         check_fields(entry, {"bytes": int, "xxh3_128": str}, path / MANIFEST)
         if file.stat().st_size != entry["bytes"]:
             raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MANIFEST} says {entry['bytes']}")
@@ -276,7 +332,7 @@ def check_all_bytes(path: Path) -> None:
     if not (path / MANIFEST).exists():
         return
     for name, entry in read_manifest(path)["files"].items():
-        if file_checksum(named_file(path, name, MANIFEST)) != entry["xxh3_128"]:
+        if file_checksum(named_file(path, name, MANIFEST, depth=2)) != entry["xxh3_128"]:
             raise ExpertMeshError(f"{path / name}: is damaged: its checksum is not the one in {MANIFEST}")
 
 
@@ -324,7 +380,7 @@ def exported_from(table: Sequence[dict[str, Any]], names: Names) -> list[OutputT
     shapes = {str(entry["name"]): tuple(int(size) for size in entry["shape"]) for entry in table}
     dtypes = {str(entry["name"]): entry["dtype"] for entry in table}
     matched = names.match(shapes)
-    if matched.problems or matched.left_out or len(shapes) != len(table):
+    if matched.problems or matched.untrained or len(shapes) != len(table):
         raise ValueError("what it says that an export holds is not this model")
     if not all(dtype in DTYPE_NAMES for dtype in dtypes.values()):
         raise ValueError("it has a dtype that no export has")

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from checkpoints.adapter import CONFIG, WEIGHTS, Adapter, read_rope
+from checkpoints.class_names import ClassNames, class_names
 from checkpoints.convert import HowToWrite, write_hf
 from checkpoints.manifest import check_all_bytes
 from checkpoints.opening import open_readable
+from checkpoints.output import OutputTensor
 from checkpoints.peft_format import LoraPair
 from checkpoints.reader import ParameterReader, Piece
+from checkpoints.source import Checkpoint
 from checkpoints.tensors import as_array, as_tensor
 
 _ROWS_AT_ONCE = 256
@@ -21,7 +24,7 @@ _ROWS_AT_ONCE = 256
 def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     """Write `base`, of any form and encoding, with W + s · B · A in the place of every adapted W. Sums are rounded once
     to fp32, from fp64, and then to the dtype of the base. The config has the positions that the adapter was
-    trained with.
+    trained with, and no longer ties what the adapter makes differ.
 
     Returns:
         How many parameters were changed.
@@ -29,30 +32,56 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     Raises:
         ExpertMeshError: one of the two is damaged, they do not belong together, or `out` is not to be had.
     """
-    readable = open_readable(base)
+    readable = open_readable(base, drop_untrained=how.drop_untrained)
     check_all_bytes(base)
-    changed = Adapter(adapter, readable.names)
+    there = class_names(readable.names.model, readable.checkpoint.source.config)
+    changed = Adapter(adapter, readable.names, there)
 
     def make_reader() -> ParameterReader:
-        return MergedReader(readable.make_reader(), Adapter(adapter, readable.names))
+        return MergedReader(readable.make_reader(), Adapter(adapter, readable.names, there))
 
     # what is written depends on these files too
     files = [*readable.checkpoint.files, adapter / CONFIG, adapter / WEIGHTS]
     checkpoint = replace(readable.checkpoint, files=files)
     if (scaling := read_rope(adapter)) is not None:
-        checkpoint = replace(checkpoint, source=replace(checkpoint.source, rope_scaling=scaling))
-    write_hf(base, replace(readable, checkpoint=checkpoint, make_reader=make_reader), out, how)
+        checkpoint = checkpoint.stretched(scaling, readable.names)
+    for alias, parameter in readable.names.aliases.items():
+        if {alias, parameter} & changed.parameters:
+            checkpoint = _untied(checkpoint, there, alias, parameter)
+    write_hf(replace(readable, checkpoint=checkpoint, make_reader=make_reader), out, how)
     return len(changed.parameters)
 
 
+def _untied(checkpoint: Checkpoint, there: ClassNames, alias: str, parameter: str) -> Checkpoint:
+    """With a tensor for each of the two modules that share a weight, as an adapter beside one of them is not beside the
+    other: PEFT adds it to the output projection alone, until it merges it into both."""
+    exported, missing = [], {alias: there.there(alias), parameter: there.there(parameter)}
+    copies = {tensor.name for tensor in checkpoint.tied_copies} | {missing[alias]}
+    for output in checkpoint.exported:
+        (region, *_) = output.tensor.regions
+        if region.parameter == parameter:
+            owner = alias if output.tensor.name in copies else parameter
+            output = _output(output, output.tensor.name, owner)
+            shared, _ = output, missing.pop(owner)
+        exported.append(output)
+    exported += [_output(shared, name, owner) for owner, name in missing.items()]
+    return replace(checkpoint, exported=exported, source=replace(checkpoint.source, is_untied=True))
+
+
+def _output(like: OutputTensor, name: str, parameter: str) -> OutputTensor:
+    (region,) = like.tensor.regions
+    return replace(like, tensor=replace(like.tensor, name=name, regions=(replace(region, parameter=parameter),)))
+
+
 class MergedReader:
-    """A `ParameterReader` of another's parameters with an adapter's updates added. Not for several threads."""
+    """A `ParameterReader` of another's parameters with an adapter's updates added, to each of two tied ones its own.
+    Not for several threads."""
 
     def __init__(self, base: ParameterReader, adapter: Adapter):
         self.base, self.adapter = base, adapter
 
     def pieces(self, parameter: str, rows: range) -> Iterator[Piece]:
-        for piece in self.base.pieces(parameter, rows):
+        for piece in self.base.pieces(self.adapter.names.aliases.get(parameter, parameter), rows):
             pair = self.adapter.pair(parameter)
             yield piece if pair is None else self._with(piece, parameter, pair)
 

@@ -56,14 +56,14 @@ class Matched:
     Attributes:
         tensors: those that make it up, in the model's order.
         tied_copies: those that repeat one of these, as an output projection stored beside the tied embedding does.
-        left_out: names that no trained module has: of layers for multi-token prediction, of parts that transformers
+        untrained: names that no trained module has: of layers for multi-token prediction, of parts that transformers
             leaves out of this class, or what is computed from the config.
         problems: what is wrong, by the name of the tensor.
     """
 
     tensors: list[DiskTensor] = field(default_factory=list)
     tied_copies: list[DiskTensor] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    untrained: list[str] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
 
 
@@ -75,6 +75,7 @@ class Names:
         experts: rows an expert has, of each parameter that is experts'.
         buffers: which are no parameters, and are never rounded.
         shape: of its MoE layers. num_moe_layers: how many there are.
+        aliases: further names of tied parameters, and the name that each has in `parameters`.
         experts_transposed: whether their experts' matrices lie transposed in transformers' tensors.
     """
 
@@ -88,7 +89,7 @@ class Names:
         self.num_moe_layers = len(moe_layers(model))
         self.experts_transposed = moe_layers(model)[0].mlp.layout.is_transposed
         self._targets = self._all_targets(state)
-        self._aliases = {
+        self.aliases = {
             alias: names[0] for names in _shared(model).values() for alias in names[1:] if names[0] in self._targets
         }
         self._computed = {name for name, part in state_of(model).items() if not part.persistent}
@@ -140,40 +141,33 @@ class Names:
     ) -> tuple[dict[str, _Sources], dict[str, str], dict[str, Any]]:
         """By target, the tensors that make it up; of copies of a tied one, their target; converters by their patterns.
         What belongs to no target goes into `matched`."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-        mapping = get_model_conversion_mapping(self.model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        known = {**dict.fromkeys(self._targets, True), **dict.fromkeys(self._aliases, True)}
-        prefix = self.model.base_model_prefix
+        known = {**dict.fromkeys(self._targets, True), **dict.fromkeys(self.aliases, True)}
         sources: dict[str, _Sources] = {}
         copies: dict[str, str] = {}
-        # in transformers' order, on which some of its renamings rely
-        for name in sorted(found, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-            if target not in known and name in known:
-                target, pattern = name, None
-            if target in self._aliases:
-                copies[name] = self._aliases[target]
+        for name, target, pattern in renamed(self.model, found, known):
+            if target in self.aliases:
+                copies[name] = self.aliases[target]
             elif target in self._targets:
                 sources.setdefault(target, {}).setdefault(pattern, []).append(name)
-            elif self._is_left_out(name, target):
-                matched.left_out.append(name)
+            elif self._is_untrained(name, target):
+                matched.untrained.append(name)
             else:
                 matched.problems[name] = _no_place(name)
         for name, target in list(copies.items()):
             if target not in sources:  # the only one there is
                 sources[target] = {None: [name]}
                 del copies[name]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        by_pattern = {pattern: entry for entry in _converters(self.model) for pattern in entry.source_patterns}
         return sources, copies, by_pattern
 
-    def _is_left_out(self, name: str, target: str) -> bool:
+    def _is_untrained(self, name: str, target: str) -> bool:
         is_beyond = self._beyond is not None and bool(self._beyond.match(target))
         is_ignored = any(pattern.search(name) or pattern.search(target) for pattern in self._ignored)
-        return is_ignored or is_beyond or target in self._computed or name.endswith(".rotary_emb.inv_freq")
+        return is_ignored or is_beyond or self.is_computed(target)
+
+    def is_computed(self, name: str) -> bool:
+        """Whether a tensor's values follow from the config."""
+        return name in self._computed or name.endswith(".rotary_emb.inv_freq")
 
     def _copy(self, name: str, shape: Shape, target: str, problems: dict[str, str]) -> Iterator[DiskTensor]:
         wanted = self._targets[target]
@@ -259,6 +253,30 @@ class Names:
                     if kind is WeightConverter and pattern is not None:
                         break
         return str(name).replace("*", "0")
+
+
+def renamed(model: Any, found: Iterable[str], known: dict[str, bool]) -> Iterator[tuple[str, str, str | None]]:
+    """(name, what it is or becomes a part of, the pattern of the converter that takes it) of tensors on disk, in
+    transformers' order, on which some of its renamings rely.
+
+    Args:
+        known: the tensors of transformers' model.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    converters = _converters(model)
+    for name in sorted(found, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        yield (name, name, None) if target not in known and name in known else (name, target, pattern)
+
+
+def _converters(model: Any) -> list[Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    return [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightConverter)]
 
 
 def _shared(model: Any) -> dict[int, list[str]]:

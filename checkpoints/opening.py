@@ -30,9 +30,8 @@ def open_checkpoint(source: ModelSource, names: Names, strict: bool = True) -> C
     Raises:
         ExpertMeshError: it is damaged, not whole, or does not fit the model (see `open_hf` and `open_shards`).
     """
-    if is_shards(source.path):
-        return open_shards(source, names)
-    return open_hf(source, names, strict)
+    found = open_shards(source, names) if is_shards(source.path) else open_hf(source, names, strict)
+    return found if source.rope_scaling is None else found.stretched(source.rope_scaling, names)
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,16 @@ class Readable:
     make_reader: Callable[[], ParameterReader]
 
 
-def open_readable(path: Path, strict: bool = True, any_owner: bool = False) -> Readable:
+def open_readable(
+    path: Path, strict: bool = True, any_owner: bool = False, base: Path | None = None, drop_untrained: bool = False
+) -> Readable:
     """Open what lies at `path`, outside of any process group.
+
+    Args:
+        strict: stop at what is wrong with its tensors; else list it in the checkpoint's `problems`.
+        any_owner: whether to read a training checkpoint of another user.
+        base: the model's directory from which a training checkpoint's tensors that are not trained are to be taken.
+        drop_untrained: whether the latter may be gone.
 
     Raises:
         ExpertMeshError: there is no checkpoint, or it is damaged or not whole (see the forms' own functions).
@@ -55,7 +62,7 @@ def open_readable(path: Path, strict: bool = True, any_owner: bool = False) -> R
     if (path / MARKER).exists():
         from checkpoints.state.reading import TrainingReader, open_training  # of all forms the one that needs torch
 
-        training = open_training(path, any_owner)
+        training = open_training(path, any_owner, strict and not drop_untrained, base)
         return Readable(path, training, training.source.names, lambda: TrainingReader(training, path))
     source = open_source(path)
     checkpoint = open_checkpoint(source, source.names, strict)

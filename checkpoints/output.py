@@ -2,12 +2,12 @@
 
 import json
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from checkpoints.dtypes import DTYPE_BYTES
+from checkpoints.dtypes import DTYPE_BYTES, Array
 from checkpoints.encodings import Encoding
 from checkpoints.mapping import DiskTensor
 
@@ -21,12 +21,14 @@ class OutputTensor:
 
     Attributes:
         encoding, part: of one that holds the codes of a parameter's rows, or their scales.
+        content: of one that is no parameter's (see `checkpoints.carried`), gives what it holds, piece by piece.
     """
 
     tensor: DiskTensor
     dtype: str
     encoding: Encoding | None = None
     part: Literal["codes", "scales"] | None = None
+    content: Callable[[], Iterator[Array]] | None = field(default=None, compare=False)
 
     @property
     def num_bytes(self) -> int:

@@ -35,6 +35,25 @@ REMAPPED = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_pr
 of a shared expert, or of a dense layer, would not be adapted, and their tensors be dropped without a word."""
 
 
+_PLAIN_SETTINGS = frozenset(
+    {
+        *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
+        *("inference_mode", "runtime_config", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+        # which modules these come to is to be seen from the tensors
+        *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        # PEFT lets go of it where a layer is linear, and refuses it where a parameter is adapted
+        "fan_in_fan_out",
+        # of training, or of what it starts from; biases that were trained are tensors
+        *("lora_dropout", "bias", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("qalora_group_size", "megatron_core", "ensure_weight_tying"),
+    }
+)
+"""Settings of PEFT's `LoraConfig` with which an update is scaling · B · A all the same."""
+
+_PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
+"""Of `init_lora_weights`, besides true and false, those that leave the base's weights as they are."""
+
+
 class LoraPair(NamedTuple):
     """A and B of linear layers. Of one: (r, in) and (out, r). Of a layer's experts: (E, r, in) and (E, out, r).
     Packed: (E·r, in) and (out, r·E)."""
@@ -112,20 +131,24 @@ def unpack_experts(
     return unpacked
 
 
-def reads_by_expert(model: Any, layout: ExpertLayout) -> bool:
+def reads_by_expert(model: Any, experts: str, layout: ExpertLayout) -> bool:
     """Whether PEFT makes packed pairs of a file's pairs by expert, as it loads them into transformers' model of this
     kind. Where it does not, it drops them without an error.
 
-    model: transformers' own, or one of `moe.build_model`.
+    model: transformers' own, or one of `moe.build_model`. experts: path of an experts module in it.
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
-    from transformers.core_model_loading import MergeModulelist, WeightConverter
+    from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
 
     if get_checkpoint_conversion_mapping(model.config.model_type) is None:
         return False  # transformers may know the family by the name of a class; PEFT asks by this one alone
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    if rename_source_key(f"{experts}.", renamings, [])[0] != f"{experts}.":
+        return False  # it would make them for the path in another class, as for a language model by itself
     stacked = [
         entry.target_patterns[0]
-        for entry in get_model_conversion_mapping(model)
+        for entry in mapping
         if isinstance(entry, WeightConverter) and any(isinstance(made, MergeModulelist) for made in entry.operations)
     ]
     # these two, and the second outermost, are what PEFT knows how to make
@@ -144,6 +167,7 @@ def adapter_config(
     weights: Iterable[str] = (),
     experts: Mapping[str, ExpertLayout] | None = None,
     others: Collection[str] = (),
+    model_class: type | None = None,
 ) -> dict[str, Any]:
     """What adapter_config.json says, for experts in either form.
 
@@ -159,6 +183,7 @@ def adapter_config(
         experts: the experts modules that are adapted, by their paths in transformers' model.
         others: names of the model's modules and parameters that are not adapted. Targets are cut to their last names as
             far as that takes in none of these.
+        model_class: of transformers, that PEFT is to load for it, where it is not what AutoModelForCausalLM loads.
     """
     modules, experts = list(modules), experts or {}
     linear = [path for path in modules if path.rpartition(".")[2] not in REMAPPED]
@@ -171,7 +196,7 @@ def adapter_config(
     return {
         "peft_type": "LORA",
         "peft_version": PEFT_VERSION,
-        "task_type": "CAUSAL_LM",
+        **_class_to_load(model_class),
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": rank,
@@ -184,6 +209,39 @@ def adapter_config(
         "rank_pattern": {target: count * rank for target, count in joined.items()},
         "alpha_pattern": {target: (sqrt(count) if use_rslora else count) * alpha for target, count in joined.items()},
     }
+
+
+def _class_to_load(model_class: type | None) -> dict[str, Any]:
+    if model_class is None:
+        return {"task_type": "CAUSAL_LM"}
+    found = {"base_model_class": model_class.__name__, "parent_library": model_class.__module__}
+    return {"task_type": None, "auto_mapping": found}
+
+
+def unread_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config with which an adapter is more than W + scaling · B · A, by their names: known ones that
+    are switched on, and any that a later PEFT may have brought."""
+    init = config.get("init_lora_weights", True)
+    changes_base = not isinstance(init, bool | None) and init not in _PLAIN_INITS
+    found = {key: value for key, value in config.items() if value and key not in _PLAIN_SETTINGS}
+    return {**found, **({"init_lora_weights": init} if changes_base else {})}
+
+
+def names_a_pattern(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a pattern of a config says which rank or alpha a module of this name has.
+
+    Raises:
+        ValueError: a pattern is no regular expression.
+    """
+    none = object()
+    return any(_of_pattern(config, key, name, none) is not none for key in ("rank_pattern", "alpha_pattern"))
+
+
+def target_name(config: Mapping[str, Any], module: str) -> str:
+    """What patterns know an adapted module by: the name of its weight, where that is a target of its own."""
+    weight = f"{module}.weight"
+    targets = config.get("target_parameters") or []
+    return weight if any(end in targets for end in _ends(weight)) else module
 
 
 def rank_and_scaling(config: Mapping[str, Any], name: str) -> tuple[int, float]:

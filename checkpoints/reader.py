@@ -15,6 +15,7 @@ from checkpoints.checksums import to_granule_end
 from checkpoints.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, wider
 from checkpoints.encodings import WIDE, Encoding, TensorInfo, scale_values, strips, unpack, widen
 from checkpoints.mapping import DiskTensor, Region, overlap
+from checkpoints.paths import fill_from
 from checkpoints.source import Checkpoint
 from moe import ExpertMeshError
 
@@ -234,11 +235,8 @@ class SafetensorsReader:
         return data
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
-        while len(buffer):
-            count = os.preadv(self.file, [buffer], offset)
-            if count == 0:
-                raise ExpertMeshError(f"{self.path}: has become shorter since it was opened")
-            buffer, offset = buffer[count:], offset + count
+        assert self.path is not None
+        fill_from(self.file, buffer, offset, self.path)
 
     def _open(self, path: Path) -> None:
         if path != self.path:

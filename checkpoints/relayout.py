@@ -32,7 +32,8 @@ _CHUNK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known of a written file: size, XXH3-128 of all of it and of its head, and each tensor's row sum."""
+    """What is known of a written file: size, XXH3-128 of all of it and of its head, and each tensor's row sum, or, if
+    it is carried over, XXH3-64 of its content."""
 
     name: str
     num_bytes: int
@@ -49,12 +50,17 @@ def write_files(
     workers: int,
     show_progress: bool,
 ) -> list[FileRecord]:
-    """Write `files` into `out`, several at a time, skipping those that an earlier, interrupted call has finished.
+    """Write `files` into `out`, several at a time, skipping those that an earlier, interrupted call has finished, and
+    deleting those that it has finished and this one does not write: it may have cut the tensors otherwise.
 
     Args:
         make_reader: called once a worker and file.
         fingerprint: of everything the content depends on. A file counts as finished only with the same fingerprint.
     """
+    planned = {file.name for file in files}
+    for note in out.glob(f"*.safetensors{DONE}"):
+        if (name := note.name.removesuffix(DONE)) not in planned and _noted(note) is not None:
+            (out / name).unlink(missing_ok=True)
     total = sum(output.num_bytes for file in files for output in file.tensors)
     lock = threading.Lock()
     disable = None if show_progress else True
@@ -94,10 +100,10 @@ def _write_or_skip(
     advance: Callable[[int], None],
 ) -> FileRecord:
     note = out / (file.name + DONE)
-    record = _finished(note, fingerprint) if (out / file.name).exists() else None
-    if record is not None:
+    noted = _noted(note) if (out / file.name).exists() else None
+    if noted is not None and noted[0] == fingerprint:
         advance(sum(output.num_bytes for output in file.tensors))
-        return record
+        return noted[1]
     reader = make_reader()
     with whole(out / file.name) as partial, open(partial, "wb") as stream:
         record = _write_file(file, stream, reader, advance)
@@ -107,11 +113,12 @@ def _write_or_skip(
     return record
 
 
-def _finished(note: Path, fingerprint: str) -> FileRecord | None:
-    """What an earlier call has noted of a file; None if it noted nothing, was another call, or the note is damaged."""
+def _noted(note: Path) -> tuple[str, FileRecord] | None:
+    """(its fingerprint, what it has noted of a file) of an earlier call; None if it noted nothing, or the note is
+    damaged."""
     try:
         content = json.loads(note.read_text())
-        return FileRecord(**content["record"]) if content["fingerprint"] == fingerprint else None
+        return content["fingerprint"], FileRecord(**content["record"])
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
 
@@ -124,20 +131,27 @@ def _write_file(
     num_bytes = len(file.header)
     row_sums: dict[str, int] = {}
     for output in file.tensors:
+        row_sum_so_far, of_content = 0, xxhash.xxh3_64()
         for data, share in _blocks(output, reader):
             content = as_bytes(data)
             stream.write(content)
             digest.update(content)
             num_bytes += len(content)
-            row_sums[output.tensor.name] = add_sums(row_sums.get(output.tensor.name, 0), share)
+            row_sum_so_far = add_sums(row_sum_so_far, share)
+            if output.content is not None:
+                of_content.update(content)
             advance(len(content))
+        row_sums[output.tensor.name] = row_sum_so_far if output.content is None else of_content.intdigest()
     header_checksum = xxhash.xxh3_128(file.header).hexdigest()
     return FileRecord(file.name, num_bytes, digest.hexdigest(), header_checksum, row_sums)
 
 
 def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Array, int]]:
     """(content in row order, share of the row sum) of a tensor in disk order. One whose rows are not in the parameter's
-    order has no row sum; that of encoded rows is in their codes' share."""
+    order has no row sum, nor has one that is carried over; that of encoded rows is in their codes' share."""
+    if output.content is not None:
+        yield from ((data, 0) for data in output.content())
+        return
     if output.encoding is not None:
         yield from _encoded_blocks(output, output.encoding, reader)
         return

@@ -5,6 +5,7 @@ Only JSON and safetensors are read; nothing is unpickled, and no path from an in
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from checkpoints.carried import Carried, find_carried, summary
 from checkpoints.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS
 from checkpoints.encodings import TensorInfo, check_quantization, decoded, quantization_of
 from checkpoints.mapping import DiskTensor
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from checkpoints.names import Names
     from moe.rope import RopeChange
 
-# not "*.safetensors": some repositories hold the weights a second time, as consolidated*.safetensors
-_HUB_FILES = ["model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 # parsed it takes some twenty times as much memory; the largest index and manifest of today have a few MB
 _MOST_JSON_BYTES = 64 * 2**20
 
@@ -41,12 +41,14 @@ class ModelSource:
         model_type: what the family calls itself.
         quantization: what the config says of how its tensors are stored; None if as they are.
         rope_scaling: how positions are to be stretched; None leaves them as the config has them.
+        is_untied: whether what is written has a weight each for the embedding and the output projection.
     """
 
     path: Path
     model_type: str
     quantization: Any = None
     rope_scaling: RopeScaling | None = None
+    is_untied: bool = False
 
     @cached_property
     def config(self) -> Any:
@@ -71,16 +73,11 @@ class ModelSource:
 
     @cached_property
     def _config_on_disk(self) -> Any:
-        from transformers import AutoConfig
-
-        from moe import model_class
+        from moe import load_config, model_class
 
         file = self.path / "config.json"
         check_quantization(self.quantization, file)
-        try:
-            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
-        except Exception as error:
-            raise ExpertMeshError(f"{file}: transformers cannot read it: {error}") from error
+        config = load_config(self.path, read_json(file), str(file))
         try:
             model_class(config)
         except ExpertMeshError as error:
@@ -127,7 +124,9 @@ class Checkpoint:
         tied_copies: tensors that repeat one of these, as an output projection stored beside the tied embedding does.
         infos: file, shape and dtype of each tensor, by name.
         exported: what a Hugging Face directory of this model holds, in this order.
-        left_out: names of tensors that belong to no trained module (see `checkpoints.names`).
+        carried: those that belong to no trained module (see `checkpoints.names`), and go along as they are.
+        drops_untrained: whether, instead, they do not go along, and an export's config does not claim them.
+        left_out: names of tensors that only say how activations were rounded, which go where codes become numbers.
         row_sums: of each tensor, where the directory has them (see `checkpoints.checksums`).
         files: that hold the weights.
         problems: what does not match, where the caller asked to be told instead of stopped.
@@ -138,6 +137,8 @@ class Checkpoint:
     tied_copies: list[DiskTensor]
     infos: dict[str, TensorInfo]
     exported: list[OutputTensor]
+    carried: list[Carried] = field(default_factory=list)
+    drops_untrained: bool = False
     left_out: list[str] = field(default_factory=list)
     row_sums: dict[str, int] | None = None
     files: list[Path] = field(default_factory=list)
@@ -157,10 +158,31 @@ class Checkpoint:
         tensors = (tensor for tensor in self.tensors if self.infos[tensor.name].encoding is not None)
         return {region.parameter for tensor in tensors for region in tensor.regions}
 
+    def dropping_untrained(self) -> Checkpoint:
+        """The same, but that what is not trained does not go along."""
+        return replace(self, carried=[], drops_untrained=True)
+
+    def stretched(self, scaling: RopeScaling, names: Names) -> Checkpoint:
+        """The same, but that positions are stretched. Frequencies that the files have are not carried over: they follow
+        from the config, and would no longer be right."""
+        carried = [tensor for tensor in self.carried if not names.is_computed(tensor.name)]
+        return replace(self, source=replace(self.source, rope_scaling=scaling), carried=carried)
+
     @property
-    def some_left_out(self) -> str:
-        """The first few of `left_out`, for a message."""
-        return ", ".join(self.left_out[:3]) + (", ..." if len(self.left_out) > 3 else "")
+    def carried_summary(self) -> str:
+        """What is carried, in a few words; empty where nothing is."""
+        names = [output.tensor.name for output in self.exported]
+        return summary(self.carried, names) if self.carried else ""
+
+    @property
+    def in_hf_form(self) -> list[OutputTensor]:
+        """All that a Hugging Face directory of this model holds; what is carried comes last."""
+        return [*self.exported, *(tensor.in_hf_form() for tensor in self.carried)]
+
+    @property
+    def all_files(self) -> list[Path]:
+        """Those that hold the weights, and those that hold what is carried."""
+        return sorted({*self.files, *(file for tensor in self.carried for file in tensor.files)})
 
 
 def resolve_model(model: str, flag: str = "--model") -> Path:
@@ -174,15 +196,28 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
     """
     if not check_model(model, flag):
         return Path(model)
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+        return _download(model)
+    except ExpertMeshError:
+        raise
     except Exception as error:
         raise ExpertMeshError(
             f"{flag} {model}: no such directory, and not to be had from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
+
+
+def _download(model: str) -> Path:
+    """The local copy of a hub id: what goes along with the weights, and then those that the index names, as some
+    repositories hold them a second time in another form."""
+    from huggingface_hub import snapshot_download
+
+    from checkpoints.files import SIDE_FILES
+
+    path = Path(snapshot_download(model, allow_patterns=list(SIDE_FILES)))
+    files = {SINGLE_NAME, *(_weight_map(path) or {}).values()}
+    # of the same revision, should there be a newer one by now
+    return Path(snapshot_download(model, revision=path.name, allow_patterns=sorted(map(glob.escape, files))))
 
 
 def check_model(model: str, flag: str = "--model") -> bool:
@@ -271,7 +306,8 @@ def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoin
         ExpertMeshError: a file is missing, truncated or outside the directory; a tensor is missing, unused,
             mis-shaped or of an unsupported dtype. The message names it.
     """
-    found = decoded(read_headers(source.path), source.quantization, names.experts_transposed)
+    stored = read_headers(source.path)
+    found = decoded(stored, source.quantization, names.experts_transposed)
     infos = found.infos
     matched = names.match({name: info.shape for name, info in infos.items()})
     wrong = dict(found.problems)
@@ -293,7 +329,8 @@ def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoin
         matched.tied_copies,
         infos,
         exported,
-        matched.left_out + found.left_out,
+        find_carried(matched.untrained, infos, stored, source.path),
+        left_out=found.left_out,
         files=files,
         problems=list(wrong.values()),
     )
@@ -330,6 +367,15 @@ def _weight_map(path: Path) -> dict[str, str] | None:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ExpertMeshError(f"{path / INDEX_NAME}: weight_map is no table from tensor names to file names")
     return weight_map
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a Hugging Face directory that hold tensors.
+
+    Raises:
+        ExpertMeshError: one is missing or outside the directory, or the index is damaged.
+    """
+    return [path / file for file in _files(path, _weight_map(path))]
 
 
 def _files(path: Path, weight_map: dict[str, str] | None) -> list[str]:

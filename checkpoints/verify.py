@@ -1,10 +1,12 @@
 """Compares two checkpoints of any form, by the names their tensors have in Hugging Face form."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from checkpoints.dtypes import DTYPE_NAMES, Array, as_double, cast, same_bits
+from checkpoints.carried import Carried
+from checkpoints.dtypes import ALL_NAMES, Array, as_double, cast, same_bits
 from checkpoints.mapping import Region
 from checkpoints.opening import Readable
 from checkpoints.output import OutputTensor
@@ -24,7 +26,7 @@ def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
     """Hold every tensor of `a` against the same rows in `b`: dtype and bits; or, with `rtol`, values within
     rtol · max(|a|, |b|), whatever the dtypes. Codes with a scale a block cannot be that near to small values: where one
     of the two is encoded, the largest value of the row takes the place of the value. What one of them lacks, or has too
-    much, is a difference as well."""
+    much, is a difference as well. Tensors that are carried over are compared likewise."""
     differences = [f"{problem} ({side.path})" for side in (a, b) for problem in side.checkpoint.problems]
     reader_a, reader_b = a.make_reader(), b.make_reader()
     dtypes_b = _dtypes(b.checkpoint)
@@ -45,7 +47,43 @@ def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
                 differences.append(f"{_name(output, region)}: {problem}")
     reader_a.close()
     reader_b.close()
+    carried_a, carried_b = ({tensor.name: tensor for tensor in side.checkpoint.carried} for side in (a, b))
+    for name in sorted(carried_a.keys() | carried_b.keys()):
+        if name in carried_a and name in carried_b:
+            compared += 1
+            problem = _carried_difference(carried_a[name], carried_b[name], rtol)
+        else:
+            problem = f"is missing ({(b if name in carried_a else a).path})"
+        if problem is not None:
+            differences.append(f"{name}: {problem}")
     return Comparison(differences, compared)
+
+
+def _carried_difference(a: Carried, b: Carried, rtol: float | None) -> str | None:
+    """The first difference between two tensors that are carried over."""
+    if a.info.shape != b.info.shape:
+        return f"shape {list(a.info.shape)} against {list(b.info.shape)}"
+    encoded = a.info.encoding is not None or b.info.encoding is not None
+    for part_a, part_b in _in_step(a.values(), b.values()):
+        if encoded:
+            part_a, part_b = (part.reshape(-1, a.info.shape[-1]) for part in (part_a, part_b))
+        problem = _difference(part_a, a.info.dtype, part_b, b.info.dtype, rtol, encoded)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _in_step(a: Iterator[Array], b: Iterator[Array]) -> Iterator[tuple[Array, Array]]:
+    """Two sequences of flat arrays that are of one length altogether, cut alike."""
+    rest_a = rest_b = np.empty(0)
+    while True:
+        rest_a = rest_a if len(rest_a) else next(a, rest_a)
+        rest_b = rest_b if len(rest_b) else next(b, rest_b)
+        size = min(len(rest_a), len(rest_b))
+        if size == 0:
+            return
+        yield rest_a[:size], rest_b[:size]
+        rest_a, rest_b = rest_a[size:], rest_b[size:]
 
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
@@ -63,7 +101,7 @@ def _difference(
     a: Array, dtype_a: str, b: Array, dtype_b: str, rtol: float | None, relative_to_row: bool
 ) -> str | None:
     if rtol is None and dtype_a != dtype_b:
-        return f"{DTYPE_NAMES[dtype_a]} against {DTYPE_NAMES[dtype_b]}"
+        return f"{ALL_NAMES[dtype_a]} against {ALL_NAMES[dtype_b]}"
     if dtype_a == dtype_b and same_bits(a, b, dtype_a):
         return None
     wide_a, wide_b = as_double(a, dtype_a), as_double(b, dtype_b)

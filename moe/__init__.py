@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from moe.adapters import Lora, add_adapters, is_adapter, store_frozen
-    from moe.config import check_config
-    from moe.counts import ParameterCounts, active_parameters, training_flops
+    from moe.adapters import Lora, add_adapters, is_adapter, store_frozen, unquantized
+    from moe.config import check_config, load_config
+    from moe.counts import Attention, ParameterCounts, active_parameters, seen_pairs, training_flops
     from moe.errors import ExpertMeshError
     from moe.experts import ExpertLayout, ExpertMLP, ExpertParameter
     from moe.kernel_names import KERNEL_NAMES, Precision, check_kernel_name
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         without_computing,
     )
     from moe.original import original_dmoe
-    from moe.rope import RopeScaling, check_rope, read_rope_scaling, with_rope_scaling
+    from moe.rope import RopeScaling, advised_scaling, check_rope, read_rope_scaling, with_rope_scaling
     from moe.routing import RouterStats
     from moe.shape import MoEShape
 else:
@@ -43,6 +43,7 @@ __all__ = [
     "KERNELS",
     "KERNEL_NAMES",
     "LOOP",
+    "Attention",
     "DroplessExperts",
     "ExpertKernel",
     "ExpertLayout",
@@ -59,6 +60,7 @@ __all__ = [
     "RouterStats",
     "active_parameters",
     "add_adapters",
+    "advised_scaling",
     "build_model",
     "check_config",
     "check_kernel",
@@ -72,6 +74,7 @@ __all__ = [
     "kernel_needs",
     "layer_prefixes",
     "load_balancing_loss",
+    "load_config",
     "model_class",
     "moe_layers",
     "moe_shape",
@@ -80,11 +83,13 @@ __all__ = [
     "read_rope_scaling",
     "router_prefixes",
     "router_z_loss",
+    "seen_pairs",
     "settled_attention",
     "store_frozen",
     "take_logits",
     "take_stats",
     "training_flops",
+    "unquantized",
     "use_kernel",
     "with_rope_scaling",
     "without_computing",

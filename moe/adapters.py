@@ -100,20 +100,41 @@ def _adapt_linear(module: Any, lora: Lora) -> None:
     _register(module, lora, module.out_features, module.in_features)
 
 
-def store_frozen(model: nn.Module, kind: Kind) -> None:
-    """Hold the frozen matrices of a model's decoder layers, of linear layers and experts, in fewer bits, in place;
-    before it is parallelised. What is trained, and routers, norms, embeddings and head, stay as they are."""
-    layers, routers = layer_prefixes(model), router_prefixes(model)
-    for path, module in list(model.named_modules()):
+def store_frozen(model: Any, kind: Kind) -> None:
+    """Quantize the frozen matrices of a model's decoder layers, of linear layers and experts, in place; before it is
+    parallelised. What is trained, routers, norms, embeddings and head stay as they are, and so does what
+    `unquantized` names."""
+    kept = unquantized(model)
+    for module in model.modules():
         if isinstance(module, ExpertMLP):
             for part in module.layout.parameters:
                 if part.row:
                     store(module, part.name, kind)
-        is_linear = type(module) in (nn.Linear, Linear, _LoraLinear)
-        if is_linear and path.startswith(layers) and not f"{path}.".startswith(routers):
+    for path, module in _layers_linear(model).items():
+        if path not in kept:
             if not isinstance(module, FrozenLinear):
                 module.__class__ = FrozenLinear
             store(module, "weight", kind)
+
+
+def unquantized(model: Any) -> list[str]:
+    """Paths of the decoder layers' linear layers that `store_frozen` leaves as they are: other code than their own
+    forward reads their weight, or the family keeps it in fp32."""
+    return [
+        path for path in _layers_linear(model) if path in model.read_weights or f"{path}.weight" in model.fp32_names
+    ]
+
+
+def _layers_linear(model: nn.Module) -> dict[str, nn.Module]:
+    """Linear layers of a model's decoder layers, but for routers, by path."""
+    layers, routers = layer_prefixes(model), router_prefixes(model)
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if type(module) in (nn.Linear, Linear, FrozenLinear, _LoraLinear)
+        and path.startswith(layers)
+        and not f"{path}.".startswith(routers)
+    }
 
 
 def _adapt_router(module: Any, lora: Lora) -> None:

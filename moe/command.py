@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -10,9 +11,12 @@ from typing import NoReturn
 _YOUNG = 50_000
 """Objects made before the youngest are looked through for cyclic garbage; Python's own figure is some hundreds."""
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, as shells have it."""
+
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run a command's `main` as a process of its own, and end with its exit code.
+    """Run a command's `main` as a process of its own, and end with its exit code; after Ctrl-C, without a word.
 
     To import torch and transformers makes hundreds of thousands of objects that stay; with Python's own thresholds a
     fifth of the time goes into looking for garbage among them. Nor does the process end by way of sys.exit: that would
@@ -20,12 +24,17 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     run in which nothing was wrong.
     """
     gc.set_threshold(_YOUNG)
-    end_at_once(main())
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    end_at_once(code)
 
 
 def end_at_once(code: int) -> NoReturn:
     """End without Python's own farewell, which would wait for threads that wait for ranks that are gone."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        if stream is not None:  # of a process started without it
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
     os._exit(code)

@@ -1,12 +1,17 @@
-"""Whether the numbers in a config.json can be those of a model, before transformers builds anything from them.
+"""Reading a config.json: whether its numbers can be those of a model, and then transformers' own object of it.
 
-Whatever a family calls its settings, their names say what they count. The bounds are far beyond any model there is, and
-near enough that a damaged config has no modules or tables built without end.
+Bounded are whole numbers that modules and tables are made by: layers, experts, heads, tokens, widths. The bounds are
+far beyond any model there is, and near enough that a damaged config has nothing built without end. A fraction makes
+none, whatever it is called; where a count should be, transformers' config class, which declares a type for each
+setting, refuses it when it is made.
+
+Code that a directory brings (`auto_map`) is never run: a model is of the class that transformers has for its type.
 """
 
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from moe.errors import ExpertMeshError
@@ -14,8 +19,9 @@ from moe.errors import ExpertMeshError
 _MOST_LAYERS, _MOST_EXPERTS = 2**10, 2**12
 _MOST_EXPERTS_OF_ALL_LAYERS = 2**17
 _MOST_NUMBER, _MOST_FLOAT = 2**40, 1e38  # which fp32 holds
+_LIMITS = r".*_limit"  # to which something is clamped: the largest float there is stands for none
 
-# (which settings, the least and the most they may be); the first that matches
+# (which settings, the least and the most they may be); the first that matches. -1 is how some say "none" or "all"
 _COUNTS: tuple[tuple[str, int, int], ...] = (
     (r"num_(hidden_)?layers|n_layers?", 1, _MOST_LAYERS),
     (r".*layers", -1, _MOST_LAYERS),
@@ -24,8 +30,9 @@ _COUNTS: tuple[tuple[str, int, int], ...] = (
     (r"(num|n)_attention_heads|num_key_value_heads", 1, 2**12),
     (r".*heads", 0, 2**12),
     (r"vocab_size", 1, 2**24),
+    (r".*vocab_size", -1, 2**24),
     (r"hidden_size|d_model", 1, 2**20),
-    (r".*_size|.*_dim|.*_rank|.*_width", 0, 2**20),
+    (r".*_size|.*_dim|.*_rank|.*_width", -1, 2**20),
     (r"max_position_embeddings", 1, 2**31),
 )
 _RANGES = ((r".*(dropout|jitter_noise)", 0.0, 1.0), (r".*_eps(ilon)?", 0.0, 1.0), (r".*_coef", 0.0, 1e6))
@@ -43,10 +50,47 @@ def check_config(raw: Mapping[str, Any], where: str) -> str:
     for path, name, value in _settings(raw):
         if isinstance(value, int | float) and not isinstance(value, bool):
             _check_number(where, path, name, value)
-        elif value is not None and _bounds(name) is not None and not isinstance(value, list | dict):
-            raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; it must be a whole number")
     _check_experts(raw, where)
     return model_type
+
+
+def load_config(path: Path, raw: Mapping[str, Any], where: str) -> Any:
+    """transformers' config object of a config.json, or of the directory that holds it.
+
+    Args:
+        raw: its content, which has been checked.
+
+    Raises:
+        ExpertMeshError: transformers has no models of this type, or its config class refuses a setting.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if raw["model_type"] not in CONFIG_MAPPING:
+        raise ExpertMeshError(f"{where}: {_unknown_type(raw)}")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ExpertMeshError(f"{where}: transformers cannot read it: {reason:.400}") from error
+
+
+def _unknown_type(raw: Mapping[str, Any]) -> str:
+    """That transformers knows no such models, and what would do: what a directory's own code is written for is often a
+    class that transformers has under another type."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    said = f"transformers {transformers.__version__} has no models of type {raw['model_type']}"
+    listed = raw.get("architectures")
+    class_name = listed[0] if isinstance(listed, list) and listed else None
+    types = [model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == class_name]
+    if types:
+        return (
+            f"{said}; but its architectures name {class_name}, which are its models of type {types[0]}: write "
+            f'"model_type": "{types[0]}" in a copy of this config.json'
+        )
+    own_code = ", and code of a model's own (auto_map) is not run" if "auto_map" in raw else ""
+    return f"{said}{own_code}; a later release may have them. `python -m moe families` lists what can be trained"
 
 
 def _settings(raw: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -71,23 +115,18 @@ def _listed(values: list[Any], full: str, name: str) -> Iterator[tuple[str, str,
 
 
 def _check_number(where: str, path: str, name: str, value: Any) -> None:
-    bounds = _bounds(name)
-    if bounds is not None:
-        least, most = bounds
-        if type(value) is not int or not least <= value <= most:
+    if isinstance(value, int):
+        bounds = next(((least, most) for pattern, least, most in _COUNTS if re.fullmatch(pattern, name)), None)
+        if bounds is not None and not bounds[0] <= value <= bounds[1]:
             raise ExpertMeshError(
-                f"{where}: {path} is {_brief(value)}; it must be a whole number from {least:,} to {most:,}"
+                f"{where}: {path} is {_brief(value)}; it must be a whole number from {bounds[0]:,} to {bounds[1]:,}"
             )
     for pattern, low, high in _RANGES:
         if re.fullmatch(pattern, name) and not low <= value <= high:  # not true of NaN
             raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; it must be a number from {low:g} to {high:g}")
-    most_number = _MOST_NUMBER if isinstance(value, int) else _MOST_FLOAT
+    most_number = _MOST_NUMBER if isinstance(value, int) else math.inf if re.fullmatch(_LIMITS, name) else _MOST_FLOAT
     if abs(value) != math.inf and not abs(value) <= most_number:  # not true of NaN
         raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; no model has such a number")
-
-
-def _bounds(name: str) -> tuple[int, int] | None:
-    return next(((least, most) for pattern, least, most in _COUNTS if re.fullmatch(pattern, name)), None)
 
 
 def _check_experts(raw: Mapping[str, Any], where: str) -> None:

@@ -1,5 +1,6 @@
 """Parameters and floating point operations of a model, from its shapes alone."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,12 +8,40 @@ from moe.shape import MoEShape
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Attention layers in which a token sees equally many tokens: at most `window`, itself among them; 0: all before
+    it. width: numbers multiplied for a pair of tokens that see one another, in all of these layers: widths of the
+    heads' keys and values.
+    """
+
+    window: int
+    width: int
+
+
+def seen_pairs(attention: Sequence[Attention], spans: Iterable[range]) -> tuple[int, ...]:
+    """Pairs of a token and one that it attends to, itself included: a number for each entry of `attention`.
+
+    Args:
+        spans: of each sample, the positions of the tokens that attend; to those before them in the sample.
+    """
+    ends = [(span.start, span.stop) for span in spans]
+    return tuple(
+        sum(_causal(end, kind.window) - _causal(start, kind.window) for start, end in ends) for kind in attention
+    )
+
+
+def _causal(length: int, window: int) -> int:
+    """Pairs of a sample's first tokens, so many."""
+    unseen = max(length - window, 0) if window else 0
+    return length * (length + 1) // 2 - unseen * (unseen + 1) // 2
+
+
+@dataclass(frozen=True)
 class ParameterCounts:
     """total: every parameter once. experts: those in experts. embedding: the table that input tokens are looked up in.
     head: the matrix that makes logits, which may be the same table. active: those that one token meets. attention: no
-    parameters, but how many numbers are multiplied for a pair of tokens that see one another, in all layers: widths of
-    the heads' keys and values. frozen: of `active`, without embedding and head, those that take no gradient.
-    frozen_head: whether the head takes none.
+    parameters, but layers by what their tokens see. frozen: of `active`, without embedding and head, those that take no
+    gradient. frozen_head: whether the head takes none.
     """
 
     total: int
@@ -20,7 +49,7 @@ class ParameterCounts:
     embedding: int
     head: int
     active: int
-    attention: int
+    attention: tuple[Attention, ...]
     frozen: int = 0
     frozen_head: bool = False
 
@@ -30,7 +59,7 @@ def active_parameters(total: int, experts: int, shape: MoEShape) -> int:
     return total - experts + experts * shape.top_k // shape.num_experts
 
 
-def training_flops(counts: ParameterCounts, config: Any, tokens: int, targets: int, pairs: int) -> float:
+def training_flops(counts: ParameterCounts, config: Any, tokens: int, targets: int, pairs: Sequence[int]) -> float:
     """Floating point operations that one forward and backward of these tokens need, on all ranks together.
 
     A multiplication and an addition for each parameter that a token meets, once forward and twice backward (6 N, Kaplan
@@ -42,9 +71,10 @@ def training_flops(counts: ParameterCounts, config: Any, tokens: int, targets: i
         config: the model's, for whether its head is its embedding.
         tokens: without padding.
         targets: tokens with a loss.
-        pairs: of a token and one that it attends to, itself included.
+        pairs: that `seen_pairs` counts for `counts.attention`.
     """
     is_tied = counts.embedding == counts.head and bool(getattr(config, "tie_word_embeddings", False))
     matrices = counts.active - counts.head - (0 if is_tied else counts.embedding)
     frozen = tokens * counts.frozen + targets * (counts.head if counts.frozen_head else 0)
-    return 6.0 * (tokens * matrices + targets * counts.head) - 2.0 * frozen + 3.0 * 2 * counts.attention * pairs
+    attended = sum(kind.width * number for kind, number in zip(counts.attention, pairs, strict=True))
+    return 6.0 * (tokens * matrices + targets * counts.head + attended) - 2.0 * frozen

@@ -3,6 +3,7 @@
 All else stays Hugging Face's: routers, shared experts and their gates, dense layers, attention, norms.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -19,7 +20,7 @@ from moe.experts import ExpertMLP, expert_modules, read_layout
 from moe.kernels import ExpertKernel, Needs
 from moe.layer import DroplessExperts
 from moe.matmul import use_linear
-from moe.probe import Seen, SeenExperts, answering_host, leaving_no_trace, probe
+from moe.probe import Seen, SeenExperts, answering_host, leaving_no_trace, probe, runs
 from moe.rope import forget_earlier_rows
 from moe.routing import RouterStats
 from moe.shape import MoEShape
@@ -39,25 +40,40 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
             experts that transformers marks as such, or ones that are not supported.
     """
     model = _build(config, attn_implementation)
+    model.fp32_names = _fp32_names(_build(config, attn_implementation, torch.bfloat16))
     _make_constants_buffers(model)
     seen = probe(model)
     _fill_buffers(model)
     if not seen.experts:
-        raise ExpertMeshError(
-            f"{type(model).__name__} has no mixture-of-experts layer with this config: nothing to share out over ep"
-        )
+        raise ExpertMeshError(_without_experts(model))
     forget_earlier_rows(model)
     swap_experts(model, seen)
     _check_alike(model)
     model.head_is_last = seen.head_is_last
     model.masks_by_position = seen.masks_by_position
+    model.read_weights, model.uncalled = seen.read_weights, seen.uncalled
+    model.attention = seen.attention
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
     for layer in decoder_layers(model):
         use_linear(layer)
     return model
 
 
-def _build(config: Any, attn_implementation: str) -> Any:
+def _without_experts(model: nn.Module) -> str:
+    """Why no layer of a model can be sharded over ep."""
+    name = type(model).__name__
+    for path, module in model.named_modules():
+        if "experts" in type(module).__name__.lower():
+            return (
+                f"{name} has mixture-of-experts layers, but transformers does not mark the class of their experts "
+                f"({type(module).__name__} at {path}) as one that may be replaced (use_experts_implementation): they "
+                "cannot be sharded over ep. A later release of transformers may mark it; `python -m moe families` "
+                "lists what can be trained"
+            )
+    return f"{name} has no mixture-of-experts layer with this config: nothing to share out over ep"
+
+
+def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = deepcopy(config)
@@ -69,13 +85,35 @@ def _build(config: Any, attn_implementation: str) -> Any:
         attn_implementation = settled_attention(config, attn_implementation)
         try:
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=attn_implementation, dtype=torch.float32, trust_remote_code=False
+                config, attn_implementation=attn_implementation, dtype=dtype, trust_remote_code=False
             )
         except Exception as error:
             raise ExpertMeshError(
                 f"transformers cannot build a model of type {config.model_type} from this config.json "
                 f"with --attn-implementation {attn_implementation}: {type(error).__name__}: {error}"
             ) from error
+
+
+def _fp32_names(model: Any) -> frozenset[str]:
+    """Names of the parameters that `from_pretrained(dtype=torch.bfloat16)` leaves in fp32: the class names them
+    (`_keep_in_fp32_modules_strict`), or a module makes them so. None where the class does not run with them: of
+    DeepSeek-V4's, releases of transformers hand a norm's fp32 to a product in bf16.
+
+    Args:
+        model: of transformers, on the meta device, built in bf16; it cannot be used afterwards.
+    """
+    plan = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(torch.bfloat16)]
+    names = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float32 or any(re.search(pattern, name) for pattern in plan):
+            names.add(name)
+            parameter.data = parameter.data.float()
+    return frozenset(names) if names and runs(model) else frozenset()
+
+
+def fp32_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """The parameters, by name, that a family keeps in fp32 beside others in bf16: held, and computed with."""
+    return {name: parameter for name, parameter in model.named_parameters() if name in model.fp32_names}
 
 
 def _check_alike(model: nn.Module) -> None:
@@ -96,7 +134,8 @@ def model_class(config: Any) -> Any:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
         raise ExpertMeshError(
-            f"transformers has no causal language model of type {config.model_type}: it cannot be trained here"
+            f"transformers has no causal language model of type {config.model_type}: it cannot be trained here "
+            "(`python -m moe families` lists what can)"
         ) from error
 
 
@@ -292,30 +331,24 @@ def count_parameters(model: Any) -> ParameterCounts:
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    active = active_parameters(total, experts, moe_shape(model))
+    unmet = _unmet_by_text(model)
+    active = active_parameters(total - sum(p.numel() for p in unmet), experts, moe_shape(model))
     frozen_experts = sum(
         p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters() if not p.requires_grad
     )
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and p is not embedding and p is not head)
+    counted_apart = {id(p) for p in (embedding, head, *unmet)}
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in counted_apart)
     return ParameterCounts(
-        *(total, experts, embedding.numel(), head.numel(), active, _attention_widths(model)),
+        *(total, experts, embedding.numel(), head.numel(), active, model.attention),
         frozen=active_parameters(frozen, frozen_experts, moe_shape(model)),
         frozen_head=not head.requires_grad,
     )
 
 
-def _attention_widths(model: nn.Module) -> int:
-    """Of all heads' keys and values, summed over the layers: of the modules that end in an output projection."""
-    widths = 0
-    for module in model.modules():
-        projection = getattr(module, "o_proj", None)
-        if isinstance(projection, nn.Linear):
-            values: int = projection.in_features
-            # of latent attention, keys are wider than values
-            has_own = hasattr(module, "qk_head_dim") and hasattr(module, "num_heads")
-            keys = int(module.num_heads * module.qk_head_dim) if has_own else values  # type: ignore[operator]
-            widths += keys + values
-    return widths
+def _unmet_by_text(model: Any) -> list[nn.Parameter]:
+    """Of linear layers that no token passes: a vision tower's."""
+    paths = model.uncalled - model.read_weights
+    return [p for path, module in model.named_modules() if path in paths for p in module.parameters()]
 
 
 def outdate_working_weights(model: nn.Module) -> None:

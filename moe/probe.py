@@ -1,9 +1,11 @@
-"""How a family's model calls its parts, seen in one forward on the meta device: nothing is computed, no memory held.
+"""How a family's model calls its parts, seen in forwards on the meta device: nothing is computed, no memory held.
 
 What configs name in a hundred ways, and code does in as many, shows when it runs: how many experts a token is given,
-which module is the router, and whether anything is done to the logits after the head.
+which module is the router, whether anything is done to the logits after the head, which linear layers' weights are
+read by other code than the layers' own, and how many tokens each layer's attention sees.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,11 +16,13 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe.counts import Attention
 from moe.errors import ExpertMeshError
 from moe.experts import expert_modules
 from moe.scores import UNKNOWN, RouterKind, try_router
 
 _POSITIONS = 8
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"})
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,17 @@ class Seen:
 
     head_is_last: whether the model's logits are what its head gave, as they were; some families scale or cap them.
     masks_by_position: whether its masks keep apart what positions that begin anew say are several samples in a row.
+    read_weights: paths of linear layers whose weight is read, or its dtype, by other code than their own forward.
+    uncalled: paths of linear layers whose own forward is not called.
+    attention: layers by what their tokens see, in ascending order of windows.
     """
 
     experts: dict[str, SeenExperts]
     head_is_last: bool
     masks_by_position: bool
+    read_weights: frozenset[str]
+    uncalled: frozenset[str]
+    attention: tuple[Attention, ...]
 
 
 def probe(model: Any) -> Seen:
@@ -60,17 +70,22 @@ def probe(model: Any) -> Seen:
     name = type(model).__name__
     was_training = model.training
     with ExitStack() as stack:
-        for path, module in model.named_modules():
-            stack.enter_context(_returns(module, path, returned, arguments, with_keywords))
         for path, module in expert_modules(model):
             stack.enter_context(_without_computing(module, path, calls, name))
         stack.enter_context(answering_host())
         stack.enter_context(leaving_no_trace(model))
-        looked_at_positions = stack.enter_context(_looks_at_positions())
+        read_weights, uncalled = stack.enter_context(_noting_reads(model))
         tokens_BS = torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta")
         positions_BS = torch.arange(_POSITIONS, device="meta").unsqueeze(0)
+        tokens = dict(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
         try:
-            logits = model.eval()(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False).logits
+            # kernels that are for training alone may take weights of several layers at once
+            model.train()(**tokens)
+            for path, module in model.named_modules():
+                stack.enter_context(_returns(module, path, returned, arguments, with_keywords))
+            looked_at_positions = stack.enter_context(_looks_at_positions())
+            widths = stack.enter_context(_noting_attention())
+            logits = model.eval()(**tokens).logits
         except ExpertMeshError:
             raise
         except Exception as error:
@@ -89,7 +104,39 @@ def probe(model: Any) -> Seen:
         if type(module) not in kinds:
             kinds[type(module)] = try_router(module, arguments[router], num_logits, _groups(model.config))
         experts[path] = SeenExperts(experts_TK.shape[1], router, num_logits, kinds[type(module)], beside)
-    return Seen(experts, logits is returned.get(head), bool(looked_at_positions))
+    return Seen(
+        experts,
+        logits is returned.get(head),
+        bool(looked_at_positions),
+        frozenset(read_weights),
+        frozenset(uncalled),
+        tuple(Attention(window, width) for window, width in sorted(widths.items())),
+    )
+
+
+def runs(model: Any) -> bool:
+    """Whether a model of transformers that is on the meta device computes in the dtypes that its parameters have."""
+    with ExitStack() as stack:
+        for path, module in expert_modules(model):
+            stack.enter_context(_without_computing(module, path, {}, type(model).__name__))
+        stack.enter_context(answering_host())
+        stack.enter_context(_CheckProducts())
+        try:
+            model.eval()(input_ids=torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta"), use_cache=False)
+        except Exception:
+            # what else is wrong with it, `probe` tells of the model that is trained
+            return False
+    return True
+
+
+class _CheckProducts(TorchDispatchMode):
+    """Refuses products of numbers of unlike dtypes, as every device does but meta."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtypes = {factor.dtype for factor in args if isinstance(factor, Tensor)}
+        if operator.name() in _PRODUCTS and len(dtypes) > 1:
+            raise TypeError(f"{operator.name()} of {dtypes}")
+        return operator(*args, **(kwargs or {}))
 
 
 def _groups(config: Any) -> tuple[int, int] | None:
@@ -142,6 +189,93 @@ def _looks_at_positions() -> Iterator[list[Tensor]]:
         yield seen
     finally:
         masking_utils.find_packed_sequence_indices = find
+
+
+@contextmanager
+def _noting_attention() -> Iterator[Counter[int]]:
+    """Numbers multiplied for a pair of tokens, by the window of the mask that transformers makes for a layer; 0: none,
+    or a mask of another making, as of layers that choose tokens, or compress them."""
+    from transformers import masking_utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    masks, windows, widths = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, dict[int, int](), Counter[int]()
+    kept = []  # storages that live have each an address of their own
+    get_interface = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def making(make: Any) -> Any:
+        def mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
+            if local_size is None:
+                return make(*args, **kwargs)
+            # a mask for windows is left out where they are as wide as the whole sequence
+            made = make(*args, **kwargs | {"local_size": local_size, "allow_is_causal_skip": False})
+            if isinstance(made, Tensor):
+                kept.append(made)
+                windows[made.untyped_storage()._cdata] = local_size
+            return made
+
+        return mask
+
+    def noting(name: Any, default: Any) -> Any:
+        function = get_interface(name, default)
+
+        def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+            told = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | kwargs
+            query_BHSA, value, mask = told["query"], told["value"], told["attention_mask"]
+            window = windows.get(mask.untyped_storage()._cdata, 0) if isinstance(mask, Tensor) else 0
+            if mask is None and "flash" in str(name):
+                window = told.get("sliding_window") or 0
+            widths[window] += query_BHSA.shape[1] * (query_BHSA.shape[-1] + value.shape[-1])
+            return function(module, *args, **kwargs)
+
+        return attention
+
+    names = list(masks)
+    for name in names:
+        masks[name] = making(masks[name])
+    ALL_ATTENTION_FUNCTIONS.get_interface = noting  # type: ignore[method-assign,assignment]
+    try:
+        yield widths
+    finally:
+        del ALL_ATTENTION_FUNCTIONS.get_interface
+        for name in names:
+            del masks[name]
+
+
+@contextmanager
+def _noting_reads(model: nn.Module) -> Iterator[tuple[set[str], set[str]]]:
+    """Paths of the linear layers whose weight is read within it by other code than their own forward; and of those
+    whose own forward is not called."""
+    paths: dict[nn.Module, str] = {
+        module: path for path, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    own_classes = {module: type(module) for module in paths}
+    computing: set[nn.Module] = set()
+    read, uncalled = set[str](), set(paths.values())
+
+    def weight(module: nn.Module) -> Tensor | None:
+        if module not in computing:
+            read.add(paths[module])
+        return module._parameters["weight"]
+
+    def noting(own: Any) -> Any:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            uncalled.discard(paths[module])
+            computing.add(module)
+            try:
+                return own.forward(module, *args, **kwargs)
+            finally:
+                computing.discard(module)
+
+        return type(own.__name__, (own,), {"weight": property(weight), "forward": forward})
+
+    noting_classes = {own: noting(own) for own in set(own_classes.values())}
+    for module, own in own_classes.items():
+        module.__class__ = noting_classes[own]
+    try:
+        yield read, uncalled
+    finally:
+        for module, own in own_classes.items():
+            module.__class__ = own
 
 
 @contextmanager

@@ -3,8 +3,9 @@
     fp8   a code of 8 bits (float8_e4m3), and a scale a row
     nf4   a code of 4 bits (a quantile of the normal distribution; QLoRA, arXiv 2305.14314), and a scale for 64 numbers
 
-Codes and scales stand in bytes: nothing that casts parameters on the way touches them. Products widen a weight for as
-long as they take, in forward and again in backward; of experts, a few at a time.
+Codes and scales are bytes. FSDP is given them as a view in the dtype that is computed with, since it casts every
+parameter of another dtype (before torch 2.13 integers, too). Matmuls dequantize a weight temporarily, in forward and
+again in backward; of experts, a few at a time.
 
 Shape suffixes: M rows of a batch, O what a matrix gives out, I what it takes in, e experts on this rank, R rows.
 """
@@ -35,6 +36,8 @@ NF4 = (
 BLOCK = 64
 SCALES = "_scales"
 """What the name of the parameter with a weight's scales ends with."""
+WORD = 4
+"""A row of codes fills whole words of so many bytes, so that it can be viewed in any dtype that is computed with."""
 
 _FP8_MAX = 448.0
 _STRIP = 2**20
@@ -43,14 +46,16 @@ _WIDENED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Storage:
-    """How a weight (rows, columns) is stored: codes (rows, code_bytes) and scales (rows, scale_bytes), all uint8."""
+    """How a weight (rows, columns) is stored: codes (rows, code_bytes) and scales (rows, scale_bytes), uint8 or these
+    bytes viewed in another dtype. Codes end in zeros that fill the last word."""
 
     kind: Kind
     columns: int
 
     @property
     def code_bytes(self) -> int:
-        return self.columns if self.kind == "fp8" else -(-self.columns // 2)
+        own = self.columns if self.kind == "fp8" else -(-self.columns // 2)
+        return -(-own // WORD) * WORD
 
     @property
     def num_scales(self) -> int:
@@ -80,9 +85,20 @@ def storages_of(module: nn.Module) -> dict[str, Storage]:
     return storages
 
 
+def view_codes(model: nn.Module, dtype: torch.dtype) -> None:
+    """View all codes and scales of a model as numbers of `dtype`, in place, before it is sharded: what already has the
+    dtype that is computed with, nothing casts."""
+    for module in model.modules():
+        for name in storages_of(module):
+            for part in (name, name + SCALES):
+                codes = module.get_parameter(part).detach()
+                module.register_parameter(part, nn.Parameter(codes.view(dtype), requires_grad=False))
+
+
 @torch.no_grad()
 def fill(codes: Tensor, scales: Tensor, rows: Tensor, storage: Storage) -> None:
     """Write rows of a weight, of any dtype, as codes and scales; some at a time."""
+    codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
     step = max(1, _STRIP // storage.columns)
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
@@ -96,7 +112,7 @@ def quantise(rows: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
     if storage.kind == "fp8":
         scales = values.abs().amax(dim=1, keepdim=True) / _FP8_MAX
         codes = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)).to(torch.float8_e4m3fn).view(torch.uint8)
-        return codes, scales.view(torch.uint8)
+        return F.pad(codes, (0, storage.code_bytes - storage.columns)), scales.view(torch.uint8)
     blocks = F.pad(values, (0, storage.num_scales * BLOCK - storage.columns)).unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(dim=2)
     share = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).flatten(1)[:, : storage.columns]
@@ -109,6 +125,9 @@ def quantise(rows: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
 def widen(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dtype) -> Tensor:
     """The rows that codes and scales stand for: products in fp32, rounded once. In one Triton kernel on a GPU; some at
     a time on a CPU."""
+    codes = codes.view(torch.uint8)
+    if storage.kind == "fp8":
+        codes = codes[:, : storage.columns]
     if takes_triton(codes):
         from moe.widen_triton import fused_fp8, fused_nf4
 

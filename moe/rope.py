@@ -173,7 +173,7 @@ def rope_change(config: Any, scaling: RopeScaling) -> RopeChange:
 
     Raises:
         ExpertMeshError: the family has no rotary embedding, or none for which this could be; or kinds of layers differ
-            and it is not clear which are meant.
+            and it is not clear which are meant; or the model would have fewer positions than before.
     """
     text = config.get_text_config()
     parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
@@ -186,6 +186,13 @@ def rope_change(config: Any, scaling: RopeScaling) -> RopeChange:
     tables = _by_kind(scaling, found)
     changed = {kind: _scaled(found[kind], table, had, kind) for kind, table in tables.items()}
     positions = max(ends for _, _, ends in changed.values())
+    if had and all(round(original * table["factor"]) < had for table, original, _ in changed.values()):
+        (kind, (table, original, _)), *_ = changed.items()
+        raise ExpertMeshError(
+            f"--rope-scaling: {_said(table, original)} would leave {round(original * table['factor']):,} of the "
+            f"{had:,} positions that this model has by {_said(found[kind])}: the factor counts from the positions that "
+            f"it had at first; give {math.floor(had / original) + 1} or more"
+        )
     lines = tuple(
         f"rope{'' if kind is None else f' of {kind}'}: {_said(table, original)}, in place of {_said(found[kind])}"
         for kind, (table, original, _) in changed.items()
@@ -203,6 +210,23 @@ def rope_change(config: Any, scaling: RopeScaling) -> RopeChange:
         },
         lines=(*lines[:-1], f"{lines[-1]}; {_POSITIONS} {length}"),
     )
+
+
+def advised_scaling(config: Any, length: int) -> str | None:
+    """What --rope-scaling takes for a model to know so many positions, counted as it counts them: from those that the
+    model had at first. None if no type with a factor alone will do."""
+    text = config.get_text_config()
+    had = getattr(text, _POSITIONS, None)
+    for rope_type in ("yarn", "proportional", "linear"):
+        try:
+            # any factor tells from how many positions it counts
+            asked = RopeScaling({None: {"rope_type": rope_type, "factor": float(2**20)}})
+            change = rope_change(config, asked)
+        except ExpertMeshError:
+            continue
+        original = change.settings[text.attribute_map.get(_POSITIONS, _POSITIONS)] / 2**20
+        return f"{rope_type}:{max(math.ceil(length / original), math.ceil((had or 0) / original))}"
+    return None
 
 
 def with_rope_scaling(config: Any, scaling: RopeScaling | None) -> Any:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
+from io import TextIOWrapper
 from typing import Any, ParamSpec
 
 UNREAD = 128 + signal.SIGPIPE
@@ -24,11 +25,15 @@ class _ReaderGone(BaseException):
 def ends_with_reader(main: Callable[P, int]) -> Callable[P, int]:
     """A command's `main` that ends as Unix commands do when `| head` has read enough: at once, silently, with UNREAD.
 
-    One of several ranks goes on to its end, unread: the others wait for it.
+    One of several ranks goes on to its end, unread: the others wait for it. Characters that a stream cannot encode are
+    escaped.
     """
 
     @wraps(main)
     def command(*args: P.args, **kwargs: P.kwargs) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         if os.environ.get("WORLD_SIZE", "1") != "1":
             with going_on_unread():
                 return main(*args, **kwargs)

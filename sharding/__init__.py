@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
+    from sharding.agreement import check_alike, differences
     from sharding.allocator import let_segments_grow
     from sharding.checkpointing import checkpoint_layers
     from sharding.choices import Checkpointing, Strategy
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         device_type,
         end_process_group,
         raise_together,
+        refuse_at_start,
         settle_malloc,
         start_process_group,
         use_own_cores,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
         trainable_of,
     )
     from sharding.topology import DenseShard, Topology, check_cp_size, check_ep_size, rows_of
-    from sharding.torchrun import read_environment
+    from sharding.torchrun import node_name, nodes_of, read_environment, spans_nodes
     from sharding.watchdog import NO_LIMIT_SECONDS, SAVERS, STUCK, Watchdog, collectives_limit
 else:
     __getattr__ = import_on_demand(__name__)
@@ -57,6 +59,7 @@ __all__ = [
     "adapters_of",
     "build_mesh",
     "changing_state",
+    "check_alike",
     "check_cp_size",
     "check_ep_size",
     "check_replicas",
@@ -65,6 +68,7 @@ __all__ = [
     "collectives_limit",
     "debugging",
     "device_type",
+    "differences",
     "end_process_group",
     "fill_adapters",
     "fsdp_units",
@@ -72,13 +76,17 @@ __all__ = [
     "let_segments_grow",
     "local_tensor",
     "materialize",
+    "node_name",
+    "nodes_of",
     "parameters_of",
     "raise_together",
     "read_environment",
+    "refuse_at_start",
     "rows_of",
     "saved_state",
     "set_parameter_dtype",
     "settle_malloc",
+    "spans_nodes",
     "start_process_group",
     "state_of",
     "trainable_of",

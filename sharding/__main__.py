@@ -157,7 +157,8 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     console = open_console()
     if arguments.sweep:
         return _sweep(arguments, measure, base, micro_batches, cluster, console)
-    plans = search(measure, base, micro_batches, cluster)
+    with _naming(arguments.model):
+        plans = search(measure, base, micro_batches, cluster)
     measure.save()
     if arguments.json:
         print(json.dumps([plan.as_json() for plan in plans], indent=1))
@@ -189,12 +190,20 @@ def _measure(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, A
     config = parse_config(flags if arguments.fp32 else [*flags, "--bf16"])
     check_cp_size(config.cp_size, max(SWEPT) if arguments.sweep else arguments.gpus)
     file = find_config(arguments.model)
-    try:
+    with _naming(arguments.model):
         return CachedMeasure(config, file.content, file.load, "cuda", not arguments.no_cache), config
+
+
+@contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """
+    Raises:
+        ExpertMeshError: one inside; it names the model, as errors of its file do already.
+    """
+    try:
+        yield
     except ExpertMeshError as error:
-        # what the file's own errors name already
-        named = str(error) if arguments.model in str(error) else f"{arguments.model}: {error}"
-        raise ExpertMeshError(named) from error
+        raise ExpertMeshError(str(error) if model in str(error) else f"{model}: {error}") from error
 
 
 def _rehearse(argv: Sequence[str]) -> int:
@@ -219,7 +228,8 @@ def _sweep(
     console: Console,
 ) -> int:
     begun = time.perf_counter()
-    points = sweep(measure, base, micro_batches, cluster)
+    with _naming(arguments.model):
+        points = sweep(measure, base, micro_batches, cluster)
     measure.save()
     if arguments.json:
         print(json.dumps([{"arm": p.arm, "gpus": p.world_size, **p.plan.as_json()} for p in points], indent=1))

@@ -4,8 +4,8 @@ The loss of every rank is its local sum divided by a global count, so gradients 
 averaging is switched off, and no factor of dp or ep exists anywhere.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +19,8 @@ from moe import ExpertMeshError, decoder_layers, moe_layers
 from moe.adapters import first_values
 from moe.dispatch import AllToAllDispatcher
 from moe.gpu import is_rehearsing_gpu
+from moe.model import fp32_parameters
+from moe.quantised import view_codes
 from sharding.checkpointing import checkpoint_layers, keep_products
 from sharding.choices import Strategy
 from sharding.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
@@ -45,12 +47,14 @@ def parallelize(
     Raises:
         ExpertMeshError: a rank has fewer experts, or the model fewer MoE layers, than `strategy` asks for.
     """
+    view_codes(model, compute_dtype)
     place_experts(model, mesh, strategy.overlap_chunks)
     checkpoint_layers(model, strategy.checkpointing)
     keep_products(model, strategy.keep_expert_products)
     if strategy.offload_activations:
         offload_inputs(model, mesh.grid.device_type)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # activations have the dtypes that transformers' code gives them, fp32 for some families' rotary positions
+    precision = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     # host memory can be pinned only for a GPU
     placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if strategy.offload else OffloadPolicy()
     shard_dense(model, mesh, precision, placement)
@@ -89,24 +93,67 @@ def place_experts(model: nn.Module, mesh: Mesh, overlap_chunks: int = 1) -> None
 
 
 def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:
-    """Experts get an FSDP unit of their own over dp; every layer around them, and the root, one over all ranks.
+    """Experts get an FSDP unit of their own over dp; what is around them, the units of `_dense_units` over all ranks.
 
-    The outer units are told to ignore the experts' parameters: they are placed already. With one rank in dp there is
-    nobody to share experts with, and a unit would only copy them, and their gradients, from buffer to buffer: they have
-    one only to bring them from host memory. They bring themselves to the dtype that is computed in.
+    With one rank in dp there is nobody to share experts with, and a unit would only copy them, and their gradients,
+    from buffer to buffer: they have one only to bring them from host memory. They bring themselves to the dtype that is
+    computed in.
     """
-    experts = [layer.mlp for layer in moe_layers(model)]
-    expert_parameters = {p for mlp in experts for p in mlp.parameters()}
     if mesh.dp.size() > 1 or isinstance(placement, CPUOffloadPolicy):
-        for mlp in experts:
-            # rows may still be on their way when they are handed to the experts
-            policy = replace(precision, cast_forward_inputs=False)
-            fully_shard(mlp, mesh=mesh.dp, mp_policy=policy, offload_policy=placement)
-        expert_parameters = {p for mlp in experts for p in mlp.parameters()}
-    for unit in (*decoder_layers(model), model):
+        for layer in moe_layers(model):
+            fully_shard(layer.mlp, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
+    for unit in _dense_units(model):
+        policy = replace(precision, param_dtype=torch.float32) if unit.is_fp32 else precision
+        own = {model.get_parameter(name) for name in unit.names}
         fully_shard(
-            unit, mesh=mesh.dense, mp_policy=precision, offload_policy=placement, ignored_params=expert_parameters
+            unit.module,
+            mesh=mesh.dense,
+            mp_policy=policy,
+            offload_policy=placement,
+            ignored_params=set(unit.module.parameters()) - own,
+            reshard_after_forward=unit.reshards,
         )
+
+
+@dataclass(frozen=True)
+class _DenseUnit:
+    """An FSDP unit of non-expert parameters.
+
+    Attributes:
+        module: whose forward gathers them.
+        names: of the parameters, in the model.
+        is_fp32: whether they are computed with in fp32 whatever the other units are.
+        reshards: whether they are let go of after a forward; None: as FSDP has it, but for the root.
+    """
+
+    module: nn.Module
+    names: Set[str]
+    is_fp32: bool = False
+    reshards: bool | None = None
+
+
+def _dense_units(model: nn.Module) -> list[_DenseUnit]:
+    """One unit a decoder layer, and one for what is around them. Another one for all that the family keeps in fp32: the
+    parameters of a unit have one dtype. Outer ones first, as an outer unit's parameters may lie in inner modules."""
+    experts = {parameter for layer in moe_layers(model) for parameter in layer.mlp.parameters()}
+    dense = {name for name, parameter in model.named_parameters() if parameter not in experts}
+    kept = fp32_parameters(model).keys()
+    assert kept <= dense, kept - dense
+    paths = {module: path for path, module in model.named_modules()}
+    layers = [
+        _DenseUnit(layer, {name for name in dense - kept if name.startswith(f"{paths[layer]}.")})
+        for layer in decoder_layers(model)
+    ]
+    around = dense - kept - {name for layer in layers for name in layer.names}
+    if not kept:
+        return [_DenseUnit(model, around), *layers]
+    # called once a forward as the model is, and no decoder layer
+    stack = next(child for child in model.children() if any(part is layers[0].module for part in child.modules()))
+    if all(name.startswith(f"{paths[stack]}.") for name in kept):
+        return [_DenseUnit(model, around), _DenseUnit(stack, kept, is_fp32=True, reshards=False), *layers]
+    # of the head, say
+    assert all(name.startswith(f"{paths[stack]}.") for name in around), around
+    return [_DenseUnit(model, kept, is_fp32=True), _DenseUnit(stack, around, reshards=False), *layers]
 
 
 def prefetch_layers(model: nn.Module, decoders: Iterable[nn.Module]) -> None:

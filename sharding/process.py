@@ -2,9 +2,8 @@
 
 import ctypes
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,13 +12,15 @@ import torch
 import torch.distributed as dist
 
 from moe import ExpertMeshError
+from sharding.agreement import check_alike, raise_at_start, wait_for_all
 from sharding.rendezvous import torchrun_store
-from sharding.torchrun import read_environment
+from sharding.torchrun import node_name, nodes_of, read_environment, spans_nodes
 
 # what torch's flight recorder keeps, to be told when a rank stands still; see sharding.collectives
 _RECORDED_COLLECTIVES = 500
 
-_MEETINGS = "expertmesh/meetings"
+# in which ranks that were started together have imported what they need
+_REFUSAL_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,18 @@ def use_own_cores() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
-def start_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
+def start_process_group(use_cpu: bool, timeout_seconds: int, alike: Mapping[str, str] | None = None) -> Ranks:
     """Join the process group: gloo on CPU; on GPU nccl, with gloo beside it for what lies in host memory.
 
     Works under torchrun, and as a plain `python` process, which becomes a group of one.
+
+    Args:
+        use_cpu: whether to stay on the CPU where there is a GPU.
+        timeout_seconds: time limit of a collective, and of waiting for the other ranks.
+        alike: what ranks must have been started with alike, by name; None compares nothing.
+
+    Raises:
+        ExpertMeshError: on all ranks, when one cannot start, or was not started like the others.
     """
     from accelerate import PartialState  # slow to import, and most commands need no process group
 
@@ -72,6 +81,11 @@ def start_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
     timeout = timedelta(seconds=timeout_seconds)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
     store = torchrun_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    ranks = Ranks(rank, world_size, device, store)
+    if alike is not None and world_size > 1:
+        raise_at_start(ranks, "", timeout_seconds)
+        check_alike(ranks, "flags or software", alike, "start all nodes alike", seconds=timeout_seconds)
     dist.init_process_group(
         "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
         rank=rank,
@@ -79,32 +93,25 @@ def start_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
         store=store,
         timeout=timeout,
     )
-    state: Any = PartialState(cpu=kind == "cpu")
-    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    return Ranks(state.process_index, state.num_processes, device, store)
+    PartialState(cpu=kind == "cpu")
+    return ranks
+
+
+def refuse_at_start(problem: str) -> None:
+    """Before an end with an error that ranks on other nodes may not have met: tell them, who would wait for this one.
+
+    Imports torch: a run on one node, which has nobody to tell, had better not ask for this.
+    """
+    rank, world_size, _ = read_environment()
+    with suppress(ExpertMeshError, RuntimeError):
+        store = torchrun_store(rank, world_size, timedelta(seconds=_REFUSAL_SECONDS))
+        raise_at_start(Ranks(rank, world_size, torch.device("cpu"), store), problem, _REFUSAL_SECONDS)
 
 
 def end_process_group() -> None:
     """Leave the group. The barrier keeps gloo from aborting when one rank is gone before another has finished."""
     dist.barrier()
     dist.destroy_process_group()
-
-
-def wait_for_all(ranks: Ranks) -> None:
-    """Until all ranks have come here, however long that takes: a collective would give up after its time limit.
-
-    They meet at the store. A rank that waits is no part of any collective, and ends like one that computes once the
-    watchdog hears of a failure or misses another rank.
-    """
-    came = ranks.store.add(f"{_MEETINGS}/came", 1)
-    # nobody comes to a meeting before all have come to the one before
-    meeting = f"{_MEETINGS}/{(came - 1) // ranks.world_size}"
-    if came % ranks.world_size == 0:
-        ranks.store.set(meeting, "")
-    begun = time.monotonic()
-    while not ranks.store.check([meeting]):
-        # in hundreds of ranks' long wait the store is not asked all the time
-        time.sleep(min(0.01 + (time.monotonic() - begun) / 20, 1.0))
 
 
 @contextmanager
@@ -118,8 +125,8 @@ def raise_together(patient: Ranks | None = None) -> Iterator[None]:
             then wait for them without limit (see `wait_for_all`).
 
     Raises:
-        ExpertMeshError: on every rank, when one met an error; the message is that of the lowest such rank. A rank
-            that met anything but an ExpertMeshError raises that itself.
+        ExpertMeshError: on every rank, when one met an error; the message is that of the lowest such rank, and names
+            its node where not all met it. A rank that met anything but an ExpertMeshError raises that itself.
     """
     caught: Exception | None = None
     try:
@@ -131,10 +138,14 @@ def raise_together(patient: Ranks | None = None) -> Iterator[None]:
         problem = f"rank {dist.get_rank()} failed: {type(caught).__name__}: {caught}"
     if patient is not None:
         wait_for_all(patient)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (problem, node_name()))
     if caught is not None and not isinstance(caught, ExpertMeshError):
         raise caught
+    problems, nodes = zip(*told, strict=True)
     first = next((p for p in problems if p is not None), None)
-    if first is not None:
-        raise ExpertMeshError(first) from caught
+    if first is None:
+        return
+    who = [rank for rank, other in enumerate(problems) if other == first]
+    is_local = spans_nodes() and len(who) < len(problems)
+    raise ExpertMeshError(f"{first} (on {nodes_of(who, nodes)})" if is_local else first) from caught

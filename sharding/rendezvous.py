@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from moe import ExpertMeshError
+from sharding.torchrun import started_by_torchrun
 
 _POLL_SECONDS = 0.02
 
@@ -32,7 +33,7 @@ def torchrun_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store
             f"rank {rank} does not reach the store at {address} (MASTER_ADDR, MASTER_PORT) within "
             f"{timeout.total_seconds():g} s: {str(error).splitlines()[0]}"
         ) from error
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not started_by_torchrun():
         return store
     return dist.PrefixStore(agree_on_prefix(store, rank, world_size, timeout), store)
 

@@ -4,6 +4,7 @@ Loading, saving, resuming, exporting, clipping, the comparison of replicas and t
 read it, and nothing else.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe.adapters import is_adapter
 from moe.experts import ExpertMLP, ExpertParameter
+from moe.model import fp32_parameters
 from moe.quantised import SCALES, Storage, storages_of
 from sharding.topology import DENSE, EXPERT, REPLICATED, Layout, rows_of
 
@@ -124,14 +126,22 @@ def trainable_of(model: nn.Module) -> dict[str, StateTensor]:
 def set_parameter_dtype(model: nn.Module, dtype: torch.dtype, frozen_alone: bool = False) -> None:
     """Of parameters alone, in place, before they are sharded: buffers such as a router's correction bias are never
     rounded. `frozen_alone`: not of those that are trained."""
+    parameters = model.named_parameters()
+    set_parameter_dtypes(model, {name: dtype for name, p in parameters if not (frozen_alone and p.requires_grad)})
+
+
+def set_parameter_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Of those parameters in floating point that are named, but for what the family keeps in fp32; in place, before
+    they are sharded."""
+    kept = fp32_parameters(model).keys()
+    named = {p: dtypes[name] for name, p in model.named_parameters() if name in dtypes and name not in kept}
     converted: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or (frozen_alone and parameter.requires_grad):
-                continue
-            if parameter.is_floating_point():
+            if parameter is not None and parameter in named and parameter.is_floating_point():
                 if parameter not in converted:
-                    converted[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                    new = parameter.detach().to(named[parameter])
+                    converted[parameter] = nn.Parameter(new, parameter.requires_grad)
                 module._parameters[name] = converted[parameter]
 
 

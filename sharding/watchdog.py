@@ -7,7 +7,7 @@ process. It acts just before the collective's own time limit, which over NCCL wo
 
 import faulthandler
 import math
-import signal
+import os
 import sys
 import threading
 import time
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe import ExpertMeshError, decoder_layers
-from moe.command import end_at_once
+from moe.command import INTERRUPTED, end_at_once
 from sharding.collectives import recorded_collectives
 from sharding.failures import (
     Notice,
@@ -34,6 +34,7 @@ from sharding.failures import (
     show,
 )
 from sharding.process import Ranks
+from sharding.torchrun import started_by_torchrun
 
 STUCK = "stuck"
 """Of the output directory: where each rank writes where it was."""
@@ -50,9 +51,6 @@ OVER = "over"
 FAREWELL_SECONDS = 5.0
 """How long a rank that stands still lets the others write where they are, and one that learns of a failure lets its
 main thread end by itself, before it ends the process."""
-
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after Ctrl-C, as shells have it."""
 
 NO_LIMIT_SECONDS = 24 * 3600
 
@@ -91,6 +89,8 @@ class Watchdog:
         self.ending = threading.Lock()
         self.is_over = threading.Event()
         self.judged: ExpertMeshError | None = None
+        # a rank that torchrun started is not to outlive it: another run may be at work in its place
+        self.parent = os.getppid() if started_by_torchrun() else None
 
     def at(self, doing: str, step: int | None = None, limited: bool = True) -> None:
         """The main thread tells where it is, and that it has come so far.
@@ -190,11 +190,14 @@ class Watchdog:
 
         Of a failure tells a notice; of a rank that can leave none, as its machine has stopped, that it gives no sign of
         life: every rank looks after the next one's. Over gloo, collectives mostly break by themselves then; over NCCL
-        they wait for their time limit.
+        they wait for their time limit. And of torchrun, that the process has another parent.
         """
         next_rank = (self.rank + 1) % self.notices.world_size
         sign, came = None, time.monotonic()
         while not self.is_over.wait(NOTICE_SECONDS):
+            if self.parent not in (None, os.getppid()):
+                show(f"rank {self.rank}, in {self.where()}: torchrun, which started it, is gone; it ends")
+                end_at_once(1)
             notice = self.notices.read()
             if notice is not None and notice.rank != self.rank and not self.is_over.wait(FAREWELL_SECONDS):
                 if notice.kind == "stuck":

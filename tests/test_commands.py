@@ -69,3 +69,9 @@ def test_as_a_process() -> None:
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, cwd=ROOT, text=True, timeout=120)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (UNREAD, "")
+
+
+def test_as_a_process_without_streams() -> None:
+    """As under `>&- 2>&-`: what nobody can read is no error."""
+    command = f"exec {sys.executable} -m sharding mesh --world-size 16 --ep-size 8 >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=120).returncode == 0

@@ -8,7 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from moe import ExpertMeshError, Lora, add_adapters, is_adapter, layer_prefixes, moe_layers, router_prefixes
+from moe import (
+    ExpertMeshError,
+    Lora,
+    add_adapters,
+    is_adapter,
+    layer_prefixes,
+    moe_layers,
+    router_prefixes,
+    unquantized,
+)
 from moe.matmul import Linear
 from training.config import TrainConfig
 from training.freezing import groups_of
@@ -48,12 +57,12 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
         ExpertMeshError: a target fits nothing that can have an adapter.
     """
     lora = lora_of(config)
-    # the head gives a loss, of parts of the sequence at a time; it has no adapter
+    # the head gives a loss, of parts of the sequence at a time; it has no adapter, nor has a layer that is not called
     head = model.get_output_embeddings()
     linear = {
         path: module
         for path, module in model.named_modules()
-        if type(module) in (nn.Linear, Linear) and module is not head
+        if type(module) in (nn.Linear, Linear) and module is not head and path not in model.uncalled
     }
     routers = _plain_routers(model, linear)
     named = _targets_by_name(model, linear)
@@ -77,6 +86,18 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     parameters = dict(model.named_parameters())
     trained = sum(parameter.numel() for name, parameter in parameters.items() if is_adapter(name))
     return Adapted(lora, tuple(config.lora_targets), trained, sum(p.numel() for p in parameters.values()))
+
+
+def unquantized_lines(model: Any, config: TrainConfig) -> list[str]:
+    """For a run's first lines: which linear layers --base-dtype fp8 or nf4 does not quantize, and why."""
+    paths = unquantized(model) if config.base_dtype in ("fp8", "nf4") else []
+    if not paths:
+        return []
+    names = sorted({path.removeprefix(layer) for path in paths for layer in layer_prefixes(model)} - set(paths))
+    return [
+        f"base in {config.base_dtype}, but for {len(paths)} linear layers, whose weights other code of the model reads "
+        f"or that it keeps in fp32: {', '.join(names)}"
+    ]
 
 
 def _linear_of_routers(model: Any, linear: Mapping[str, nn.Module]) -> set[str]:

@@ -5,8 +5,9 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,6 +25,8 @@ Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
 Adapter = Literal["none", "lora"]
+Scope = Literal["input", "output", "node"]
+"""Of a setting that may be another on each node: a place that is read, one that is written, or anything."""
 BaseDtype = Literal["auto", "float32", "bfloat16", "fp8", "nf4"]
 AdapterFormat = Literal["auto", "per-expert", "packed"]
 SCHEDULES = (
@@ -41,8 +44,8 @@ def _flag(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
-def _list(help: str) -> Any:
-    return field(default_factory=list, metadata={"help": help})
+def _list(help: str, **metadata: Any) -> Any:
+    return field(default_factory=list, metadata={"help": help, **metadata})
 
 
 def _checkpointing(text: str) -> str:
@@ -50,16 +53,25 @@ def _checkpointing(text: str) -> str:
     return {"true": "full", "false": "none"}.get(text.lower(), text)
 
 
+def _resume(text: str) -> str:
+    """In YAML it may be a switch too."""
+    return {"true": "auto", "false": ""}.get(text.lower(), text)
+
+
 @dataclass
 class TrainConfig:
     """Every setting of a run. Each is a flag (`--ep-size` or `--ep_size`) and a key of the YAML file."""
 
-    model: str = _flag("", "Directory of a Hugging Face checkpoint, or a hub id.", aliases=["--model-name-or-path"])
-    dataset: list[str] = _list(
-        "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes."
+    model: str = _flag(
+        "", "Directory of a Hugging Face checkpoint, or a hub id.", aliases=["model_name_or_path"], scope="input"
     )
-    tokenizer: str = _flag("", "Directory or hub id of the tokenizer, if not the model's own.")
-    output_dir: str = _flag("output", "Where metrics.jsonl, config.yaml, report.html and the exported model (hf/) go.")
+    dataset: list[str] = _list(
+        "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes.", scope="input"
+    )
+    tokenizer: str = _flag("", "Directory or hub id of the tokenizer, if not the model's own.", scope="input")
+    output_dir: str = _flag(
+        "output", "Where metrics.jsonl, config.yaml, report.html and the exported model (hf/) go.", scope="output"
+    )
     overwrite_output_dir: bool = _flag(False, "Replace the results of an earlier run in --output-dir.")
     max_seq_length: int = _flag(1024, "Longer samples are cut off at this many tokens; packed rows hold as many.")
     rope_scaling: str = _flag(
@@ -70,20 +82,26 @@ class TrainConfig:
     packing: bool = _flag(False, "Put several samples into a row, each with positions and attention of its own.")
     group_by_length: bool = _flag(False, "Put samples of like length into a batch, where they are not packed.")
     preview: bool = _flag(False, "Print the first rows as the model sees them and what the data hold, and exit.")
-    chat_template: str = _flag("", f"Chat template: {', '.join(TEMPLATES)}, or a Jinja file. Default: the tokenizer's.")
+    chat_template: str = _flag(
+        "", f"Chat template: {', '.join(TEMPLATES)}, or a Jinja file. Default: the tokenizer's.", scope="input"
+    )
     prompt_template: str = _flag("", "Instead of a chat template: the text before the response, with {prompt} in it.")
     train_on: TrainOn = _flag(
         "assistant", "What has a loss: all, every assistant turn, the last one, or final: every one without reasoning."
     )
-    dataset_config: str = _flag("", "Configuration of a hub data set.", aliases=["--dataset-config-name"])
-    dataset_split: str = _flag("train", "Split of a hub data set.")
+    dataset_config: str = _flag(
+        "", "Configuration of a directory with a dataset card, or of a hub data set.", aliases=["dataset_config_name"]
+    )
+    dataset_split: str = _flag("train", "Split of --dataset, where that is a directory with splits or a hub data set.")
     messages_column: str = _flag("", "Column with the conversation, where it is not found by itself.")
     prompt_column: str = _flag("", "Column with the prompt.")
     response_column: str = _flag("", "Column with the response.")
     system_column: str = _flag("", "Column with the system prompt.")
     text_column: str = _flag("", "Column with plain text, all of which is trained on.")
     sample_by: SampleBy = _flag("line", "A row of a .txt file: a line, a paragraph (up to a blank line) or all of it.")
-    dataset_num_proc: int | None = _flag(None, "Processes that tokenise. Default: by the size of the data.")
+    dataset_num_proc: int | None = _flag(
+        None, "Processes that tokenise. Default: by the size of the data.", scope="node"
+    )
 
     ep_size: int = _flag(1, "Ranks that share out the experts; must divide the experts and the ranks.")
     cp_size: int = _flag(
@@ -140,7 +158,7 @@ class TrainConfig:
         "With --gradient-checkpointing: keep each layer's input in host memory from forward to backward. Copied beside "
         "computing on a GPU.",
     )
-    compile: bool = _flag(False, "Compile attention and norms by torch.compile.", aliases=["--torch-compile"])
+    compile: bool = _flag(False, "Compile attention and norms by torch.compile.", aliases=["torch_compile"])
     bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
     tf32: bool = _flag(
         False, "Multiply fp32 matrices in TF32: faster, with 10 bits of mantissa; for GPUs from Ampere on."
@@ -193,7 +211,7 @@ class TrainConfig:
         "for families that have them.",
     )
     adapter: Adapter = _flag("none", "Train low-rank updates beside frozen weights (LoRA) in place of the weights.")
-    lora_rank: int = _flag(16, "Rank of the updates.", aliases=["--lora-r"])
+    lora_rank: int = _flag(16, "Rank of the updates.", aliases=["lora_r"])
     lora_alpha: float = _flag(32.0, "Updates are multiplied by alpha / rank.")
     lora_dropout: float = _flag(0.0, "Chance that a number of the input is left out of an update.")
     lora_targets: list[str] = field(
@@ -209,7 +227,9 @@ class TrainConfig:
         "How the frozen weights beside adapters are held: as plain numbers; or the layers' matrices in fp8, with a "
         "scale a row, or nf4, with one for 64 numbers, the rest as by auto. auto: bfloat16 with --bf16, else float32.",
     )
-    init_adapter: str = _flag("", "Begin with the adapter in a directory, which PEFT or an earlier run wrote.")
+    init_adapter: str = _flag(
+        "", "Begin with the adapter in a directory, which PEFT or an earlier run wrote.", scope="input"
+    )
     adapter_format: AdapterFormat = _flag(
         "auto",
         "How experts' adapters are exported: a pair of tensors an expert, or PEFT's packed form. auto: as the model's "
@@ -245,8 +265,8 @@ class TrainConfig:
     deterministic: bool = _flag(False, "The same bits on each run of one arrangement, by slower algorithms on a GPU.")
     seed: int = _flag(42, "Seed of the data order and of dropout and jitter.")
 
-    eval_dataset: list[str] = _list("Data to evaluate on, named as in --dataset.")
-    eval_dataset_split: str = _flag("test", "Split of a hub data set to evaluate on.")
+    eval_dataset: list[str] = _list("Data to evaluate on, named as in --dataset.", scope="input")
+    eval_dataset_split: str = _flag("test", "Split of --eval-dataset, likewise.")
     eval_ratio: float = _flag(0.0, "Share of --dataset to hold out and evaluate on, where --eval-dataset is not given.")
     eval_steps: int = _flag(0, "Evaluate every so many steps; 0: after every epoch. Always at the end.")
     per_device_eval_batch_size: int = _flag(
@@ -266,7 +286,12 @@ class TrainConfig:
     resume: str = _flag(
         "",
         "Go on from a training checkpoint: its path, or auto for the newest whole one in --output-dir, if any.",
-        aliases=["--resume-from-checkpoint"],
+        aliases=["resume_from_checkpoint"],
+        type=_resume,
+        scope="input",
+    )
+    allow_changed: list[str] = _list(
+        "With --resume: go on though the model, or the data, are not those that the run began with: model, data."
     )
     elastic: bool = _flag(
         False, "With --resume: take as large an --ep-size as the ranks allow, and keep the run's global batch."
@@ -278,6 +303,11 @@ class TrainConfig:
     run_name: str = _flag("expertmesh", "Name of the run in the trackers.")
     export: bool = _flag(True, "Whether, at the end, to write the model in Hugging Face form to OUTPUT_DIR/hf.")
     max_shard_size: str = _flag("5GB", "Size of an exported safetensors file.")
+    drop_untrained: bool = _flag(
+        False,
+        "Leave tensors that are not trained (vision tower, multi-token prediction) out of the export, and what "
+        "config.json says of them. Default: carry them over as they are.",
+    )
 
     def __post_init__(self) -> None:
         # as PEFT's users write them: attention,experts; a comma within braces is a pattern's own
@@ -380,6 +410,11 @@ class TrainConfig:
             self._check_fp8()
         if not 0 <= self.lora_dropout < 1:
             raise ExpertMeshError(f"--lora-dropout {self.lora_dropout}: must be in [0, 1)")
+        for name in self.allow_changed:
+            if name not in _MAY_CHANGE:
+                raise ExpertMeshError(f"--allow-changed {name}: give {' or '.join(_MAY_CHANGE)}")
+        if self.allow_changed and not self.resume:
+            raise ExpertMeshError("--allow-changed: nothing is gone on from; give --resume, or leave it out")
         if self.elastic and not self.resume:
             raise ExpertMeshError("--elastic: what is it to go on from? Give --resume auto")
         if self.detect_anomaly and self.compile:
@@ -487,6 +522,8 @@ class TrainConfig:
             partial.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
 
 
+_MAY_CHANGE = ("model", "data")
+
 _AT_LEAST = {
     "overlap_chunks": 1,
     "keep_expert_products": 0,
@@ -540,6 +577,7 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = FlagParser(TrainConfig, allow_abbrev=False, prog="train_ep.py")
     parser.add_argument("--config", default=None, help="YAML file with defaults for the flags.")
+    parser.check_names(arguments)
     config_file = parser.parse_known_args(arguments)[0].config
     defaults = [] if config_file is None else _yaml_arguments(parser, Path(config_file))
     parsed, unknown = parser.parse_known_args(defaults + arguments)
@@ -551,26 +589,42 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     return TrainConfig(**settings)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for name, count in names.items():
+            if count > 1:
+                raise yaml.constructor.ConstructorError(problem=f"{name} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _yaml_arguments(parser: FlagParser, file: Path) -> list[str]:
     """The file's entries as flags, so that both go through the same checks."""
     try:
         if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:
             raise ExpertMeshError(f"--config {file}: is no file of at most {_MOST_YAML_BYTES:,} bytes")
-        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        content = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}
     except ExpertMeshError:
         raise
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ExpertMeshError(f"--config {file}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ExpertMeshError(f"--config {file}: holds a {type(content).__name__}, not a table of settings")
-    known = [f.name for f in fields(TrainConfig)]
+    given: dict[str, str] = {}
     arguments: list[str] = []
     for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name not in known:
-            raise ExpertMeshError(f"--config {file}: " + _unknown("key", str(key), known))
+        name = parser.names.get(str(key).replace("-", "_"))
+        if name is None:
+            raise ExpertMeshError(f"--config {file}: " + _unknown("key", str(key), list(parser.names)))
+        if name in given:
+            raise ExpertMeshError(f"--config {file}: {given[name]} and {key} are one setting; give one of them")
+        given[name] = str(key)
         if not _is_setting(value):
             raise ExpertMeshError(f"--config {file}: {name} is no text, number, list of these, or table of these")
+        if isinstance(value, list) and not parser.takes_list(name):
+            raise ExpertMeshError(f"--config {file}: {key} is a list; give one value")
         if isinstance(value, list) and any(str(item).startswith("-") for item in value):
             raise ExpertMeshError(f"--config {file}: {name} has an entry that begins with a dash, as flags do")
         if isinstance(value, list):

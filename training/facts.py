@@ -1,16 +1,15 @@
 """What is about to run, in a few lines."""
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from checkpoints import Checkpoint, ModelSource
-from moe import KernelChoice, ParameterCounts, moe_shape
+from moe import KernelChoice, ParameterCounts, advised_scaling, moe_shape
 from sharding import Topology
 from training.attention import OWN, inner_attention
 from training.config import TrainConfig
-from training.data import DataOrder, describe
+from training.data import DataOrder, Origin, cache_directory, cached_bytes, describe
 from training.head import loss_head
 from training.inputs import Inputs
 from training.memory import Forecast, NoForecast
@@ -49,12 +48,16 @@ def first_lines(
     return "\n".join(lines)
 
 
-def left_out(checkpoint: Checkpoint) -> str:
-    """What of the checkpoint is not trained, and will not be in the export."""
-    return (
-        f"left out: {len(checkpoint.left_out)} tensors that no trained layer has, and the export will not have either: "
-        f"{checkpoint.some_left_out}"
-    )
+def untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:
+    """What becomes of tensors that are not trained, in a line.
+
+    Args:
+        carried: the checkpoint's summary of them.
+        dropped: whether the export will not have them.
+    """
+    if dropped:
+        return f"not trained, and left out of the export: {carried}"
+    return f"not trained, and carried over to the export from {checkpoint.source.path}: {carried}"
 
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:
@@ -100,7 +103,20 @@ def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:
     )
     if inputs.evaluation is not None:
         lines.append(f"evaluation on {len(inputs.evaluation):,} samples")
-    return lines
+    lines.append(f"tokenized samples are kept in {cache_directory()}: {cached_bytes() / 1e6:,.1f} MB with other runs'")
+    return lines + [_endless(origin, inputs.tokenizer) for origin in samples.origins if origin.endless]
+
+
+def _endless(origin: Origin, tokenizer: Any) -> str:
+    """A warning of samples that do not teach the model to end an answer."""
+    if tokenizer.eos_token is None:
+        remedy = "the tokenizer has no EOS token"
+    else:
+        remedy = "the chat template writes none there; another --chat-template may"
+    return (
+        f"warning: {origin.name}: in {origin.endless:,} samples no special token ends what is trained on, so that the "
+        f"model does not learn to end an answer: {remedy}"
+    )
 
 
 def _too_long(inputs: Inputs, source: ModelSource) -> list[str]:
@@ -111,8 +127,9 @@ def _too_long(inputs: Inputs, source: ModelSource) -> list[str]:
     positions = getattr(source.text_config, "max_position_embeddings", None)
     if not parameters or not positions or longest <= positions or '"dynamic"' in json.dumps(parameters):
         return []
-    factor = math.ceil(longest / positions)
+    scaling = advised_scaling(source.config, longest)
     return [
-        f"warning: the longest sample has {longest:,} tokens, and the model knows {positions:,} positions"
-        + (f"; --rope-scaling yarn:{factor} stretches them" if source.rope is None else ": a greater factor is needed")
+        f"warning: the longest sample has {longest:,} tokens, and the model knows {positions:,} positions; "
+        + ("" if scaling is None else f"--rope-scaling {scaling} stretches them, ")
+        + f"--max-seq-length {positions} cuts it"
     ]

@@ -1,6 +1,5 @@
 """What a run reads before it starts: tokenizer, rows to train on, rows to evaluate on."""
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,17 +43,16 @@ def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Input
     together."""
     import datasets
 
-    if ranks.rank > 0 or not sys.stderr.isatty():
-        datasets.disable_progress_bars()
+    datasets.disable_progress_bars()  # what takes long is told by our own
     inputs = Inputs(None, None, "", None, None)
     for first in (True, False):
         with raise_together(patient=ranks):
             if first == (ranks.rank == 0):
-                inputs = _read(config, source)
+                inputs = _read(config, source, tells=ranks.rank == 0)
     return inputs
 
 
-def _read(config: TrainConfig, source: ModelSource) -> Inputs:
+def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     if not (config.tokenizer or config.dataset):
         return Inputs(None, None, "", None, None)
     tokenizer = load_tokenizer(config.tokenizer or str(source.path), source)
@@ -62,15 +60,15 @@ def _read(config: TrainConfig, source: ModelSource) -> Inputs:
     template = "none" if config.prompt_template else set_chat_template(tokenizer, config.chat_template)
     if not config.dataset:
         return Inputs(tokenizer, tokenizer if config.tokenizer else None, template, None, None)
-    training, evaluation = _read_samples(config, tokenizer)
-    if not config.chat_template and all(origin.format == "text" for origin in training.origins):
+    training, evaluation = _read_samples(config, tokenizer, tells)
+    if not config.chat_template and all(origin.is_plain for origin in training.origins):
         template, tokenizer.chat_template = "none", own_template
     saved = tokenizer if config.tokenizer or tokenizer.chat_template != own_template else None
     rows = make_rows(training, config.packing, config.max_seq_length, config.seed)
     return Inputs(tokenizer, saved, template, rows, None if evaluation is None else Rows(evaluation))
 
 
-def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples | None]:
+def _read_samples(config: TrainConfig, tokenizer: Any, tells: bool = False) -> tuple[Samples, Samples | None]:
     columns = Columns(
         config.prompt_column, config.response_column, config.messages_column, config.text_column, config.system_column
     )
@@ -84,12 +82,12 @@ def _read_samples(config: TrainConfig, tokenizer: Any) -> tuple[Samples, Samples
         config.dataset_num_proc,
         config.sample_by,
     )
-    samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed)
+    samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed, tells)
     if config.eval_ratio > 0:
         return hold_out(samples, config.eval_ratio, config.seed)
     if config.eval_dataset:
         options = replace(options, split=config.eval_dataset_split)
-        return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed)
+        return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed, tells)
     return samples, None
 
 

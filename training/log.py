@@ -7,14 +7,12 @@ Only the main process writes.
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
-from accelerate import Accelerator
 from tqdm import tqdm
 
 from checkpoints import write_errors
@@ -24,7 +22,8 @@ from sharding import Ranks, raise_together
 from training.config import TrainConfig
 from training.environment import environment, write_environment
 from training.products import ProductLibraries
-from training.report import PROFILES, State, read_record, sweep_reports, write_report
+from training.report import History, State, read_record, sweep_reports, write_report
+from training.trackers import TRACKERS, Trackers
 
 
 class RunLog:
@@ -36,18 +35,8 @@ class RunLog:
     def __init__(
         self, config: TrainConfig, output_dir: Path, num_steps: int, ranks: Ranks, products: ProductLibraries | None
     ):
-        trackers: list[Any] = [name for name in config.report_to if name != "none"]
-        try:
-            self.accelerator = Accelerator(
-                cpu=ranks.device.type == "cpu", log_with=trackers or None, project_dir=str(output_dir)
-            )
-        except ValueError as error:
-            raise ExpertMeshError(f"--report-to {' '.join(config.report_to)}: {error}") from error
-        # accelerate leaves out without a word what is not installed
-        missing = {str(name) for name in trackers} - {str(name) for name in self.accelerator.log_with} - {"all"}
-        if missing:
-            raise ExpertMeshError(f"--report-to {' '.join(sorted(missing))}: not installed; pip install it first")
-        self.is_main = self.accelerator.is_main_process
+        self.trackers = Trackers(config, output_dir / TRACKERS, ranks, self.line)
+        self.is_main = ranks.rank == 0
         self.config = config
         self.ranks = ranks
         self.products = products
@@ -58,6 +47,8 @@ class RunLog:
         self.file: TextIO | None = None
         self.opened: os.stat_result | None = None
         self.bar: Any = None
+        # what has been logged, on the main process; of a run that goes on, known once `begin_after` has read it
+        self.history = None if config.resume else History()
 
     def __enter__(self) -> "RunLog":
         matmul = None if self.products is None else str(self.products)
@@ -65,14 +56,10 @@ class RunLog:
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 sweep_reports(self.output_dir)
-                if not self.config.resume:
-                    shutil.rmtree(self.output_dir / PROFILES, ignore_errors=True)
                 self.config.save(self.output_dir / "config.yaml")
                 write_environment(self.output_dir, facts)
-                # a resumed run keeps what the one before it has logged: see keep_until
+                # a resumed run keeps what the one before it has logged: see begin_after
                 self._open("a" if self.config.resume else "w")
-        settings = {k: v for k, v in asdict(self.config).items() if isinstance(v, int | float | str)}
-        self.accelerator.init_trackers(self.config.run_name, config=settings)
         return self
 
     def _open(self, mode: Literal["a", "w"]) -> None:
@@ -84,9 +71,7 @@ class RunLog:
     ) -> None:
         if self.state == "running":
             self.state = "stopped"
-        # not accelerator.end_training(), which would also end the process group
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+        self.trackers.finish()
         if self.is_main:
             assert self.file is not None
             try:
@@ -121,13 +106,15 @@ class RunLog:
         metrics = {k: _without_nan(v) for k, v in metrics.items()}
         numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float) and k != "step"}
         if numbers:
-            self.accelerator.log(numbers, step=metrics["step"])
+            self.trackers.log(numbers, metrics["step"])
         if self.is_main:
             self.check_directory()
             assert self.file is not None
             with write_errors(self.path):
                 self.file.write(json.dumps(metrics, allow_nan=False) + "\n")
                 self.file.flush()
+            assert self.history is not None
+            self.history.add(metrics)
 
     def check_directory(self) -> None:
         """Whether what is written still goes to where --output-dir is: a file that was deleted takes all silently.
@@ -152,28 +139,35 @@ class RunLog:
         if self.is_main:
             try:
                 self.check_directory()
-                write_report(self.output_dir, self.state)
+                write_report(self.output_dir, self.state, self.history)
             except (ExpertMeshError, OSError) as error:
                 self.line(f"warning: report.html was not written: {error}")
 
-    def keep_until(self, step: int) -> None:
-        """For a run that goes on: forget what an earlier attempt has logged after `step`, as those steps are about to
-        be made again, and the line that it was killed in. To be called before anything is logged.
+    def begin_after(self, step: int) -> None:
+        """Start the trackers; in a run that goes on, forget what an earlier attempt has logged after `step`, as those
+        steps are about to be made again. To be called before anything is logged.
 
         Raises:
-            ExpertMeshError: on all ranks, when the file cannot be rewritten.
+            ExpertMeshError: on all ranks, when metrics.jsonl cannot be rewritten, or a tracker cannot start.
         """
-        if not self.config.resume:
-            return
+        if self.config.resume:
+            self._keep_until(step)
+        self.trackers.start(step, {k: v for k, v in asdict(self.config).items() if isinstance(v, int | float | str)})
+
+    def _keep_until(self, step: int) -> None:
+        """Of metrics.jsonl, without the line that the earlier attempt was killed in."""
         with raise_together(), write_errors(self.path):
             if self.is_main:
                 self.check_directory()
                 assert self.file is not None
+                history = History()
                 with whole(self.path, durable=True) as partial, self.path.open("rb") as old, partial.open("wb") as new:
                     for line in old:
                         record = read_record(line)
                         if record is not None and record["step"] <= step:
                             new.write(line.rstrip(b"\n") + b"\n")
+                            history.add(record)
+                self.history = history
                 # what was opened has lost its name to the new one
                 self.file.close()
                 self._open("a")

@@ -1,7 +1,6 @@
 """The training loop: data in, steps, evaluations, answers, checkpoints and figures out."""
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -84,6 +83,10 @@ def train(run: Run, resume_from: Path | None) -> bool:
     scheduler = build_scheduler(optimizer, run.config, run.log.num_steps)
     try:
         stopped = _train(run, optimizer, scheduler, resume_from)
+    except KeyboardInterrupt:
+        if run.saver is not None:
+            run.saver.abandon()
+        raise
     except ExpertMeshError:
         # what all ranks have met leaves them all there to finish the checkpoint under way
         with suppress(RuntimeError):
@@ -99,7 +102,7 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
     if resume_from is not None:
         first_step, tokens, best = _resume(run, optimizer, scheduler, resume_from)
     run.model.train()
-    log.keep_until(first_step)
+    log.begin_after(first_step)
     stopping, enough = False, _had_enough(config, best)
     compiled: Compilation | None = None
     groups = [layer.kind.num_groups for layer in moe_layers(run.model)]
@@ -124,27 +127,26 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
             alarms.step(done, result)
             meter.add(result)
             collector.step(done)
-            paused = time.perf_counter()
             if config.compile and compiled is None:
                 compiled = compilation()
                 log.line(f"compiled {compiled}")
 
             # what is saved or evaluated must also be logged: a run that goes on from there begins with an empty meter
-            evaluates, saves = _evaluates_at(done, run), run.saver is not None and done % config.save_steps == 0
+            evaluates, saves = _evaluates_at(done, run), run.saver is not None and _saves_at(done, run)
             if evaluates or saves or _is_due(done, config.logging_steps, run):
                 _log_step(run, meter, alarms, done, learning_rate)
             answers = run.prompts is not None and _is_due(done, config.generate_steps, run)
-            # what comes between two steps is no part of either
-            if profiler.is_due or evaluates or saves or answers:
-                _write_profile(run, profiler)
             eval_loss, is_better = None, False
-            if evaluates:
-                eval_loss = _evaluate(run, done)
-                is_better = best.update(eval_loss, done, config.early_stopping_threshold)
+            if profiler.is_due or evaluates or saves or answers:
+                # what comes between two steps is no part of either
+                with meter.paused():
+                    _write_profile(run, profiler)
+                    if evaluates:
+                        eval_loss = _evaluate(run, done)
+                        is_better = best.update(eval_loss, done, config.early_stopping_threshold)
+                    if answers:
+                        _generate(run, done)
             step_scheduler(scheduler, eval_loss)
-            if answers:
-                assert run.prompts is not None
-                _generate(run, run.prompts, done)
             stopping = stop.on_any_rank(run.ranks.device)
             enough = _had_enough(config, best)
             if stopping and not meter.is_empty:
@@ -153,18 +155,16 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
             # before a save, so that replicas gone bad never take the place of good ones
             if config.check_replicas and (is_saving or _is_due(done, config.check_replicas, run)):
                 numbers = {"the learning rate": float(scheduler.get_last_lr()[0]), "the number of steps": done}
-                check_replicas(run.model, run.ranks.device, done, numbers)
-            if run.saver is not None and is_saving:
-                facts = _order_facts(run)
-                progress = Progress(done, tokens, scheduler.state_dict(), facts, asdict(config), best.state())
-                _handle(_wait(run), run)
-                watchdog.at("the beginning of a checkpoint", limited=False)
-                run.saver.save(run.model, optimizer, progress)
-                if not config.async_save:
-                    _handle(_wait(run), run)
+                with meter.paused():
+                    check_replicas(run.model, run.ranks.device, done, numbers)
+            if is_saving:
+                progress = Progress(
+                    done, tokens, scheduler.state_dict(), _order_facts(run), asdict(config), best.state()
+                )
+                with meter.paused():
+                    _save(run, optimizer, progress)
             if stopping or enough:
                 break
-            meter.pause(time.perf_counter() - paused)
         _write_profile(run, profiler)
         if compiled is not None and compilation().is_more_than(compiled):
             log.line(f"compiled {compilation()} in the whole run")
@@ -193,9 +193,19 @@ def _resume(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, pat
     if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
         run.log.line(f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone")
     run.log.line(f"resumed from {path}, step {progress.step}")
+    if progress.step >= run.log.num_steps:
+        run.log.line(_nothing_to_train(progress.step, run))
     if run.saver is not None and (later := run.saver.later_than(progress.step)):
         run.log.line(f"the next checkpoint takes the place of those after this one, up to {later[0].name}")
     return progress.step, progress.tokens, best
+
+
+def _nothing_to_train(step: int, run: Run) -> str:
+    asked = "--max-steps" if run.config.max_steps >= 0 else "--num-train-epochs"
+    said = f"all {run.log.num_steps} steps of {asked} are made already: nothing is trained"
+    if step > run.log.num_steps:
+        said = f"warning: the run is at step {step} already, beyond the {run.log.num_steps} of {asked}; it stays there"
+    return said + (f", and what is exported is the model of step {step}" if run.config.export else "")
 
 
 def _had_enough(config: TrainConfig, best: Best) -> bool:
@@ -214,6 +224,11 @@ def _is_due(done: int, every: int, run: Run) -> bool:
 
 def _evaluates_at(done: int, run: Run) -> bool:
     return run.inputs.evaluation is not None and _is_due(done, run.config.eval_steps or run.order.steps_per_epoch, run)
+
+
+def _saves_at(done: int, run: Run) -> bool:
+    """Where nothing is exported, the last checkpoint is all that is kept of the last steps."""
+    return done % run.config.save_steps == 0 or (done == run.log.num_steps and not run.config.export)
 
 
 def _log_step(run: Run, meter: Meter, alarms: Alarms, done: int, learning_rate: Any) -> None:
@@ -249,7 +264,9 @@ def _evaluate(run: Run, done: int) -> float:
     return found.loss
 
 
-def _generate(run: Run, prompts: Prompts, done: int) -> None:
+def _generate(run: Run, done: int) -> None:
+    prompts = run.prompts
+    assert prompts is not None
     run.watchdog.at("answers to prompts")
     answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, _ends(run, prompts), run.ranks)
     texts = [prompts.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
@@ -279,6 +296,16 @@ def _load_best(run: Run, best: Best) -> None:
         run.log.line(f"warning: the best evaluation, of step {best.step}, left no checkpoint; the last weights stay")
     else:
         run.log.line(f"took the weights of {path}, eval loss {best.loss:.4f}")
+
+
+def _save(run: Run, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Begin a checkpoint, once the one before it is there; with --no-async-save, also end it."""
+    assert run.saver is not None
+    _handle(_wait(run), run)
+    run.watchdog.at("the beginning of a checkpoint", limited=False)
+    run.saver.save(run.model, optimizer, progress)
+    if not run.config.async_save:
+        _handle(_wait(run), run)
 
 
 def _wait(run: Run) -> str | None:
@@ -314,8 +341,9 @@ def _order_facts(run: Run) -> dict[str, int]:
 def _check_order(progress: Progress, run: Run, path: Path) -> None:
     """The batches to come must be those that would have come."""
     here = _order_facts(run)
+    may_change = ("rows", "tokens") if "data" in run.config.allow_changed else ()
     for name, there in progress.order.items():
-        if here[name] != there:
+        if here[name] != there and name not in may_change:
             raise ExpertMeshError(
                 f"--resume {path}: that run had {name.replace('_', ' ')} {there}, this one has {here[name]}; "
                 "with other batches it would not be the same run"

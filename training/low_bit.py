@@ -213,7 +213,8 @@ def dynamic_map(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class AdamWBf16(_AdamW):
-    """AdamW over bf16 parameters, with bf16 moments: 8 bytes a parameter with its gradient, where fp32 takes 16.
+    """AdamW over bf16 parameters, with bf16 moments: 8 bytes a parameter with its gradient, where fp32 takes 16. Of
+    parameters in fp32, which some families keep beside the others, moments are fp32 and nothing is rounded.
 
     Weight and second moment are rounded stochastically, up or down with the probability that makes the mean right:
     rounded to nearest, an update below half of bf16's last place (0.2 to 0.4 %) is lost, and a second moment with
@@ -238,14 +239,17 @@ class AdamWBf16(_AdamW):
         self.seed = seed
 
     def _no_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        assert parameter.dtype == torch.bfloat16, parameter.dtype
         row = parameter.shape[1:]
-        return {name: zeros_by_rows(parameter, row, torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+        return {name: zeros_by_rows(parameter, row, parameter.dtype) for name in ("exp_avg", "exp_avg_sq")}
 
     def _moments(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return local_tensor(state["exp_avg"]).float(), local_tensor(state["exp_avg_sq"]).float()
 
     def _store(self, parameter: Tensor, state: dict[str, Tensor], weight: Tensor, mean: Tensor, square: Tensor) -> None:
+        if parameter.dtype == torch.float32:
+            for tensor, values in ((parameter, weight), (state["exp_avg"], mean), (state["exp_avg_sq"], square)):
+                local_tensor(tensor).copy_(values)
+            return
         number, rows, seed = self._random_numbers(parameter)
         of_parameter = random_bits(torch.full_like(state["step"], number, dtype=torch.int32))
         key = random_bits(state["step"].int() + of_parameter)
@@ -258,10 +262,13 @@ class AdamWBf16(_AdamW):
     def _fused_update(
         self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
     ) -> None:
-        from training.low_bit_triton import step_bf16
+        from training.low_bit_triton import step_bf16, step_fp32
 
-        number, rows, seed = self._random_numbers(parameter)
         moments = (state["exp_avg"], state["exp_avg_sq"])
+        if parameter.dtype == torch.float32:
+            step_fp32(weight, grad, *moments, update)
+            return
+        number, rows, seed = self._random_numbers(parameter)
         step_bf16(weight, grad, *moments, state["step"], rows.start, number, seed, update)
 
     def _random_numbers(self, parameter: Tensor) -> tuple[int, range, int]:

@@ -2,7 +2,8 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +44,10 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 class Meter:
-    """Adds up steps until they are logged.
+    """Adds up steps until they are logged, and the time between.
+
+    Each logging interval begins where the one before it ended, so that intervals and pauses together are all the time
+    there was: waiting for other ranks, and logging itself, count as training.
 
     Args:
         counts, config: of the model, for its floating point operations.
@@ -60,11 +64,11 @@ class Meter:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = peak_tflops(name) if bf16 else None
         self.started = time.perf_counter()
-        self._begin()
+        self._begin(self.started)
 
-    def _begin(self) -> None:
-        self.begun = time.perf_counter()
-        self.paused = 0.0
+    def _begin(self, now: float) -> None:
+        self.begun = now
+        self.seconds_paused = 0.0
         self.steps: list[StepResult] = []
         self.routing: Routing | None = None
 
@@ -79,9 +83,14 @@ class Meter:
         if result.is_finite:
             self.routing = result.routing if self.routing is None else self.routing + result.routing
 
-    def pause(self, seconds: float) -> None:
-        """Time that was not spent training."""
-        self.paused += seconds
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is no training: evaluation, sample generations, saving, comparing replicas, writing a profile."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the update may still be under way there
+        begun = time.perf_counter()
+        yield
+        self.seconds_paused += time.perf_counter() - begun
 
     def metrics(self, weights: LossWeights) -> dict[str, Any]:
         """Figures of the steps since the last call, over all ranks, which call it together: losses are means over
@@ -90,8 +99,9 @@ class Meter:
         Tokens count whether or not their step was skipped, being not finite; losses, norm and routing are those of the
         other steps. Where there are none, losses and norm are None, and there is nothing of the routing."""
         now = time.perf_counter()
-        seconds = max(now - self.begun - self.paused, 1e-9)
-        tokens, targets, pairs = (sum(getattr(s, n) for s in self.steps) for n in ("tokens", "targets", "pairs"))
+        seconds = now - self.begun - self.seconds_paused
+        tokens, targets = (sum(getattr(s, n) for s in self.steps) for n in ("tokens", "targets"))
+        pairs = [sum(numbers) for numbers in zip(*(s.pairs for s in self.steps), strict=True)]
         tflops = training_flops(self.counts, self.config, tokens, targets, pairs) / 1e12
         speed = tflops / seconds / dist.get_world_size()
         finite = [s for s in self.steps if s.is_finite]
@@ -118,7 +128,7 @@ class Meter:
         metrics["peak_memory_mb"] = round(measured_peak(self.device) / 1e6, 1)
         if self.routing is not None:
             metrics |= routing_metrics(over_ranks(self.routing), self.top_k)
-        self._begin()
+        self._begin(now)
         return metrics
 
 

@@ -43,7 +43,7 @@ def state_bytes(parameter: Tensor, optim: str, is_orthogonalized: bool) -> float
         return 4 if is_orthogonalized else 8
     if optim == "adamw_torch_8bit" and (block := block_size(parameter.shape)) is not None:
         return 2 + 8 / block
-    return 4 if optim == "adamw_bf16" else 8
+    return 2 * parameter.element_size() if optim == "adamw_bf16" else 8
 
 
 def _groups(parameters: list[Tensor], config: TrainConfig) -> list[dict[str, Any]]:

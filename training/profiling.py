@@ -360,5 +360,7 @@ def _write_trace(profiler: Any, path: Path) -> None:
         if not last.endswith(b"}"):
             raise OSError(f"{plain}: was cut off; is the disk full?")
     finally:
-        with suppress(OSError):
-            plain.unlink(missing_ok=True)
+        # beside it torch leaves what it could not write whole
+        for left in (plain, plain.with_name(f"{plain.name}.tmp")):
+            with suppress(OSError):
+                left.unlink(missing_ok=True)

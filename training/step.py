@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe import load_balancing_loss, outdate_working_weights, router_z_loss, take_stats
+from moe import load_balancing_loss, outdate_working_weights, router_z_loss, seen_pairs, take_stats
 from sharding import Mesh, clip_grad_norm
 from training.attention import attention_arguments, told_whether_packed
 from training.balance import BiasUpdate, LossWeights
@@ -31,7 +31,7 @@ class StepResult:
     """Figures of one step, over all ranks but for `routing`, which is this rank's part.
 
     loss: mean cross-entropy of the target tokens. balance_loss, z_loss: unweighted. tokens: without padding.
-    pairs: of tokens that attend to one another, see `Batch`.
+    pairs: of tokens that attend to one another, for each entry of the model's `attention` (see `moe.seen_pairs`).
     """
 
     loss: float
@@ -40,7 +40,7 @@ class StepResult:
     grad_norm: float
     tokens: int
     targets: int
-    pairs: int
+    pairs: tuple[int, ...]
     routing: Routing
 
     @property
@@ -62,13 +62,14 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
         The step's figures, with a grad_norm of 0.
     """
     device = batches[0].tokens_BS.device
-    counted = torch.tensor([[b.num_targets, b.num_tokens, b.num_pairs] for b in batches], device=device)
+    figures = [(b.num_targets, b.num_tokens, *seen_pairs(model.attention, b.spans)) for b in batches]
+    counted = torch.tensor(figures, device=device)
     dist.all_reduce(counted)
-    num_targets, num_tokens, num_pairs = (max(n, 1) for n in counted.sum(dim=0).tolist())
+    num_targets, num_tokens, *pairs = (max(n, 1) for n in counted.sum(dim=0).tolist())
 
     losses = torch.zeros(3, dtype=torch.float64, device=device)
     routings = []
-    for batch, (_, tokens_in_forward, _) in zip(batches, counted, strict=True):
+    for batch, (_, tokens_in_forward, *_) in zip(batches, counted, strict=True):
         cross_entropy = token_loss_sum(model, batch) / num_targets
         stats = take_stats(model)
         routings.append(routing_of(stats))
@@ -88,7 +89,7 @@ def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights
     dist.all_reduce(losses)
     loss, balance_loss, z_loss = losses.tolist()
     routing = reduce(add, routings)
-    return StepResult(loss, balance_loss, z_loss, 0.0, num_tokens, num_targets, num_pairs, routing)
+    return StepResult(loss, balance_loss, z_loss, 0.0, num_tokens, num_targets, tuple(pairs), routing)
 
 
 def token_loss_sum(model: Any, batch: Batch) -> Tensor:

@@ -11,6 +11,7 @@ from checkpoints.checksums import check_seal, file_checksum
 from checkpoints.paths import named_file
 from checkpoints.source import check_fields, read_json
 from moe import ExpertMeshError
+from moe.whole import PARTIAL
 
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
@@ -23,6 +24,11 @@ def whole_checkpoints(directory: Path) -> list[Path]:
     """Those with a completion marker, newest first."""
     found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted((path for path in found if (path / MARKER).is_file()), key=step_of, reverse=True)
+
+
+def is_checkpoint_entry(path: Path) -> bool:
+    """Whether something in a directory of training checkpoints has a name that only a saver gives, whole or not."""
+    return re.fullmatch(rf"(step-\d+|latest|best)({PARTIAL})?|\.step-\d+-.*{PARTIAL}", path.name) is not None
 
 
 def step_of(path: Path) -> int:
@@ -39,6 +45,19 @@ def recorded_order(paths: Sequence[Path]) -> dict[str, int] | None:
         except ExpertMeshError:
             continue  # damaged; who resumes is told of it
     return None
+
+
+def recorded_facts(path: Path) -> dict[str, dict[str, str]] | None:
+    """What the run that a training checkpoint is of had read (see `Saver`); None where an earlier release wrote it.
+
+    Raises:
+        ExpertMeshError: as `read_marker`, or what it says of that is no table of texts.
+    """
+    facts = read_marker(path).get("facts")
+    tables = facts.values() if isinstance(facts, dict) else [] if facts is None else [None]
+    if not all(isinstance(table, dict) and all(isinstance(each, str) for each in table.values()) for table in tables):
+        raise ExpertMeshError(f"{path / MARKER}: facts is no table of tables of texts")
+    return facts
 
 
 def recorded_settings(path: Path) -> dict[str, Any]:
@@ -100,7 +119,7 @@ def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
     Raises:
         ExpertMeshError: the file is missing or elsewhere, or its size or content is not as the marker has it.
     """
-    file = named_file(path, name, MARKER, depth=2)
+    file = named_file(path, name, MARKER, depth=3)
     check_fields(entry, {"bytes": int, "xxh3_128": str}, path / MARKER)
     if file.stat().st_size != entry["bytes"]:
         raise ExpertMeshError(f"{file}: has {file.stat().st_size} bytes; {MARKER} says {entry['bytes']}")

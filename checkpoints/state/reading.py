@@ -11,6 +11,7 @@ from checkpoints.manifest import exported_from
 from checkpoints.mapping import DiskTensor, Region
 from checkpoints.reader import Piece
 from checkpoints.source import Checkpoint, open_source, well_formed
+from checkpoints.state.carried import with_carried
 from checkpoints.state.marker import MARKER, check_file, check_owner, read_marker
 from checkpoints.state.table import StateReader, load_state
 from checkpoints.tensors import DTYPE_CODES, as_array, torch_dtype
@@ -43,8 +44,13 @@ class TrainingReader:
         self.parameter, self.content = "", torch.empty(0)
 
 
-def open_training(path: Path, any_owner: bool) -> Checkpoint:
+def open_training(path: Path, any_owner: bool, strict: bool = True, base: Path | None = None) -> Checkpoint:
     """A training checkpoint as a source for exports and comparisons, every file checked.
+
+    Args:
+        any_owner: whether to read one that another user owns.
+        strict: stop where tensors that are not trained are no longer where the checkpoint says; else list it.
+        base: the directory of the model that they are to be taken from instead.
 
     Raises:
         ExpertMeshError: it is damaged, not whole, or another user's.
@@ -73,4 +79,5 @@ def open_training(path: Path, any_owner: bool) -> Checkpoint:
     with well_formed(path / MARKER):
         exported = exported_from(marker["exported"], names)
     files = [path / name for name in marker["files"] if name.startswith("state/")]
-    return Checkpoint(source, tensors, [], infos, exported, files=files)
+    checkpoint = Checkpoint(source, tensors, [], infos, exported, files=files)
+    return with_carried(checkpoint, marker, path, strict, base)

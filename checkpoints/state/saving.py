@@ -21,8 +21,10 @@ from checkpoints.checksums import file_checksum, seal
 from checkpoints.files import copy_side_files, temporary_beside
 from checkpoints.manifest import export_table
 from checkpoints.source import Checkpoint
+from checkpoints.state.carried import record
 from checkpoints.state.marker import FORMAT, MARKER, VERSION, step_of, whole_checkpoints
 from checkpoints.state.table import brief
+from moe import ExpertMeshError
 from moe.whole import PARTIAL, place_link, whole
 from sharding import NO_LIMIT_SECONDS, SAVERS, changing_state, raise_together
 
@@ -57,6 +59,7 @@ class Saver:
         tokenizer: saved in place of the origin's own, if not None.
         limit: how many whole ones to keep; None keeps all.
         base: what to say of the model beside which adapters alone are saved; None where all of it is.
+        facts: what the run has read, to be compared on resume: digests by name, of its model and of its data.
     """
 
     def __init__(
@@ -66,17 +69,26 @@ class Saver:
         tokenizer: Any,
         limit: int | None,
         base: dict[str, str] | None = None,
+        facts: dict[str, dict[str, str]] | None = None,
     ) -> None:
         self.directory = directory
         self.origin = origin
         self.tokenizer = tokenizer
         self.limit = limit
         self.base = base
+        self.facts = facts
+        self.carried: dict[str, Any] | None = None
+        with raise_together():
+            if dist.get_rank() == 0 and base is None:
+                self.carried = record(origin)
         # of its own, so that the background thread's collectives do not mix with training's
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=NO_LIMIT_SECONDS), group_desc=SAVERS)
         self.stager: DefaultStager | None = None
         self.copying: Future[None] | None = None
         self.thread: threading.Thread | None = None
+        # on rank 0: the directory of the checkpoint under way, and who may give it its name, or delete it
+        self.partial: Path | None = None
+        self.naming = threading.Lock()
         self.problem: str | None = None
         self.broken: Exception | None = None
 
@@ -142,17 +154,24 @@ class Saver:
         problem, self.problem = self.problem, None
         return problem
 
+    def abandon(self) -> None:
+        """Delete what there is of the checkpoint under way, since the process is about to end."""
+        self.naming.acquire()  # and never released: it must not get its name half deleted
+        for _ in range(10):  # files may still be written into it
+            if self.partial is not None and self.partial.exists():
+                shutil.rmtree(self.partial, ignore_errors=True)
+
     def _make_directory(self, step: int) -> tuple[Path | None, str | None]:
         """(a temporary directory with the side files, None), or (None, what went wrong); the same on all ranks."""
         made: list[str | None] = [None, None]
         if dist.get_rank() == 0:
             try:
                 self.directory.mkdir(exist_ok=True)  # not its parents: a run's directory that is gone must be told
-                partial = temporary_beside(self.directory / checkpoint_name(step))
+                self.partial = partial = temporary_beside(self.directory / checkpoint_name(step))
                 made[0] = str(partial)
                 (partial / "model").mkdir()
                 copy_side_files(self.origin.source, partial / "model", self.tokenizer)
-            except OSError as error:
+            except (OSError, ExpertMeshError) as error:
                 if made[0] is not None:
                     shutil.rmtree(made[0], ignore_errors=True)
                 made = [None, f"checkpoint of step {step}: {brief(error)}"]
@@ -175,7 +194,8 @@ class Saver:
             future.result()
             mine = list((partial / "state").glob(f"__{rank}_*"))
             if rank == 0:
-                mine += [partial / "state" / ".metadata", *(partial / "model").iterdir()]
+                mine += [partial / "state" / ".metadata"]
+                mine += [file for file in (partial / "model").rglob("*") if file.is_file()]
             sums = {str(file.relative_to(partial)): _describe(file) for file in mine}
         except BaseException as error:
             problem = brief(error)
@@ -186,7 +206,8 @@ class Saver:
         if rank == 0 and problem is None:
             try:
                 files = {name: entry for share, _ in shares for name, entry in share.items()}
-                self._complete(partial, progress, files)
+                with self.naming:
+                    self._complete(partial, progress, files)
             except BaseException as error:
                 outcome = [brief(error)]
         dist.broadcast_object_list(outcome, src=0, group=self.group)
@@ -205,6 +226,8 @@ class Saver:
             **vars(progress),
             "exported": export_table(self.origin.exported),
             "base": self.base,
+            "carried": self.carried,
+            "facts": self.facts,
             "files": dict(sorted(files.items())),
         }
         with whole(partial / MARKER, durable=True) as marker:

@@ -48,7 +48,7 @@ class ModelParameters:
     Attributes:
         kinds: its kinds of decoder layers.
         layers: the kind of each layer, an index of `kinds`.
-        root: what is in no decoder layer: embedding, last norm, head.
+        root: what is in no decoder layer: embedding, last norm, head; and what a family keeps in fp32.
         buffers: bytes of them, on every rank.
         num_experts, top_k: of its MoE layers.
         counts: of parameters.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe import ExpertMeshError, check_config
+from moe import ExpertMeshError, check_config, load_config
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,7 @@ class ConfigFile:
         Raises:
             ExpertMeshError: transformers cannot read it.
         """
-        from transformers import AutoConfig
-
-        try:
-            return AutoConfig.from_pretrained(str(self.path), trust_remote_code=False)
-        except Exception as error:
-            raise ExpertMeshError(f"--model {self.model} cannot be read: {_reason(error)}") from error
+        return load_config(self.path, self.content, f"--model {self.model}")
 
 
 def find_config(model: str) -> ConfigFile:

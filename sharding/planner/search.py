@@ -112,6 +112,7 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
 def settings(num_experts: int, base: Setting, micro_batches: Sequence[int]) -> Iterable[Setting]:
     """All arrangements of `base`'s ranks that this model can have. Rows travel in as many parts as `base` says, or as a
     rank has experts."""
+    ends = min(micro_batches), max(micro_batches)
     for ep_size in divisors(num_experts):
         if base.world_size % ep_size or base.world_size % base.cp_size:
             continue
@@ -119,7 +120,8 @@ def settings(num_experts: int, base: Setting, micro_batches: Sequence[int]) -> I
         is_choice = 1 < ep_size < base.world_size
         for dense_shard in get_args(DenseShard) if is_choice else ("full",):
             for checkpointing in get_args(Checkpointing):
-                for micro_batch in micro_batches:
+                # what lies between the smallest and the largest mostly follows from these
+                for micro_batch in sorted(micro_batches, key=lambda n: (n not in ends, n)):
                     yield replace(
                         base,
                         ep_size=ep_size,

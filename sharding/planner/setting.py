@@ -109,7 +109,8 @@ class Setting:
         """On the busiest rank. As many as are sent where every expert is as busy as the mean. What one expert has above
         it evens out among the e experts of a rank, as of independent quantities: by √e; among all of them it vanishes.
         """
-        rows = self.tokens * top_k
         if self.ep_size == 1:
-            return rows
-        return round(rows * (1 + (self.imbalance - 1) / sqrt(num_experts / self.ep_size)))
+            return self.tokens * top_k
+        # rounded for one sequence, so that as many sequences have as many times its rows
+        rows = self.seq_length // self.cp_size * top_k
+        return self.micro_batch * round(rows * (1 + (self.imbalance - 1) / sqrt(num_experts / self.ep_size)))

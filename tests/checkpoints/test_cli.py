@@ -190,7 +190,7 @@ def test_inspect_with_its_model(
     capsys.readouterr()
     assert run("inspect", tmp_path / "model", "--check") == 1
     told = capsys.readouterr().out
-    assert "left out    1 tensors that no trained layer has: model.layers.0.self_attn.rotary_emb.inv_freq" in told
+    assert "carried     1 tensors (0.0 MB): model.layers.0.self_attn.rotary_emb (1)" in told
     assert "whole       no:" in told
     assert "  tensor lm_head.weight is missing" in told
 
@@ -209,11 +209,11 @@ def test_inspect_finds_a_damaged_byte(shards: Path, tmp_path: Path, capsys: pyte
 def test_shards_of_an_older_version(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(shards, tmp_path / "shards")
     manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
-    assert manifest["version"] == 2
-    (tmp_path / "shards" / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
+    assert manifest["version"] == 3
+    (tmp_path / "shards" / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
     for command in (("inspect", tmp_path / "shards"), ("export", tmp_path / "shards", tmp_path / "back")):
         assert run(*command) == 2
-        assert "version 1 is unknown; this version reads 'expertmesh-ep-shards' version 2: convert" in (
+        assert "version 2 is unknown; this version reads 'expertmesh-ep-shards' version 3: convert" in (
             capsys.readouterr().err
         )
 
@@ -275,8 +275,8 @@ def test_a_changed_source_is_converted_anew(tiny_model: Path, tmp_path: Path) ->
     [
         (["convert", "{model}", "{out}", "--ep-size", "3"], "--ep-size 3 does not divide the 8 experts"),
         (["convert", "/no/such", "{out}", "--ep-size", "2"], "convert /no/such: no such directory"),
-        (["convert", "{model}", "{model}", "--ep-size", "2"], "holds the source"),
-        (["export", "{shards}", "{shards}"], "holds the source"),
+        (["convert", "{model}", "{model}", "--ep-size", "2"], "which is to be read"),
+        (["export", "{shards}", "{shards}"], "which is to be read"),
         (["convert", "{model}", "{shards}", "--ep-size", "2"], "is there already, and whole"),
         (["export", "/no/such", "{out}"], "/no/such: no such directory"),
         (["export", "{shards}", "{out}", "--max-shard-size", "x"], "--max-shard-size x"),

@@ -360,8 +360,18 @@ def test_damaged_groups_are_named(
 
 def test_other_quantisation_is_refused(sources: dict[str, Path], tmp_path: Path, load_alone: Any) -> None:
     shutil.copytree(sources["fp8"], tmp_path / "model")
-    others: list[Any] = [{"quant_method": "gptq", "bits": 4}, "gptq", {}, []]
+    others: list[Any] = [{"quant_method": "gptq", "bits": 4}, "gptq", []]
     for said in others:
         change_config(tmp_path / "model", quantization_config=said)
         with pytest.raises(ExpertMeshError, match=r"config\.json: quantization_config .* fp8 or mxfp4"):
             load_alone(tmp_path / "model")
+
+
+@pytest.mark.parametrize("said", [{}, None])
+def test_an_empty_table_says_nothing(tiny_model: Path, tmp_path: Path, said: Any) -> None:
+    """And is not exported, as transformers refuses to load beside one."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    change_config(tmp_path / "model", quantization_config=said)
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out")]) == 0
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -125,7 +125,7 @@ def test_a_prefix_of_a_composite_model(saved: Callable[..., Tensors]) -> None:
     names = names_of("qwen3_5_moe")
     assert_same(assembled(names, tensors), expected(names, theirs_of("qwen3_5_moe")))
     others = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2), "mtp.norm.weight": torch.ones(2)}
-    assert match(names, {**tensors, **others}).left_out == list(others)
+    assert match(names, {**tensors, **others}).untrained == list(others)
 
 
 def test_concatenated_tensors_that_are_no_experts(saved: Callable[..., Tensors]) -> None:
@@ -147,7 +147,7 @@ def test_layers_for_multi_token_prediction_are_left_out(saved: Callable[..., Ten
     parts = ("eh_proj.weight", "embed_tokens.weight", "mlp.experts.0.gate_proj.weight", "mlp.experts.gate_up_proj")
     beyond = {f"model.layers.{layers}.{part}": torch.ones(2) for part in parts}
     matched = match(names, {**tensors, **beyond})
-    assert set(matched.left_out) == set(beyond)
+    assert set(matched.untrained) == set(beyond)
     assert matched.problems == {}
     second = f"model.layers.{layers + 1}.eh_proj.weight"
     assert list(match(names, {**tensors, second: torch.ones(2)}).problems) == [second]
@@ -156,7 +156,7 @@ def test_layers_for_multi_token_prediction_are_left_out(saved: Callable[..., Ten
 def test_what_is_computed_is_left_out(saved: Callable[..., Tensors]) -> None:
     for name in ("model.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.inv_freq"):
         matched = match(names_of("mixtral"), {**saved("mixtral"), name: torch.ones(4)})
-        assert matched.left_out == [name]
+        assert matched.untrained == [name]
         assert matched.problems == {}
 
 

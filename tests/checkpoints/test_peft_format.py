@@ -416,9 +416,9 @@ def test_tensors_of_another_shape_are_refused() -> None:
 @pytest.mark.parametrize("family", [*FAMILIES, "dots3_note", "granitemoe"])
 def test_which_families_peft_reads_by_expert(family: str) -> None:
     model = base_of(family)
-    ((_, layout), *_) = layouts_of(model).items()
+    ((path, layout), *_) = layouts_of(model).items()
     built = build_model(tiny_config(family, **FAMILIES.get(family, {})), "eager")
-    assert reads_by_expert(model, layout) is reads_by_expert(built, layout) is (family in BY_EXPERT)
+    assert reads_by_expert(model, path, layout) is reads_by_expert(built, path, layout) is (family in BY_EXPERT)
 
 
 def test_peft_drops_what_it_does_not_read_by_expert(tmp_path: Path) -> None:

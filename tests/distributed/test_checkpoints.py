@@ -3,6 +3,10 @@
 import json
 import resource
 import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +14,18 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import AutoTokenizer, MixtralForCausalLM
 
 from checkpoints import export_model
+from checkpoints.carried import Carried
+from checkpoints.dtypes import Array
 from moe import ExpertMeshError
-from sharding import Topology
+from sharding import Topology, end_process_group, start_process_group
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, attention_mask, random_samples, sharded_model
 from tests.tiny import relative_error, save_model, save_tokenizer
+from tests.untrained import add_tensors
 from training.data import collate
 
 CASE = Case(random_samples([8, 5]))
@@ -224,3 +232,27 @@ def test_exported_file_is_as_safetensors_writes_it(ranks: RankPool, tiny_model: 
     ranks.run(round_trip, 1, tiny_model, tmp_path / "out", Topology(1, 1))
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_what_is_carried_over_may_take_longer_than_a_collective(ranks: RankPool, tmp_path: Path) -> None:
+    save_model(tmp_path / "source")
+    add_tensors(tmp_path / "source", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    ranks.run(_export_slowly, 2, tmp_path / "source", tmp_path / "out", join_group=False)
+    assert read(tmp_path / "out").keys() == read(tmp_path / "source").keys()
+
+
+def _export_slowly(source: Path, out: Path) -> None:
+    """Rank 0 takes twice as long to read what is carried over as a collective may."""
+    group, topology = start_process_group(use_cpu=True, timeout_seconds=60), Topology(2, 2)
+    model, _, checkpoint = sharded_model(source, topology, CASE)
+    (carried,) = checkpoint.carried
+    _set_pg_timeout(timedelta(seconds=4))
+    export_model(model, replace(checkpoint, carried=[_Slow(**vars(carried))]), topology, out, patient=group)
+    _set_pg_timeout(timedelta(seconds=60))
+    end_process_group()
+
+
+class _Slow(Carried):
+    def values(self) -> Iterator[Array]:
+        time.sleep(8)
+        yield from super().values()

@@ -1,10 +1,13 @@
 """Training checkpoints: a run that is stopped and resumed, on any ranks, is the run that was never stopped."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,12 +25,14 @@ import training
 from benchmarks.chaos import is_complete
 from checkpoints import Saver
 from checkpoints.__main__ import main as checkpoints_main
+from checkpoints.checksums import seal
 from checkpoints.state.marker import whole_checkpoints
+from moe.command import INTERRUPTED
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import attention_mask, random_samples
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_shards import DAMAGES, spoilt_by
-from tests.distributed.test_train_ep import assert_equal_weights, run_main
+from tests.distributed.test_train_ep import ROOT, assert_equal_weights, run_main
 from tests.tiny import relative_error, save_model, save_tokenizer
 from training.data import collate
 
@@ -333,6 +338,49 @@ def test_preemption(
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+INTERRUPTED_WHILE_SAVING = """
+import os, signal, threading
+import train_ep, training.loop
+from checkpoints.state import saving
+from moe.command import run_command
+
+writing, train_step = threading.Event(), training.loop.train_step
+
+def write_for_ever(file):
+    writing.set()
+    threading.Event().wait()
+
+def step(*arguments, **more):
+    if training.loop.train_step.steps == 3:
+        writing.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+    training.loop.train_step.steps += 1
+    return train_step(*arguments, **more)
+
+step.steps = 1
+saving._describe, training.loop.train_step = write_for_ever, step
+run_command(train_ep.main)
+"""
+
+
+def test_interrupted_while_saving(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Ctrl-C leaves nothing of the checkpoint under way, one line, and the exit code that shells know."""
+    argv = flags(tiny_model, tiny_data, tmp_path / "run", *shares(1), "--save-steps", "2")
+    command = [sys.executable, "-c", INTERRUPTED_WHILE_SAVING, *argv]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, text=True, timeout=300)
+    assert done.returncode == INTERRUPTED == 130
+    assert done.stderr.startswith("rank 0 was interrupted in step 3, ")
+    assert done.stderr.count("\n") == 1
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_interrupted_command() -> None:
+    """Quietly."""
+    code = "from moe.command import run_command; import os; run_command(lambda: os.kill(os.getpid(), 2))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "")
+
+
 @pytest.fixture
 def small_disk(finished: Path, tmp_path: Path) -> Iterator[Path]:
     """A file system on which one checkpoint of the tiny model fits, and two do not."""
@@ -408,3 +456,78 @@ def test_going_back_gives_up_what_came_later(
     assert (out / "checkpoints" / "latest").read_text() == "step-00000004"
     run(ranks, 1, [*argv, "--resume", "auto"])
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(range(1, 7))
+
+
+def _without_facts(checkpoint: Path) -> None:
+    """As an earlier release wrote it."""
+    marker = json.loads((checkpoint / "checkpoint.json").read_text())
+    del marker["facts"], marker["checksum"]
+    (checkpoint / "checkpoint.json").write_text(json.dumps(seal(marker)))
+
+
+def test_other_weights_or_data_are_not_resumed(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
+) -> None:
+    """Of the same shapes and counts; what --allow-changed names may be another, and an earlier release's checkpoint
+    does not tell."""
+    save_model(tmp_path / "model", seed=1)
+    save_tokenizer(tmp_path / "model")
+    lines = tiny_data.read_text().splitlines()
+    (tmp_path / "reversed.jsonl").write_text("\n".join(reversed(lines)))
+    (tmp_path / "other.jsonl").write_text("\n".join(lines[:-1] + [lines[-1].replace("x49", "y49")]))
+    assert checkpoints_main(["convert", str(tiny_model), str(tmp_path / "shards"), "--ep-size", "2"]) == 0
+    cases: dict[str, tuple[Path, Path, list[str], str]] = {
+        "model": (tmp_path / "model", tiny_data, [], "is of another model"),
+        "form": (tmp_path / "shards", tiny_data, [], "which may hold the same weights in another form"),
+        "order": (tiny_model, tmp_path / "reversed.jsonl", [], "the same samples in another order"),
+        "data": (tiny_model, tmp_path / "other.jsonl", [], "is of other data"),
+        "targets": (tiny_model, tiny_data, ["--train-on", "all"], "of which others are trained on"),
+    }
+    for name, (model, data, more, said) in cases.items():
+        out = tmp_path / f"{name} run"
+        stop_at_checkpoint(finished, out)
+        argv = [*flags(model, data, out, *shares(2)), "--ep-size", "2", "--resume", "auto", *more]
+        results = ranks.run(run_main, 2, argv, join_group=False)
+        assert [code for code, _ in results] == [2, 2], name
+        assert said in results[0][1]
+        which = "model" if name in ("model", "form") else "data"
+        assert f"--allow-changed {which}" in results[0][1]
+        if name == "order":
+            _without_facts(out / "checkpoints" / "step-00000004")
+        else:
+            argv += ["--allow-changed", which]
+        assert [code for code, _ in ranks.run(run_main, 2, argv, join_group=False)] == [0, 0], name
+
+
+def _said(argv: list[str]) -> str:
+    """What a run that ends well writes to standard output."""
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()):
+        assert train_ep.main(argv) == 0
+    return output.getvalue()
+
+
+def test_a_run_beyond_its_steps_says_so(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
+) -> None:
+    for steps, told in (
+        (3, "the run is at step 4 already, beyond the 3 of --max-steps"),
+        (SAVE_AT, "all 4 steps of --max-steps are made already: nothing is trained"),
+    ):
+        out = tmp_path / str(steps)
+        stop_at_checkpoint(finished, out)
+        argv = [*flags(tiny_model, tiny_data, out, *shares(1)), "--resume", "auto", "--max-steps", str(steps)]
+        (said,) = ranks.run(_said, 1, argv, join_group=False)
+        assert told in said
+        assert "what is exported is the model of step 4" in said
+        assert (out / "hf" / "model.safetensors").exists()
+
+
+def test_what_is_not_exported_is_saved(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """The last step, also where --save-steps does not divide it."""
+    argv = [*flags(tiny_model, tiny_data, tmp_path / "run", *shares(1)), "--no-export"]
+    run(ranks, 1, argv)
+    assert [path.name for path in whole_checkpoints(tmp_path / "run" / "checkpoints")] == [
+        f"step-{step:08d}" for step in (STEPS, SAVE_AT)
+    ]
+    (said,) = ranks.run(_said, 1, [*argv, "--overwrite-output-dir", "--save-steps", "0"], join_group=False)
+    assert "nothing is kept of what was trained" in said

@@ -38,7 +38,7 @@ class LoraFigures:
 
 def started(case: Case) -> tuple[dict[str, nn.Parameter], dict[str, Any], float]:
     """Adapters as a run begins with them, by our names; what each is; and their scale."""
-    config = train_config(adapter="lora", **case.settings)
+    config = train_config(**{"adapter": "lora", **case.settings})
     model = build_model(hf_model(case, seed=1).config, "eager")
     scale = adapt(model, config).lora.low_rank.scale
     parts = adapters_of(model)
@@ -99,7 +99,7 @@ def reference(case: Case) -> LoraFigures:
     model: Any = hf_model(case, seed=1)
     model.requires_grad_(False).train()
     values, parts, scale = started(case)
-    config = train_config(adapter="lora", **case.settings)
+    config = train_config(**{"adapter": "lora", **case.settings})
     if config.base_dtype != "auto":
         round_weights(model, config.base_dtype)
     optimizer = torch.optim.AdamW(values.values(), lr=config.learning_rate, weight_decay=config.weight_decay)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from checkpoints import Names, load_adapter
 from checkpoints.__main__ import main as checkpoints_main
@@ -19,11 +19,13 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, sharded_model
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
+from tests.families.configs import tiny_config
 from tests.tiny import relative_error, save_tokenizer
 from training import lora_of
 from training.config import TrainConfig
 
 peft = pytest.importorskip("peft")
+LoraLayer = peft.tuners.lora.LoraLayer
 
 RANK, ALPHA = 4, 6.0
 TOKENS_BS = torch.arange(3, 27).view(2, 12)
@@ -74,9 +76,9 @@ def logits_by_peft(model: Path, adapter: Path) -> Tensor:
 
 @torch.no_grad()
 def _our_logits(model: Path, adapter: Path, topology: Topology, case: Case) -> Tensor:
-    ours, _, _ = sharded_model(model, topology, case)
+    ours, _, checkpoint = sharded_model(model, topology, case)
     lora = lora_of(TrainConfig(model="m", dataset=["d"], **case.settings))
-    load_adapter(ours, adapter, Names(ours), topology, lora)
+    load_adapter(ours, adapter, Names(ours), topology, lora, model_config=checkpoint.source.config)
     logits: Tensor = ours.eval()(TOKENS_BS).logits
     return logits
 
@@ -112,6 +114,70 @@ def test_peft_computes_what_was_trained(
     ).eval()
     with torch.no_grad():
         assert relative_error(merged(TOKENS_BS).logits, theirs) < 1e-5
+
+
+WHOLE = ["qwen3_5_moe", "qwen4_exp", "gemma4"]
+"""Families whose checkpoints are of a class that holds the language model beside a vision tower."""
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {name: tmp_path_factory.mktemp("whole") / name for name in WHOLE}
+    for name, path in paths.items():
+        torch.manual_seed(0)
+        config: Any = tiny_config(name)
+        if config.vision_config is None:
+            config.vision_config = tiny_config(f"{name}_vision")
+        model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.1)
+        model.save_pretrained(path)
+        save_tokenizer(path)
+    return paths
+
+
+def whole_model(path: Path) -> Any:
+    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    assert [type(model).__name__] == json.loads((path / "config.json").read_text())["architectures"]
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of_class(model: Any) -> Tensor:
+    logits: Tensor = model(input_ids=TOKENS_BS, use_cache=False).logits
+    return logits
+
+
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+@pytest.mark.parametrize("name", WHOLE)
+def test_peft_loads_it_onto_the_named_class(
+    ranks: RankPool, wholes: dict[str, Path], tiny_data: Path, tmp_path: Path, name: str
+) -> None:
+    """The class that config.json names has a vision tower, which text does not reach, and which gets no adapter."""
+    train(ranks, 2, wholes[name], tiny_data, tmp_path / "first", "--max-steps", 2, "--ep-size", 2)
+    adapter = tmp_path / "first" / "adapter"
+    base = whole_model(wholes[name])
+    theirs = peft.PeftModel.from_pretrained(base, adapter).eval()
+    adapted = {path for path, module in theirs.base_model.model.named_modules() if isinstance(module, LoraLayer)}
+    decoder = next(path for path, module in base.named_modules() if module is base.get_decoder())
+    assert adapted
+    assert all(path.startswith(f"{decoder}.") for path in adapted)
+    used = peft.get_peft_model_state_dict(theirs)
+    assert sum(map(torch.count_nonzero, used.values())) == sum(
+        map(torch.count_nonzero, load_file(adapter / "adapter_model.safetensors").values())
+    )
+    want = logits_of_class(theirs)
+    assert relative_error(want, logits_of_class(whole_model(wholes[name]))) > 1e-4, "it has learned something"
+    case = case_of("mixtral")
+    ours = ranks.run(_our_logits, 1, wholes[name], adapter, Topology(1, 1), case)[0]
+    assert relative_error(ours, want) < 1e-5
+    again = tmp_path / "again"
+    train(ranks, 1, wholes[name], tiny_data, again, "--max-steps", 0, "--init-adapter", adapter)
+    assert checkpoints_main(["verify", str(adapter), str(again / "adapter")]) == 0
+    assert checkpoints_main(["merge", str(wholes[name]), str(adapter), str(tmp_path / "merged")]) == 0
+    assert relative_error(logits_of_class(whole_model(tmp_path / "merged")), want) < 1e-5
 
 
 @pytest.mark.parametrize("name", PER_EXPERT)

@@ -199,7 +199,9 @@ def test_the_first_lines_tell(ranks: RankPool, model: Path, tmp_path: Path) -> N
         return found
 
     assert "tokens, and the model knows 32 positions; --rope-scaling yarn:3 stretches them" in told()
-    assert "knows 64 positions: a greater factor is needed" in told("--rope-scaling", "linear:2")
+    assert "knows 64 positions; --rope-scaling yarn:3 stretches them, --max-seq-length 64 cuts it" in told(
+        "--rope-scaling", "linear:2"
+    )
     stretched = told("--rope-scaling", "yarn:4", "--adapter", "lora")
     assert (
         "rope: yarn by 4 of 32 positions, in place of default; max_position_embeddings becomes 128, of 32" in stretched

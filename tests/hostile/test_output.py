@@ -8,8 +8,11 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from checkpoints.__main__ import main as checkpoints_main
 from tests.distributed.pool import RankPool
@@ -17,6 +20,8 @@ from tests.distributed.test_train_ep import run_main
 from tests.hostile.models import SMALL
 from tests.hostile.test_model_directory import small
 from tests.tiny import save_model, save_tokenizer
+from training import lock
+from training.lock import DirectoryLock
 from training.log import RunLog
 
 __all__ = ["small"]
@@ -53,6 +58,7 @@ def test_cannot_be_written(ranks: RankPool, tmp_path: Path, arguments: list[str]
         "checkpoints/last.ckpt",
         "checkpoints/step-00000005/x",
         "profile/rank-0.step-5.json",
+        "trackers/expertmesh/events.out.tfevents",
     ],
 )
 @pytest.mark.parametrize("resume", [None, "elsewhere"])
@@ -149,6 +155,68 @@ def test_disk_is_full(ranks: RankPool, tmp_path: Path, arguments: list[str]) -> 
     assert "metrics.jsonl: cannot be written: No space left on device" in errors
 
 
+def _without_room_for_the_tokenizer(argv: list[str]) -> tuple[int, str]:
+    """train_ep.py, on a disk that fills when a tokenizer's file is written: the package that does it raises a plain
+    Exception."""
+    save = PreTrainedTokenizerFast.save_pretrained
+
+    def to_a_full_device(tokenizer: PreTrainedTokenizerFast, directory: Path) -> Any:
+        (Path(directory) / "tokenizer.json").unlink(missing_ok=True)
+        (Path(directory) / "tokenizer.json").symlink_to("/dev/full")
+        return save(tokenizer, directory)
+
+    with mock.patch.object(PreTrainedTokenizerFast, "save_pretrained", to_a_full_device):
+        return run_main(argv)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "left"),
+    [
+        (("--no-export", "--save-steps", "1"), "checkpoint of step 1: OSError: No space left", "checkpoints"),
+        (("--save-steps", "1", "--on-save-error", "continue", "--no-export"), None, "checkpoints"),
+        (("--save-steps", "0"), "hf: cannot be written: No space left", None),
+        (("--save-steps", "0", "--adapter", "lora"), "adapter: cannot be written: No space left", None),
+    ],
+    ids=["save", "save and continue", "export", "adapter"],
+)
+def test_disk_is_full_at_the_tokenizer(
+    ranks: RankPool, tmp_path: Path, arguments: list[str], flags: tuple[str, ...], said: str | None, left: str | None
+) -> None:
+    out = tmp_path / "out"
+    argv = [*arguments, str(out), "--tokenizer", arguments[arguments.index("--model") + 1], *flags]
+    (code, errors), *others = ranks.run(_without_room_for_the_tokenizer, 2, argv, join_group=False)
+    assert others == [(code, "")]
+    assert code == (0 if said is None else 2), errors
+    assert errors == "" if said is None else said in errors and errors.count("\n") == 1
+    written = {"metrics.jsonl", "config.yaml", "environment.json", "report.html", *([left] if left else [])}
+    assert {path.name for path in out.iterdir()} == written
+    assert left is None or list((out / left).iterdir()) == []
+
+
+def _without_room_for_the_merged_tokenizer(argv: list[str]) -> tuple[int, str]:
+    save = PreTrainedTokenizerFast.save_pretrained
+
+    def fails_in_hf(tokenizer: PreTrainedTokenizerFast, directory: Path) -> Any:
+        if Path(directory).name == "hf":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return save(tokenizer, directory)
+
+    with mock.patch.object(PreTrainedTokenizerFast, "save_pretrained", fails_in_hf):
+        return run_main(argv)
+
+
+def test_a_merged_model_is_not_whole_without_its_tokenizer(
+    ranks: RankPool, tmp_path: Path, arguments: list[str]
+) -> None:
+    """The command that merges goes on with it, as with any that is not whole."""
+    out, model = tmp_path / "out", arguments[arguments.index("--model") + 1]
+    argv = [*arguments, str(out), "--tokenizer", model, "--adapter", "lora", "--merge", "--save-steps", "0"]
+    ((code, errors),) = ranks.run(_without_room_for_the_merged_tokenizer, 1, argv, join_group=False)
+    assert code == 2
+    assert "hf: cannot be written: No space left" in errors
+    assert checkpoints("merge", model, out / "adapter", out / "hf") == (0, "")
+
+
 def checkpoints(*arguments: object) -> tuple[int, str]:
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
@@ -215,6 +283,21 @@ def test_conversion_goes_on_after_a_kill(small: Path, tmp_path: Path, end: str) 
     assert tree(tmp_path / "begun") == tree(tmp_path / "whole")
 
 
+def test_export_goes_on_under_another_plan(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that the one before had finished are gone: transformers would read them in the place of the index."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("checkpoints.convert.copy_side_files", fails)
+        assert checkpoints("export", small, tmp_path / "begun")[0] == 2
+    assert (tmp_path / "begun" / "model.safetensors").exists()
+    for out in ("whole", "begun"):
+        assert checkpoints("export", small, tmp_path / out, "--max-shard-size", "1KB") == (0, "")
+    assert tree(tmp_path / "begun") == tree(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("command", [("convert", "--ep-size", "2"), ("export",)], ids=["convert", "export"])
 def test_conversion_whose_directory_goes_away(
     small: Path, tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -222,7 +305,7 @@ def test_conversion_whose_directory_goes_away(
     for name in ("copy_side_files", "write_files"):
         out = tmp_path / name
 
-        def gone(*_: object, out: Path = out) -> None:
+        def gone(*_: object, out: Path = out, **__: object) -> None:
             shutil.rmtree(out)
             (out / "x").write_text("")
 
@@ -232,3 +315,93 @@ def test_conversion_whose_directory_goes_away(
         assert (code, f"{out}" in errors) == (2, True), errors
         assert "cannot be written" in errors
         assert not out.exists()
+
+
+def test_overwriting_clears_what_a_run_writes_and_nothing_else(
+    ranks: RankPool, tmp_path: Path, arguments: list[str], tiny_data: Path
+) -> None:
+    """All of it, though the next run writes less; what was put beside it stays."""
+    out = tmp_path / "out"
+    everything = [
+        *arguments, str(out), "--save-steps", "2", "--eval-ratio", "0.1", "--profile", "1", "--report-to",
+        "tensorboard", "--adapter", "lora", "--lora-rank", "2", "--merge", "--load-best-model-at-end",
+    ]  # fmt: skip
+    assert ranks.run(run_main, 1, everything, join_group=False) == [(0, "")]
+    written = {path.name for path in out.iterdir()}
+    assert {"hf", "adapter", "checkpoints", "profile", "trackers", "report.html"} <= written
+    for name in (".hf-1.part", ".profile-1.part", "checkpoints/.step-00000001-1.part", "stuck"):
+        (out / name).mkdir()
+    for name in ("metrics.jsonl.part", "report.html.7.part", "checkpoints/latest.part", "checkpoints/best.part"):
+        (out / name).write_text("half of it")
+    kept = {"notes.txt", "hf.tar", "hf-2/config.json", "checkpoints/last.ckpt", "film.mkv.part", "runs/events.out"}
+    for name in kept:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("precious")
+    less = [*arguments, str(out), "--save-steps", "0", "--no-export", "--overwrite-output-dir"]
+    assert ranks.run(run_main, 1, less, join_group=False) == [(0, "")]
+    assert set(tree(out)) == {"config.yaml", "environment.json", "metrics.jsonl", "report.html", *kept}
+    # there is nothing of the first run left to go on from
+    assert ranks.run(run_main, 1, [*arguments, str(out), "--resume", "auto"], join_group=False) == [(0, "")]
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_what_a_link_leads_to_is_not_cleared(ranks: RankPool, tmp_path: Path, arguments: list[str]) -> None:
+    """hf/ kept on another disk, and profile/ on one that is no longer there."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "config.json").write_text("precious")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "hf").symlink_to(tmp_path / "disk")
+    for name in ("profile", "report.html"):
+        (tmp_path / "out" / name).symlink_to(tmp_path / "no disk" / name)
+    argv = [*arguments, str(tmp_path / "out"), "--overwrite-output-dir", "--no-export", "--save-steps", "0"]
+    assert ranks.run(run_main, 1, argv, join_group=False) == [(0, "")]
+    assert tree(tmp_path / "disk") == {"config.json": b"precious"}
+    assert set(tree(tmp_path / "out")) == {"config.yaml", "environment.json", "metrics.jsonl", "report.html"}
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--model", "--tokenizer", "--dataset", "--eval-dataset", "--chat-template"])
+def test_what_is_to_be_read_is_not_cleared(
+    ranks: RankPool, tmp_path: Path, arguments: list[str], tiny_data: Path, flag: str
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(arguments[arguments.index("--model") + 1], out / "hf")
+    shutil.copy(tiny_data, out / "hf" / "data.jsonl")
+    (out / "hf" / "chat.jinja").write_text("{{ messages }}")
+    read = {"--model": "hf", "--tokenizer": "hf", "--chat-template": "hf/chat.jinja"}.get(flag, "hf/data.jsonl")
+    before = tree(tmp_path)
+    argv = [*arguments, str(out), "--overwrite-output-dir", flag, str(out / read)]
+    ((code, errors),) = ranks.run(run_main, 1, argv, join_group=False)
+    assert code == 2
+    assert f"{flag} {out / read}: this run is to read it" in errors
+    assert tree(tmp_path) == before
+
+
+def test_results_outlive_a_run_that_cannot_begin(ranks: RankPool, tmp_path: Path, arguments: list[str]) -> None:
+    """They are cleared once the new run has read all it needs."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("precious")
+    argv = [*arguments, str(tmp_path), "--overwrite-output-dir", "--dataset", "/no/such.jsonl"]
+    ((code, _),) = ranks.run(run_main, 1, argv, join_group=False)
+    assert code == 2
+    assert tree(tmp_path) == {"hf/config.json": b"precious"}
+
+
+def _beside_another(argv: list[str], out: Path) -> tuple[int, str]:
+    """train_ep.py, while another process is at work in its output directory."""
+    with mock.patch.object(lock, "_WAIT_SECONDS", 0.2):
+        other = DirectoryLock(out)
+        other.acquire()
+        try:
+            return run_main(argv)
+        finally:
+            other.release()
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite-output-dir"], ["--resume", "auto"]], ids=["fresh", "over", "auto"])
+def test_two_runs_in_one_directory(ranks: RankPool, tmp_path: Path, arguments: list[str], flags: list[str]) -> None:
+    argv = [*arguments, str(tmp_path), *flags]
+    ((code, errors),) = ranks.run(_beside_another, 1, argv, tmp_path, join_group=False)
+    assert code == 2
+    assert f"--output-dir {tmp_path}: another run writes there: process" in errors
+    assert tree(tmp_path) == {}

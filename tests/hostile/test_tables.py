@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from checkpoints import find_checkpoint
@@ -24,12 +25,17 @@ from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.models import SMALL, Tensors, loaded, same_bits
 from tests.hostile.mutations import BROKEN_TEXTS, HOSTILE_VALUES, changed_bytes, changed_document, dumped
 from tests.tiny import save_model, save_tokenizer
+from tests.untrained import add_tensors
+
+UNTRAINED = "model.layers.0.self_attn.rotary_emb.inv_freq"
+"""A tensor that is not trained."""
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shards")
     save_model(path / "hf", **SMALL)
+    add_tensors(path / "hf", {UNTRAINED: torch.ones(4)})
     command = ["convert", str(path / "hf"), str(path / "ep2"), "--ep-size", "2", "--max-shard-size", "1KB"]
     assert main(command) == 0
     return path / "ep2"
@@ -39,9 +45,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(ranks: RankPool, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training checkpoint of one step."""
     path = tmp_path_factory.mktemp("saved")
-    save_model(path / "hf", **{**SMALL, "vocab_size": 320})
-    save_tokenizer(path / "hf")
-    argv = ["--model", str(path / "hf"), "--dataset", str(tiny_data), "--output-dir", str(path), "--use-cpu"]
+    save_model(path / "model", **{**SMALL, "vocab_size": 320})
+    add_tensors(path / "model", {UNTRAINED: torch.ones(4)})
+    save_tokenizer(path / "model")
+    argv = ["--model", str(path / "model"), "--dataset", str(tiny_data), "--output-dir", str(path), "--use-cpu"]
     argv += ["--max-steps", "1", "--save-steps", "1", "--export", "false", "--overwrite-output-dir"]
     ((code, errors),) = ranks.run(run_main, 1, argv, join_group=False)
     assert code == 0, errors

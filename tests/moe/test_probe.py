@@ -1,5 +1,7 @@
 """What one forward on the meta device tells of a model, and that it leaves the model as it was."""
 
+import re
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -149,7 +151,7 @@ def test_models_that_cannot_be_swapped(block: Any, said: str, monkeypatch: pytes
 
 
 def test_experts_that_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    rests = iter([False, True])
+    rests = cycle([False, True])
 
     class OneThatRests(MixtralSparseMoeBlock):
         def __init__(self, config: Any):
@@ -165,7 +167,7 @@ def test_experts_that_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_with_other_experts_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([8, 4])
+    counts = cycle([8, 4])
 
     class OfSeveralSizes(MixtralExperts):
         def __init__(self, config: Any):
@@ -181,3 +183,25 @@ def test_masks_that_are_made_of_positions() -> None:
     """transformers hands positions to what makes the masks of most families; not to that of GPT-OSS."""
     assert probe(on_meta(tiny_config())).masks_by_position
     assert not probe(on_meta(config_of("gpt_oss"), "eager")).masks_by_position
+
+
+@pytest.mark.parametrize(
+    ("family", "read", "uncalled"),
+    [
+        ("mixtral", set(), set()),
+        # its dtype is
+        ("glm_moe_dsa", {"self_attn.indexer.weights_proj"}, set()),
+        # multiplied by the code around it
+        ("jamba", {"mamba.dt_proj"}, {"mamba.dt_proj"}),
+        # handed to a kernel, in training alone
+        ("nemotron_h", {"mixer.out_proj"}, set()),
+        ("granitemoehybrid", {"mamba.out_proj"}, set()),
+    ],
+)
+def test_weights_that_others_read(family: str, read: set[str], uncalled: set[str]) -> None:
+    model = on_meta(config_of(family), "eager")
+    classes = {module: type(module) for module in model.modules()}
+    seen = probe(model)
+    for paths, names in ((seen.read_weights, read), (seen.uncalled, uncalled)):
+        assert {re.sub(r"model\.layers\.\d+\.", "", path) for path in paths} == names
+    assert all(type(module) is own for module, own in classes.items())

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from moe import ExpertMeshError, read_rope_scaling, with_rope_scaling
-from moe.rope import rope_change
+from moe.rope import advised_scaling, rope_change
 from tests.families.configs import tiny_config
 
 
@@ -74,24 +74,58 @@ def test_what_is_asked_for_is_added_to_what_is_there() -> None:
 def test_what_is_scaled_already_is_scaled_anew() -> None:
     """From the positions that the model had at first; what its type is told besides stays, unless it changes."""
     model = tiny_config("gpt_oss", max_position_embeddings=131072)
-    change = rope_change(model, read_rope_scaling("yarn:4"))
+    change = rope_change(model, read_rope_scaling("yarn:64"))
     assert change.lines == (
-        "rope: yarn by 4 of 4,096 positions, in place of yarn by 32 of 4,096 positions; "
-        "max_position_embeddings becomes 16,384, of 131,072",
+        "rope: yarn by 64 of 4,096 positions, in place of yarn by 32 of 4,096 positions; "
+        "max_position_embeddings becomes 262,144, of 131,072",
     )
-    assert change.parameters == {**model.rope_parameters, "factor": 4.0}
+    assert change.parameters == {**model.rope_parameters, "factor": 64.0}
     assert change.parameters["truncate"] is False
-    assert parameters(model, "linear:3") == ({"rope_type": "linear", "factor": 3.0, "rope_theta": 150000.0}, 12288)
+    assert parameters(model, "linear:48") == ({"rope_type": "linear", "factor": 48.0, "rope_theta": 150000.0}, 196608)
     twice = tiny_config("mixtral")
     for _ in range(2):
         twice = with_rope_scaling(twice, read_rope_scaling("linear:2"))
     assert twice.max_position_embeddings == 512
 
 
+@pytest.mark.parametrize("text", ["yarn:2", "yarn:31", "linear:4", "dynamic:2"])
+def test_a_model_is_not_shrunk(text: str) -> None:
+    """A factor for its positions of today would count from those that it had at first."""
+    model = tiny_config("gpt_oss", max_position_embeddings=131072)
+    with pytest.raises(ExpertMeshError) as error:
+        with_rope_scaling(model, read_rope_scaling(text))
+    said = str(error.value)
+    assert "of the 131,072 positions that this model has by yarn by 32 of 4,096 positions" in said
+    assert "give 33 or more" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "stretched", "length", "advised"),
+    [
+        ("mixtral", {}, None, 257, "yarn:2"),
+        ("mixtral", {}, "linear:2", 1000, "yarn:4"),
+        ("mixtral", {}, "yarn:2", 1000, "yarn:4"),
+        ("gpt_oss", {"max_position_embeddings": 131072}, None, 131073, "yarn:33"),
+        ("gemma4", {}, None, 600, "proportional:3"),
+        ("mellum", {}, None, 600, "yarn:3"),
+        ("jamba", {}, None, 600, None),
+    ],
+)
+def test_what_is_advised_is_enough(
+    family: str, changes: dict[str, Any], stretched: str | None, length: int, advised: str | None
+) -> None:
+    config = tiny_config(family, **changes)
+    if stretched is not None:
+        config = with_rope_scaling(config, read_rope_scaling(stretched))
+    assert advised_scaling(config, length) == advised
+    if advised is not None:
+        assert parameters(config, advised)[1] >= length
+
+
 def test_a_factor_of_attention_goes_with_its_own_scaling() -> None:
     first = '{"rope_type": "yarn", "factor": 8, "attention_factor": 1.5, "beta_fast": 16}'
     scaled = with_rope_scaling(tiny_config("mixtral"), read_rope_scaling(first))
-    again = parameters(scaled, "yarn:4")[0]
+    again = parameters(scaled, "yarn:16")[0]
     assert again["beta_fast"] == 16
     assert "attention_factor" not in again
 

@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 
 import pytest
 
@@ -37,6 +37,23 @@ def test_a_command_ends_with_its_reader() -> None:
         assert command() == UNREAD == 141
         assert sys.stdout is before
     assert not reached
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_a_stream_cannot_encode_is_escaped(encoding: str) -> None:
+    """As under PYTHONIOENCODING=ascii:strict: answers of a model hold any character, and half of one."""
+    said, complaints = (io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict") for _ in range(2))
+
+    @ends_with_reader
+    def command() -> int:
+        print("\u20ac 5 \ud83d")
+        print("\u20ac 6", file=sys.stderr)
+        return 0
+
+    with redirect_stdout(said), redirect_stderr(complaints):
+        assert command() == 0
+    assert said.buffer.getvalue() == b"\\u20ac 5 \\ud83d\n"
+    assert complaints.buffer.getvalue() == b"\\u20ac 6\n"
 
 
 def test_also_where_it_is_found_out_at_the_end() -> None:

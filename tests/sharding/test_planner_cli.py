@@ -383,3 +383,21 @@ def test_a_slow_group_is_flagged() -> None:
 def test_check_needs_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mesh", "--world-size", "8", "--ep-size", "2", "--check"]) == 2
     assert "--check runs under torchrun" in capsys.readouterr().err
+
+
+def test_a_model_that_fails_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it would in training: decays, buffers in fp32, are multiplied with activations in bf16."""
+    tiny_config("minimax").save_pretrained(tmp_path)
+    plan = ["plan", "--model", str(tmp_path), "--gpus", "2", "--seq-length", "64", "--micro-batch", "1", "--no-cache"]
+    assert main(plan) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"sharding: error: {tmp_path}: a step of MiniMaxForCausalLM in bf16 fails, in ")
+    assert "self_attn: RuntimeError: expected scalar type" in line
+    assert main([*plan, "--fp32"]) == 0
+
+
+def test_a_model_that_asks_how_many_tokens_a_mask_shows(tmp_path: Path) -> None:
+    """All of them, for the forecast: the most that it could be."""
+    tiny_config("qwen4_exp").save_pretrained(tmp_path)
+    plan = ["plan", "--model", str(tmp_path), "--gpus", "1", "--seq-length", "16", "--micro-batch", "1", "--no-cache"]
+    assert main(plan) == 0

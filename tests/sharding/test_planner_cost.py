@@ -95,7 +95,7 @@ def test_a_lone_rank_only_computes() -> None:
 def test_flops_are_those_of_the_closed_formula() -> None:
     """Of all but router statistics and the like, which have no products."""
     run = run_of(1, 1)
-    formula = training_flops(run.model.counts, tiny_config(**PROPORTIONATE), 512, 511, 512 * 513 // 2)
+    formula = training_flops(run.model.counts, tiny_config(**PROPORTIONATE), 512, 511, [512 * 513 // 2])
     assert model_flops(run) == pytest.approx(formula, rel=0.01)
     # what is computed again is not needed, and not counted
     assert model_flops(run_of(1, 1, gradient_checkpointing="full")) == pytest.approx(model_flops(run))

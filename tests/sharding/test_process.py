@@ -1,5 +1,7 @@
 """malloc, as `settle_malloc` leaves it; ranks that wait for one another without a collective."""
 
+import json
+import os
 import platform
 import subprocess
 import sys
@@ -15,8 +17,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from moe import ExpertMeshError
 from sharding import Ranks, Watchdog, end_process_group, raise_together, start_process_group, watchdog
+from sharding.agreement import _gather, raise_at_start, wait_for_all
 from sharding.failures import Notice
-from sharding.process import use_own_cores, wait_for_all
+from sharding.process import use_own_cores
 from tests.distributed.pool import RankPool
 
 PROGRAM = """
@@ -75,6 +78,15 @@ def test_nobody_goes_on_before_all_have_come() -> None:
     assert len(told) == 18
     for meeting in range(3):
         assert told.index((meeting, "after")) > max(i for i, t in enumerate(told) if t == (meeting, "before"))
+
+
+def test_why_a_rank_cannot_start_is_told_though_another_is_gone_by_then() -> None:
+    here, other = ranks_at_one_store(2)
+    thread = threading.Thread(target=_gather, args=(other, "start", json.dumps(["", "node 1 (b)"]), 5.0))
+    thread.start()
+    with pytest.raises(ExpertMeshError, match="no such directory"):
+        raise_at_start(here, "no such directory", 0.5)
+    thread.join()
 
 
 def test_a_slow_rank_is_waited_for_past_the_time_limit(ranks: RankPool, tmp_path: Path) -> None:
@@ -143,3 +155,37 @@ def test_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+ORPHAN = """
+import os, time
+import torch
+import torch.distributed as dist
+from sharding import Ranks, Watchdog, watchdog
+
+watchdog.NOTICE_SECONDS = 0.1
+begun = os.pipe()
+if os.fork() == 0:  # what starts the rank
+    if os.fork() == 0:  # the rank
+        with Watchdog(Ranks(0, 1, torch.device("cpu"), dist.HashStore()), None).watching():
+            os.write(begun[1], b"begun")
+            time.sleep(4)
+            print("the rank has gone on", flush=True)
+        os._exit(0)
+    os.read(begun[0], 5)
+    os._exit(0)
+os.close(begun[1])
+os.wait()
+os.read(begun[0], 1)  # until the rank has ended, too
+"""
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_rank_ends_with_torchrun_but_not_with_a_shell(by_torchrun: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    environment |= {"TORCHELASTIC_RUN_ID": "any"} if by_torchrun else {}
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ("torchrun, which started it, is gone" in done.stderr) == by_torchrun, done.stderr
+    assert ("the rank has gone on" in done.stdout) == (not by_torchrun), done.stderr

@@ -8,7 +8,7 @@ import torch
 from moe import ExpertMeshError, build_model, count_parameters
 from moe.adapters import first_values
 from tests.families.configs import tiny_config
-from training.adapters import adapt
+from training.adapters import adapt, unquantized_lines
 from training.config import TrainConfig, parse_config
 
 
@@ -45,12 +45,23 @@ EXPERTS = {f"mlp.experts.mlp.{name}" for name in ("w1", "v1", "w2")}
             {f"mlp.shared_expert.{which}_proj" for which in ("gate", "up", "down")} | {"mlp.shared_expert_gate"},
         ),
         ("nemotron_h", ["experts"], 1, {"mixer.experts.mlp.w1", "mixer.experts.mlp.w2"}),
+        # dt_proj is not called, but its weight multiplied
+        ("jamba", ["mamba"], 0, {f"mamba.{which}_proj" for which in ("in", "x", "out")}),
     ],
 )
 def test_targets(family: str, targets: list[str], layer: int, expected: set[str]) -> None:
     names = adapted(family, *targets)
     assert modules(names, layer) == expected
     assert all(name.endswith(("lora_A", "lora_B")) for name in names)
+
+
+def test_what_is_not_quantized_is_told() -> None:
+    settings: dict[str, Any] = dict(model="m", dataset=["d"], adapter="lora", base_dtype="nf4")
+    told = unquantized_lines(build_model(tiny_config("glm_moe_dsa")), TrainConfig(bf16=True, **settings))
+    assert len(told) == 1
+    assert "base in nf4, but for 3 linear layers" in told[0]
+    assert told[0].endswith(": self_attn.indexer.weights_proj")
+    assert unquantized_lines(build_model(tiny_config("mixtral")), TrainConfig(**settings)) == []
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 import itertools
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from tokenizers import AddedToken
@@ -12,9 +14,10 @@ from transformers import AutoTokenizer
 
 from moe import ExpertMeshError
 from tests.tiny import save_tokenizer
-from training.data import TEMPLATES, Columns, DataOptions, load_samples, set_chat_template
+from training.data import TEMPLATES, Columns, DataOptions, limits, load_samples, set_chat_template, spans
 from training.data.chat import render
 from training.data.formats import Conversation, find_format, read_row
+from training.data.limits import TooMuch
 from training.data.turns import Written
 
 # special tokens of the published tokenizers; those that are left out (<think>, <tool_call>) are none there either
@@ -322,7 +325,7 @@ CONVERSATIONS = {
 def rendered(tokenizer: Any, row: dict[str, Any], train_on: Any) -> tuple[str, list[bool]]:
     """The text, and for each of its characters whether it is trained on."""
     conversation = read_row(row, find_format(row, Columns()), Columns())
-    assert not isinstance(conversation, str)
+    assert isinstance(conversation, Conversation)
     found = render(tokenizer, conversation, train_on)
     return found.text, [any(begin <= at < end for begin, end in found.trained) for at in range(len(found.text))]
 
@@ -485,6 +488,117 @@ def test_found_by_their_place_and_not_by_their_words(tmp_path: Path, name: str, 
             assert apart[1] == alike[1], shown(*apart) + shown(*alike)
             said = {w for turn in rows[0]["messages"] if turn["role"] != "assistant" for w in [turn["content"]]}
             assert not any(w in "".join(c for c, t in zip(*apart, strict=True) if t) for w in said)
+
+
+def long_conversation(seed: int, has_reasoning: bool, has_tools: bool, number: int = 24) -> list[dict[str, Any]]:
+    """Turns of all kinds: blank ones, with spaces at their ends, thoughts in the content, answers in a row."""
+    chance = random.Random(seed)
+
+    def says() -> str:
+        word = chance.choice(["yo", "</think>", "{{ x }}", "so\n\nso", "«", '"a": "b"'])
+        return chance.choice(["", "", "", " ", "\n"]) + word + chance.choice(["", "", "", " ", "\n"])
+
+    turns = [{"role": "system", "content": says()}] if chance.random() < 0.5 else []
+    while len(turns) < number:
+        turns.append(user(says() if chance.random() < 0.95 else ""))
+        for _ in range(chance.choice([0, 1, 1, 2, 6]) if has_tools else 0):
+            thought = says() if has_reasoning and chance.random() < 0.4 else None
+            calls = [call(**{says(): says()}) for _ in range(chance.choice([1, 1, 1, 2]))]
+            turns.append(assistant("" if thought or chance.random() < 0.7 else says(), thought, *calls))
+            turns += [result(says() if chance.random() < 0.9 else "") for _ in calls]
+        thought = says() if has_reasoning and chance.random() < 0.4 else None
+        turns.append(assistant(says() if chance.random() < 0.95 else "", thought))
+        if chance.random() < 0.1:
+            turns.append(assistant(says()) | dict(train=False))
+    return turns
+
+
+def spans_or_refusal(tokenizer: Any, row: dict[str, Any], train_on: str) -> Any:
+    try:
+        return rendered(tokenizer, row, train_on)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
+def test_few_renderings_find_what_many_do(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans that are taken over from messages of the same kind are those that each message shows by itself."""
+    tokenizer = with_template(tmp_path, name)
+    has_reasoning, has_tools = (
+        not EXPECTED[name, conversation].startswith("refused")
+        for conversation in ("thoughts", "calls in an earlier turn")
+    )
+    take_over = Mock(side_effect=spans._take_over)
+    monkeypatch.setattr(spans, "_take_over", take_over)
+    monkeypatch.setattr(spans, "_FEW", 2)
+    for seed in range(6):
+        row = {"messages": long_conversation(seed, has_reasoning and seed % 2 == 0, has_tools and seed % 3 > 0)}
+        for train_on in ("assistant", "final", "all"):
+            found = spans_or_refusal(tokenizer, row, train_on)
+            with monkeypatch.context() as one_by_one:
+                one_by_one.setattr(spans, "_FEW", 1000)
+                assert found == spans_or_refusal(tokenizer, row, train_on)
+    assert take_over.called
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
+def test_renderings_do_not_grow_with_the_conversation(tmp_path: Path, name: str) -> None:
+    tokenizer, counts = with_template(tmp_path, name), []
+    for turns in (8, 40):
+        pair = [user("yo"), assistant("yo")]
+        if not EXPECTED[name, "calls in an earlier turn"].startswith("refused"):
+            pair[1:1] = [assistant("", None, call(a=1)), result("1")]
+        with patch.object(Written, "write", autospec=True, side_effect=Written.write) as write:
+            _, is_trained = rendered(tokenizer, {"messages": pair * turns}, "assistant")
+        assert sum(now and not before for now, before in itertools.pairwise(reversed(is_trained))) >= turns - 1
+        counts.append(write.call_count)
+    assert counts[0] == counts[1] < 60
+
+
+@pytest.mark.parametrize("error", [MemoryError(), TooMuch("3 seconds of CPU time")])
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5])
+def test_too_much_is_never_taken_for_a_refusal(
+    tmp_path: Path, error: BaseException, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it happens while a conversation is looked at."""
+    tokenizer, calls = with_template(tmp_path, "chatml"), itertools.count()
+    apply = tokenizer.apply_chat_template
+
+    def fails(*given: Any, **named: Any) -> Any:
+        if next(calls) >= after:
+            raise error
+        return apply(*given, **named)
+
+    tokenizer.apply_chat_template = fails
+    row = {"messages": CONVERSATIONS["thoughts"]}
+    with pytest.raises(ValueError, match=r"takes more than (1 GiB of memory|3 seconds of CPU time)$"):
+        rendered(tokenizer, row, "assistant")
+
+
+def test_time_is_that_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting is none: a machine that others use makes no template a hostile one."""
+    monkeypatch.setattr(limits, "SECONDS", 0.05)
+    with limits.bounded(0):
+        time.sleep(0.3)
+    with pytest.raises(ValueError, match="takes more than 0 seconds of CPU time"), limits.bounded(0):
+        sum(itertools.repeat(0, 10**9))
+
+
+def test_arguments_of_the_template(tmp_path: Path) -> None:
+    """A record may tell the template more, as trl has it, as JSON too."""
+    template = "{% for m in messages %}{{ m.content + (tail or '') + eos_token }}{% endfor %}"
+    tokenizer = tokenizer_like(tmp_path, "mistral", template)
+    for told in ({"tail": "!"}, '{"tail": "!"}'):
+        row = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": told}
+        assert shown(*rendered(tokenizer, row, "assistant")) == "a!</s>«b!</s>»"
+
+
+@pytest.mark.parametrize("name", ["chat_template", "continue_final_message", "tokenize"])
+def test_arguments_that_are_not_the_templates(tmp_path: Path, name: str) -> None:
+    """Another template, say, which nobody has looked at: this one would never end."""
+    row = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {name: "{{ 9 ** 9 ** 9 }}"}}
+    with pytest.raises(ValueError, match=f"chat_template_kwargs has {name}, which is no variable of a chat template"):
+        rendered(tokenizer_like(tmp_path, "mistral"), row, "assistant")
 
 
 def test_an_empty_answer_that_the_template_leaves_out(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Flags, YAML, and what wins."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from transformers.trainer_utils import SchedulerType
 from moe import ExpertMeshError
 from moe.sizes import parse_size
 from training import parse_config
-from training.config import SCHEDULES
+from training.config import SCHEDULES, TrainConfig
 from training.schedule import scheduler_arguments
 
 NEEDED = ["--model", "m", "--dataset", "d"]
@@ -52,6 +53,13 @@ def test_gradient_checkpointing_as_a_switch_in_yaml(tmp_path: Path) -> None:
         parse_config([*NEEDED, "--config", str(file), "--gradient-checkpointing=false"]).gradient_checkpointing
         == "none"
     )
+
+
+@pytest.mark.parametrize(("written", "meant"), [("false", ""), ("true", "auto"), ("auto", "auto"), ("run/1", "run/1")])
+def test_resume_is_also_a_switch(written: str, meant: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"resume_from_checkpoint: {written}\n")
+    assert parse_config([*NEEDED, "--config", str(file)]).resume == meant
 
 
 def test_saved_config_reads_back(tmp_path: Path) -> None:
@@ -145,3 +153,53 @@ def test_switches() -> None:
     assert not parse_config([*NEEDED, "--no-export"]).export
     assert not parse_config([*NEEDED, "--no_async_save", "--bf16", "F"]).bf16
     assert parse_config([*NEEDED, "--bf16", "Yes"]).bf16
+
+
+ALIASES = {alias: setting.name for setting in fields(TrainConfig) for alias in setting.metadata.get("aliases", [])}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_other_names(alias: str, tmp_path: Path) -> None:
+    """With dashes or underscores, as flags and in YAML; what is given under two names is refused."""
+    name, value = ALIASES[alias], "true" if ALIASES[alias] == "compile" else "7"
+    needed = [f"--{key}={key}" for key in ("model", "dataset") if key != name]
+    dashes, file = "--" + alias.replace("_", "-"), tmp_path / "run.yaml"
+    expected = parse_config([*needed, f"--{name}", value])
+    assert str(getattr(expected, name)).lower() == value
+    for flag in (dashes, f"--{alias}"):
+        assert parse_config([*needed, flag, value]) == expected
+        assert parse_config([*needed, f"{flag}={value}"]) == expected
+        file.write_text(f"{flag[2:]}: {value}\n")
+        assert parse_config([*needed, "--config", str(file)]) == expected
+        said = f"{flag} is another name of --{name}: give one of them"
+        with pytest.raises(ExpertMeshError, match=said):
+            parse_config([*needed, flag, value, f"--{name}", value])
+        file.write_text(f"{name}: {value}\n{flag[2:]}: {value}\n")
+        with pytest.raises(ExpertMeshError, match=f"{name} and {flag[2:]} are one setting; give one of them"):
+            parse_config([*needed, "--config", str(file)])
+        # a flag wins over the file under any name
+        file.write_text(f"{name}: {'false' if value == 'true' else 5}\n")
+        assert parse_config([*needed, "--config", str(file), flag, value]) == expected
+
+
+def test_one_key_in_two_spellings(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("ep-size: 2\nep_size: 4\n")
+    with pytest.raises(ExpertMeshError, match="ep-size and ep_size are one setting; give one of them"):
+        parse_config([*NEEDED, "--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rate: [1, 2]\n", "learning_rate is a list; give one value"),
+        ("learning_rate: 1\nmodel: m\nlearning_rate: 2\n", "cannot be read: learning_rate is given twice"),
+        ("lr_scheduler_kwargs: {a: 1, a: 2}\n", "cannot be read: a is given twice"),
+    ],
+)
+def test_bad_yaml(text: str, said: str, tmp_path: Path) -> None:
+    """What YAML itself, or the last of several flags, would let pass."""
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ExpertMeshError, match=f"--config {file}: {said}"):
+        parse_config([*NEEDED, "--config", str(file)])

@@ -1,6 +1,10 @@
 """Data: files of every format to tokens and targets, and what is said of those that cannot be read."""
 
+import errno
+import fcntl
 import json
+import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from moe import ExpertMeshError
+from training.config import TrainConfig
 from training.data import (
     Columns,
     DataOptions,
@@ -19,9 +24,15 @@ from training.data import (
     collate,
     hold_out,
     load_samples,
+    make_rows,
     parse_datasets,
     set_chat_template,
 )
+from training.data.cache import cache_directory, cached_bytes, filling_cache
+from training.data.files import READERS
+from training.data.progress import Progress
+from training.facts import _data
+from training.inputs import Inputs, _read_samples
 
 OPTIONS = DataOptions(max_seq_length=512)
 PLAIN = replace(OPTIONS, prompt_template="{prompt}\\n")
@@ -129,7 +140,47 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
         {"instruction": "sum up", "context": "long", "response": "short", "category": "x"},
         "<s> [INST] sum up\nlong [/INST]{ short</s>}",
     ),
-    "prompt and completion": ({"prompt": "hi", "completion": "yo"}, "<s> [INST] hi [/INST]{ yo</s>}"),
+    "sharegpt with calls": (
+        {
+            "conversations": [
+                {"from": "human", "value": "1+1?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+                {"from": "observation", "value": "2"},
+                {"from": "gpt", "value": "two"},
+            ],
+            "system": "be brief",
+            "tools": '[{"name": "add"}]',
+        },
+        '<s> [AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add"}}] [/AVAILABLE_TOOLS] [INST] be brief'
+        f"\n\n1+1? [/INST]{{ [TOOL_CALLS] {CALL_TEXT}</s>}} [TOOL_RESULTS] 2 [/TOOL_RESULTS]{{ two</s>}}",
+    ),
+    "ms-swift's calls": (
+        {
+            "messages": [
+                {"role": "user", "content": "1+1?"},
+                {"role": "tool_call", "content": '{"name": "add", "arguments": {"a": 1}}'},
+                {"role": "tool_call", "content": '[{"name": "add", "arguments": "{\\"a\\": 1}"}]'},
+                {"role": "tool_response", "content": "2"},
+                {"role": "assistant", "content": "two", "loss": False},
+            ],
+        },
+        f"<s> [INST] 1+1? [/INST]{{ [TOOL_CALLS] [{CALL_TEXT[1:-1]}, {CALL_TEXT[1:-1]}]</s>}}"
+        " [TOOL_RESULTS] 2 [/TOOL_RESULTS] two</s>",
+    ),
+    "query and response": (
+        {"query": "again", "response": "b", "history": [["say a", "a"]], "system": "be brief"},
+        "<s> [INST] be brief\n\nsay a [/INST]{ a</s>} [INST] again [/INST]{ b</s>}",
+    ),
+    "functions": (
+        {
+            "messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}],
+            "functions": [{"name": "add"}],
+        },
+        '<s> [AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add"}}] [/AVAILABLE_TOOLS] [INST] 1? [/INST]'
+        "{ 1</s>}",
+    ),
+    "prompt and completion": ({"prompt": "hi", "completion": " yo"}, "hi{ yo</s>}"),
+    "an ended completion": ({"prompt": "hi ", "completion": "yo</s>"}, "hi {yo</s>}"),
     "prompt and completion as messages": (
         {
             "prompt": [
@@ -204,6 +255,108 @@ def test_saved_by_datasets_and_from_the_hub(tmp_path: Path, tokenizer: Any, monk
     assert asked == [("someone/data", None, "train"), ("openai/gsm8k", "main", "test")]
     with pytest.raises(ExpertMeshError, match="has no split 'dev'; found: train, test"):
         load(tokenizer, tmp_path / "splits", options=replace(OPTIONS, split="dev"))
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: main
+  default: true
+  data_files:
+  - {split: train, path: "main/a*.jsonl"}
+  - {split: test, path: [main/b.jsonl]}
+- config_name: other
+  data_dir: other
+  data_files: "*.jsonl"
+---
+What these are.
+"""
+LAYOUTS: dict[str, dict[str, str]] = {
+    "names of files": {"train.jsonl": "train", "test.jsonl": "test", "README.md": "about"},
+    "shards": {f"data/train-0000{i}-of-00002.jsonl": "train" for i in range(2)}
+    | {"data/test-00000-of-00001.jsonl": "test", "data/extra-00000-of-00001.jsonl": "extra"},
+    "shards at the top": {f"train-0000{i}-of-00002.jsonl": "train" for i in range(2)}
+    | {"test-00000-of-00001.jsonl": "test"},
+    "folders": {"train/a.jsonl": "train", "train/b/c.jsonl": "train", "test/a.jsonl": "test"},
+    "other names": {"my_dev.jsonl": "validation", "my_training_1.jsonl": "train", "notes.txt": "about"},
+    "a card": {
+        "README.md": CARD, "main/a1.jsonl": "train", "main/a2.jsonl": "train", "main/b.jsonl": "test",
+        "other/a.jsonl": "other",
+    },
+    "beside what is no data": {"train.jsonl": "train", "test.png": "x", "eval.py": "x"},
+    "no names": {"a.jsonl": "train", "b.jsonl": "train", "c/d.jsonl": "train", "test.png": "x"},
+}  # fmt: skip
+
+
+def lay_out(directory: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        file = directory / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"text": text}) if name.endswith(".jsonl") else text)
+    return directory
+
+
+def read_texts(tokenizer: Any, samples: Samples) -> list[str]:
+    return [tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("parent", ["plain", "test [1] x", "train"])
+def test_splits_of_a_directory(tmp_path: Path, tokenizer: Any, name: str, parent: str) -> None:
+    """Each split holds its own files alone, whatever the folder above is called."""
+    directory = lay_out(tmp_path / parent, LAYOUTS[name])
+    splits = {text for file, text in LAYOUTS[name].items() if file.endswith(".jsonl") and text != "other"}
+    for split in splits:
+        found = read_texts(tokenizer, load(tokenizer, directory, options=replace(OPTIONS, split=split)))
+        assert found == [split] * sum(text == split for text in LAYOUTS[name].values())
+    with pytest.raises(ExpertMeshError, match=r"has no split 'nothing'; found: .*--dataset-split names one") as raised:
+        load(tokenizer, directory, options=replace(OPTIONS, split="nothing"))
+    assert all(split in str(raised.value) for split in splits)
+
+
+def test_splits_by_a_card(tmp_path: Path, tokenizer: Any) -> None:
+    lay_out(tmp_path, LAYOUTS["a card"])
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "README.md").write_text(CARD.replace("  default: true\n", ""))
+    other = replace(OPTIONS, hub_config="other")
+    assert read_texts(tokenizer, load(tokenizer, tmp_path, options=other)) == ["other"]
+    with pytest.raises(ExpertMeshError, match=r"README\.md has the configs main, other, not 'third'; --dataset-config"):
+        load(tokenizer, tmp_path, options=replace(OPTIONS, hub_config="third"))
+    with pytest.raises(ExpertMeshError, match=r"README\.md has the configs main, other; --dataset-config names one"):
+        load(tokenizer, tmp_path / "two")
+
+
+@pytest.mark.parametrize("pattern", ["../x.jsonl", "/etc/*.json", "https://example.org/x.jsonl", "zip://a.json::b.zip"])
+def test_a_card_that_names_other_places(tmp_path: Path, tokenizer: Any, pattern: str) -> None:
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: a\n  data_files: '{pattern}'\n---\n")
+    write(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(ExpertMeshError, match="which is not in the directory"):
+        load(tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("card", ["---\nconfigs: 3\n---\n", "---\nconfigs: [{data_files: a}]\n---\n", "---\n{\n---\n"])
+def test_a_card_that_cannot_be_read(tmp_path: Path, tokenizer: Any, card: str) -> None:
+    (tmp_path / "README.md").write_text(card)
+    write(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(ExpertMeshError, match=r"README\.md: its configs cannot be read"):
+        load(tokenizer, tmp_path)
+
+
+def test_what_is_trained_and_evaluated_on(tmp_path: Path, tokenizer: Any) -> None:
+    """A directory for both flags: neither sees the other's split."""
+    both = [str(lay_out(tmp_path / "both", LAYOUTS["names of files"]))]
+    whole = [str(lay_out(tmp_path / "whole", {"a.jsonl": "a"}))]
+    for evaluated, expected in ((both, "test"), (whole, "a")):
+        config = TrainConfig(model="m", dataset=both, eval_dataset=evaluated, dataset_num_proc=1)
+        training, evaluation = _read_samples(config, tokenizer)
+        assert evaluation is not None
+        assert [read_texts(tokenizer, samples) for samples in (training, evaluation)] == [["train"], [expected]]
+
+
+def test_files_of_no_split_are_told_of(tmp_path: Path, tokenizer: Any) -> None:
+    lay_out(tmp_path, {"train.jsonl": "train", "more.jsonl": "more"})
+    (origin,) = load(tokenizer, tmp_path).origins
+    assert origin.name == f"{tmp_path}, split train of train; in none: more.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -498,6 +651,135 @@ def test_prompt_template(tmp_path: Path, tokenizer: Any) -> None:
         load(tokenizer, write(tmp_path / "chat.jsonl", [{"messages": TURNS}]), options=PLAIN)
 
 
+@pytest.mark.parametrize(
+    ("question", "answer", "train_on", "expected"),
+    [
+        ({}, {"train": False}, "all", "a{b\n}cd</s>"),
+        ({}, {"weight": 0}, "all", "a{b\n}cd</s>"),
+        ({"train": True}, {}, "assistant", "a{b\ncd</s>}"),
+        ({"weight": 1}, {"loss_weight": 0.0}, "last", "a{b\n}cd</s>"),
+    ],
+)
+def test_messages_in_a_prompt_template(
+    tmp_path: Path, tokenizer: Any, question: Any, answer: Any, train_on: Any, expected: str
+) -> None:
+    """What a message says of itself goes before --train-on; one with nothing to learn is left out."""
+    turns = [{"role": "user", "content": "ab", **question}, {"role": "assistant", "content": "cd", **answer}]
+    file = write(tmp_path / "data.jsonl", [{"messages": turns}])
+    (sample,) = load(tokenizer, file, options=replace(PLAIN, train_on=train_on))
+    assert shown(tokenizer, sample) == expected
+
+
+def test_an_untrained_answer_in_a_prompt_template(tmp_path: Path, tokenizer: Any) -> None:
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd", "train": False}]
+    file = write(tmp_path / "data.jsonl", [{"messages": turns}, {"messages": TURNS[:2]}])
+    samples = load(tokenizer, file, options=PLAIN)
+    assert [shown(tokenizer, sample) for sample in samples] == ["a\n{b</s>}"]
+    assert samples.origins[0].without_target == 1
+
+
+def test_tools_have_no_place_in_a_prompt_template(tmp_path: Path, tokenizer: Any) -> None:
+    file = write(tmp_path / "data.jsonl", [{"messages": TURNS[:2], "tools": [{"name": "add"}]}])
+    with pytest.raises(
+        ExpertMeshError, match=r"line 1: --prompt-template .* tools, which only a chat template can write"
+    ):
+        load(tokenizer, file, options=PLAIN)
+
+
+# Special tokens: one BOS, and an end
+
+
+def adding(tokenizer: Any, template: str) -> Any:
+    """The tokenizer with special tokens around what it is given, as `template` has them."""
+    from tokenizers import processors
+
+    specials = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=specials)
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize(
+    ("row", "prompt_template", "bare", "with_bos"),
+    [
+        ({"text": "ab"}, "", "a{b</s>}", "<s>{ab</s>}"),
+        ({"text": "<s>ab"}, "", "<s>{ab</s>}", "<s>{ab</s>}"),
+        ({"text": "<s>ab</s>"}, "", "<s>{ab</s>}", "<s>{ab</s>}"),
+        ({"prompt": "ab", "completion": "cd"}, "", "ab{cd</s>}", "<s>ab{cd</s>}"),
+        ({"prompt": "<s>ab", "completion": "cd</s>"}, "", "<s>ab{cd</s>}", "<s>ab{cd</s>}"),
+        ({"prompt": "", "completion": "cd"}, "", "c{d</s>}", "<s>{cd</s>}"),
+        ({"prompt": "ab", "completion": ""}, "", "ab{</s>}", "<s>ab{</s>}"),
+        ({"prompt": "ab", "response": "cd"}, "<s>{prompt}: ", "<s>ab: {cd</s>}", "<s>ab: {cd</s>}"),
+        ({"prompt": "ab", "response": "cd"}, "{prompt}: ", "ab: {cd</s>}", "<s>ab: {cd</s>}"),
+        ({"prompt": "ab", "completion": "cd"}, "{prompt}: ", "ab: {cd</s>}", "<s>ab: {cd</s>}"),
+        ({"messages": TURNS[:2]}, "", "<s> [INST] a [/INST]{ b</s>}", "<s> [INST] a [/INST]{ b</s>}"),
+    ],
+)
+def test_one_bos_and_one_end(
+    tmp_path: Path, tokenizer: Any, template: str, row: Any, prompt_template: str, bare: str, with_bos: str
+) -> None:
+    """Whether the text has them, the tokenizer adds them, or the template writes them."""
+    options = replace(OPTIONS, prompt_template=prompt_template)
+    (sample,) = load(adding(tokenizer, template), write(tmp_path / "data.jsonl", [row]), options=options)
+    assert shown(tokenizer, sample) == (bare if template == "$A" else with_bos)
+
+
+@pytest.mark.parametrize(
+    ("bos", "adds", "is_told"), [("", True, True), ("{{ bos_token }}", True, False), ("", False, False)]
+)
+def test_a_template_without_bos_is_told_of(tmp_path: Path, tokenizer: Any, bos: str, adds: bool, is_told: bool) -> None:
+    """It is used as it stands, as those do who serve the model."""
+    (tmp_path / "own.jinja").write_text(bos + "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    told = set_chat_template(adding(tokenizer, "<s> $A" if adds else "$A"), str(tmp_path / "own.jinja"))
+    assert ("writes no <s>, which the tokenizer puts before plain text" in told) == is_told
+
+
+def test_plain_prompts_have_no_place_for_more(tmp_path: Path, tokenizer: Any) -> None:
+    row = {"prompt": "ab", "completion": "cd", "system": "be brief"}
+    file = write(tmp_path / "data.jsonl", [row])
+    with pytest.raises(ExpertMeshError, match="line 1 has system beside a prompt and completion of plain text"):
+        load(tokenizer, file)
+    asked = replace(OPTIONS, columns=Columns(prompt="prompt", response="completion"))
+    (sample,) = load(tokenizer, file, options=asked)
+    assert shown(tokenizer, sample) == "<s> [INST] be brief\n\nab [/INST]{ cd</s>}"
+    with pytest.raises(ExpertMeshError, match="line 2 has messages, and those before it plain text"):
+        load(
+            tokenizer,
+            write(file, [{"prompt": "ab", "completion": "cd"}, {"prompt": TURNS[:1], "completion": TURNS[1:2]}]),
+        )
+
+
+ENDLESS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "eos", "endless"),
+    [
+        ([{"messages": TURNS}], "", True, 0),
+        ([{"messages": TURNS}, {"messages": [*TURNS[:3], {**TURNS[3], "train": False}]}], "", True, 0),
+        ([{"messages": TURNS}] * 2, ENDLESS, True, 2),
+        ([{"text": "ab"}], "", True, 0),
+        ([{"text": "ab"}, {"text": "x" * 600}], "", False, 1),
+        ([{"prompt": "ab", "completion": "cd"}], "", False, 1),
+        ([{"messages": TURNS}], "", False, 1),
+    ],
+)
+def test_answers_that_never_end_are_counted(
+    tmp_path: Path, tokenizer: Any, rows: list[Any], template: str, eos: bool, endless: int
+) -> None:
+    tokenizer.chat_template = template or tokenizer.chat_template
+    if not eos:
+        tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", "''")
+        tokenizer.eos_token = None
+    samples = load(tokenizer, write(tmp_path / "data.jsonl", rows))
+    assert [origin.endless for origin in samples.origins] == [endless]
+    inputs = Inputs(tokenizer, None, "", make_rows(samples, False, 512, 0), None)
+    order = DataOrder(len(samples), 1, 1, 1, 0)
+    told = [line for line in _data(inputs, order, TrainConfig(model="m", dataset=["d"])) if "warning" in line]
+    assert len(told) == bool(endless)
+    assert all("no special token ends what is trained on" in line for line in told)
+
+
 def test_truncation(tmp_path: Path, tokenizer: Any) -> None:
     """What is cut is counted; what is left without a target is counted and left out."""
     rows = [{"prompt": prompt, "response": "ghi"} for prompt in ("abcdef", "a", "")]
@@ -515,12 +797,141 @@ def test_cache(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) 
     first = shown(tokenizer, load(tokenizer, file)[0])
     with monkeypatch.context() as patch:
         patch.setattr("training.data.samples._tokenize_batch", lambda *_: lambda batch: pytest.fail("again"))
+        patch.setattr("training.data.samples._read", lambda *_: pytest.fail("again"))
         assert shown(tokenizer, load(tokenizer, file)[0]) == first
     assert shown(tokenizer, load(tokenizer, file, options=replace(OPTIONS, train_on="all"))[0]) != first
     set_chat_template(tokenizer, "chatml")
     assert "im_start" in shown(tokenizer, load(tokenizer, file)[0])
     write(file, [{"prompt": "ab", "response": "fgh"}])
     assert "fgh" in shown(tokenizer, load(tokenizer, file)[0])
+
+
+@pytest.mark.parametrize("place", ["", "/datasets"])
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", f"{tmp_path}/file{place}")
+    with pytest.raises(
+        ExpertMeshError, match=r"file.*expertmesh: tokenized samples cannot be written there: Not a dir.*"
+    ):
+        load(tokenizer, write(tmp_path / "data.jsonl", [{"text": "a"}]))
+
+
+@pytest.mark.parametrize("writing", ["_records", "_tokenize_batch"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, writing: str, workers: int
+) -> None:
+    """While records are written, and while samples are, by this process or another one."""
+    file = write(tmp_path / "data.jsonl", [{"text": "a"}] * 4)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def fails(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    replaced = fails if writing == "_records" else lambda *_: fails
+    with monkeypatch.context() as patch:
+        patch.setattr(f"training.data.samples.{writing}", replaced)
+        with pytest.raises(ExpertMeshError, match="cannot be written there: No space left on device; the environment"):
+            load(tokenizer, file, options=replace(OPTIONS, num_workers=workers))
+    assert len(load(tokenizer, file)) == 4
+
+
+def test_a_file_that_cannot_be_read_is_not_the_cache_s_fault(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setitem(READERS, ".jsonl", fails)
+    with pytest.raises(ExpertMeshError, match=r"data\.jsonl: cannot be read: .*Input/output error"):
+        load(tokenizer, write(tmp_path / "data.jsonl", [{"text": "a"}]))
+
+
+def test_what_ended_runs_left_is_removed(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """But not what a run that goes on is writing, nor samples that are whole."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    file = write(tmp_path / "data.jsonl", [{"text": "a"}])
+    load(tokenizer, file)
+    whole = {path for path in cache_directory().rglob("*") if path.is_file()}
+    (directory,) = (path.parent for path in whole if path.suffix == ".arrow" and "cache" in path.name)
+    left = [directory / "tmpabc", directory.parent / "0.0.1.incomplete" / "a.arrow"]
+    left[1].parent.mkdir()
+    for path in left:
+        path.write_bytes(bytes(600_000))
+    with filling_cache():
+        load(tokenizer, file)
+    assert not any(path.exists() for path in left)
+    assert "removed 1.2 MB of unfinished samples that an ended run left in" in capfd.readouterr().err
+    left[0].write_bytes(bytes(10))
+    with open(cache_directory() / "lock") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        load(tokenizer, file)
+    assert left[0].exists()
+    left[0].unlink()
+    assert {path for path in cache_directory().rglob("*") if path.is_file()} == whole
+    assert cached_bytes() == sum(path.stat().st_size for path in whole)
+
+
+def test_the_cache_is_measured_while_another_run_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that was listed is renamed or removed before it is looked into."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    for name in ("gone.incomplete", "whole"):
+        (cache_directory() / name).mkdir(parents=True)
+    (cache_directory() / "whole" / "a.arrow").write_bytes(bytes(7))
+    scandir = os.scandir
+
+    def scan(path: Any) -> Any:
+        if Path(path).name == "gone.incomplete":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert cached_bytes() == 7
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_is_told(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], workers: int
+) -> None:
+    """While records are read and while they are tokenized, to who asked for it."""
+    monkeypatch.setattr("training.data.progress.SECONDS_IN_LOG", 0.001)
+    told: list[str] = []
+
+    def wait_for(text: str) -> None:
+        while not any(text in line for line in told):
+            told.extend(capfd.readouterr().err.splitlines(keepends=True))
+
+    reader = READERS[".jsonl"]
+
+    def reads(flag: str, path: Path) -> Any:
+        for number, row in enumerate(reader(flag, path)):
+            if number == 150:
+                wait_for("data.jsonl: 100 records")
+            yield row
+
+    def joined(self: Progress, *given: Any) -> None:
+        if "tokenizing" in self.line():
+            wait_for("data.jsonl: 200 of 200 records")
+        leave(self, *given)
+
+    leave = Progress.__exit__
+    monkeypatch.setitem(READERS, ".jsonl", reads)
+    monkeypatch.setattr(Progress, "__exit__", joined)
+    file = write(tmp_path / "data.jsonl", [{"text": str(number)} for number in range(200)])
+    load_samples("--dataset", [str(file)], tokenizer, replace(OPTIONS, num_workers=workers), 0, tells=True)
+    assert all(
+        re.search(r"(reading|tokenizing) \S+/data\.jsonl: [\d,]+( of 200)? records, \d+ s\n$", line)
+        for line in told
+        if "records" in line
+    )
+    monkeypatch.setattr(Progress, "__exit__", leave)
+    capfd.readouterr()
+    load(tokenizer, file, options=replace(OPTIONS, train_on="all"))
+    assert "records" not in capfd.readouterr().err
 
 
 def test_several_processes_tokenise_alike(tmp_path: Path, tokenizer: Any) -> None:
@@ -599,8 +1010,21 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
         (b'{"messages": [{"role": "judge", "content": "a"}]}', "line 1: the chat template refuses .*not judge"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "no row has a token to learn"),
         (b'{"instruction": "a", "output": "b", "history": [1]}', "history has 1 for a pair"),
-        (b'{"prompt": "a", "response": "b", "tools": "hammer"}', "tools is 'hammer', neither a list nor the JSON of"),
+        (
+            b'{"prompt": "a", "response": "b", "tools": "hammer"}',
+            "tools is 'hammer', neither a list nor the JSON of one",
+        ),
         (b'{"prompt": "a", "response": "b", "tools": "{\\"a\\": 1}"}', "tools is .*, not a list"),
+        (b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "has the column rejected: preference data, as DPO or KTO"),
+        (b'{"prompt": "a", "completion": "b", "label": false}', "has the column label: preference data"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "images": ["a.png"]}', "has images, and only text is"),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "train_detail": [{}]}]}',
+            "message 1: train_detail: parts of",
+        ),
+        (b'{"conversations": [{"from": "function_call", "value": "add(1)"}]}', "function_call is no JSON .*'add.1.'"),
+        (b'{"conversations": [{"from": "function_call", "value": "[]"}]}', "function_call has no call; an object"),
+        (b'{"conversations": [{"from": "function_call", "value": "[3]"}]}', "has the tool call 3; an object with name"),
         (b"[" * 100_000, "not valid JSON"),
         (b'[{"prompt": "a", "response": ', "the file is not valid JSON .*line 1 column 30"),
     ],
@@ -670,7 +1094,7 @@ def test_targets_are_the_trained_tokens() -> None:
     assert batch.is_token_BS.sum(dim=1).tolist() == [4, 2, 2]
     assert batch.targets_BS.tolist() == [[-100, 12, 13, -100], [21, -100, -100, -100], [-100] * 4]
     assert batch.target_index_N.tolist() == [1, 2, 4]
-    assert (batch.num_tokens, batch.num_targets, batch.num_pairs) == (8, 3, 10 + 3 + 3)
+    assert (batch.num_tokens, batch.num_targets, batch.spans) == (8, 3, (range(4), range(2), range(2)))
 
 
 def test_packed_rows() -> None:
@@ -681,7 +1105,7 @@ def test_packed_rows() -> None:
     assert batch.positions_BS.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 0, 0, 0]]
     # the last token of a sample has no target: what follows is another sample
     assert batch.targets_BS.tolist() == [[11, 12, -100, -100, 31, -100], [31, -100, -100, -100, -100, -100]]
-    assert batch.num_pairs == 6 + 1 + 3 + 3
+    assert sum(map(len, batch.spans)) == batch.num_tokens
 
 
 def test_no_sample_is_one_position_of_padding() -> None:

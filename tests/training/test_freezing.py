@@ -63,12 +63,12 @@ def test_share_is_told() -> None:
 def test_flops_of_frozen_parameters() -> None:
     """One of three products less for each; the head's at targets only, the embedding's none."""
     config = tiny_config("mixtral")
-    whole = training_flops(count_parameters(build_model(config)), config, 100, 40, 0)
+    whole = training_flops(count_parameters(build_model(config)), config, 100, 40, [0])
 
     def saved(*entries: str) -> float:
         model = build_model(config)
         freeze(model, list(entries))
-        return whole - training_flops(count_parameters(model), config, 100, 40, 0)
+        return whole - training_flops(count_parameters(model), config, 100, 40, [0])
 
     counts = count_parameters(build_model(config))
     assert saved("experts") == pytest.approx(2 * 100 * counts.experts * 2 / 8)

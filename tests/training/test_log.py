@@ -1,8 +1,11 @@
-"""metrics.jsonl of a run that goes on: what is kept, and that a kill in the midst of it loses nothing."""
+"""metrics.jsonl of a run that goes on: what is kept, and that a kill in the midst of it loses nothing; the report that
+a run writes of what it remembers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,9 @@ import torch.distributed as dist
 from moe import ExpertMeshError
 from sharding import Ranks
 from tests.distributed.pool import RankPool
+from tests.distributed.test_train_ep import run_main
 from training import RunLog, TrainConfig
+from training.report import page, write_report
 
 STEPS = 6
 
@@ -40,7 +45,7 @@ def go_on(out: Path, step: int, failing: bool = False) -> str:
     Path.replace = or_fail  # type: ignore[assignment, method-assign]
     try:
         with log:
-            log.keep_until(step)
+            log.begin_after(step)
             log.event({"step": step + 1, "warning": "of the second life"}, "")
             log.check_directory()
     except ExpertMeshError as error:
@@ -89,3 +94,48 @@ def test_half_written_reports_of_killed_runs_go(ranks: RankPool, tmp_path: Path)
     (tmp_path / "report.html.4711.part").write_text("<html>")
     assert ranks.run(go_on, 1, tmp_path, 0) == [""]
     assert not (tmp_path / "report.html.4711.part").exists()
+
+
+def run_and_compare(argv: list[str]) -> tuple[int, str, list[bytes], int]:
+    """train_ep.py, its exit code and errors; each report that it wrote, compared with one of the file; and how often it
+    read metrics.jsonl for them."""
+    written: list[bytes] = []
+
+    def both(output_dir: Path, *of_the_run: Any) -> Path:
+        report = write_report(output_dir, *of_the_run)
+        written.append(_content_of(report))
+        with mock.patch.object(page, "read_history", read.side_effect):
+            assert _content_of(write_report(output_dir, of_the_run[0])) == written[-1]
+        return report
+
+    with (
+        mock.patch.object(page, "read_history", side_effect=page.read_history) as read,
+        mock.patch("training.log.write_report", both),
+    ):
+        code, errors = run_main(argv)
+    return code, errors, written, read.call_count
+
+
+def _content_of(report: Path) -> bytes:
+    return re.sub(rb'"written":"[^"]*"', b"", report.read_bytes())
+
+
+def test_report_of_what_the_run_remembers(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """The page is that of the file at every evaluation, of a resumed run too, and no evaluation reads the file."""
+    argv = [
+        "--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--use-cpu",
+        "--per-device-train-batch-size", "2", "--eval-ratio", "0.1", "--eval-steps", "2", "--save-steps", "3",
+        "--generate-steps", "3", "--generate-max-new-tokens", "2", "--no-export", "--max-steps",
+    ]  # fmt: skip
+    for more, reports in ((["5"], 6), (["9", "--resume", str(tmp_path / "checkpoints" / "step-00000003")], 7)):
+        ((code, errors, written, reads),) = ranks.run(run_and_compare, 1, [*argv, *more], join_group=False)
+        assert (code, errors) == (0, "")
+        assert len(set(written)) == len(written) == reports
+        assert reads == 0
+
+
+def test_report_of_a_resumed_run_that_did_not_begin(ranks: RankPool, tmp_path: Path) -> None:
+    """It is of what was logged before."""
+    (tmp_path / "metrics.jsonl").write_bytes(ALL)
+    ranks.run(go_on, 1, tmp_path, 4, True)
+    assert f'"step":{STEPS},' in (tmp_path / "report.html").read_text(encoding="utf-8")

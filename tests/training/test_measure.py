@@ -54,8 +54,10 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "DeltaNet": ("qwen3_next", 16, {"ep_size": 2}),
     # which transformers computes token by token
     "Mamba": ("jamba", 16, {"ep_size": 2, "gradient_checkpointing": "full", "max_seq_length": 32}),
+    "grouped products in fp32": ("mixtral", 8, {"ep_size": 4, "bf16": False, "expert_kernel": "torch-grouped"}),
     "LoRA": ("mixtral", 8, {"ep_size": 4, "adapter": "lora"}),
     "LoRA beside nf4": ("qwen3_moe", 8, {"ep_size": 8, "adapter": "lora", "base_dtype": "nf4"}),
+    "routers in fp32": ("ernie4_5_moe", 8, {"ep_size": 4}),
     "shared rows": ("qwen3_moe", 8, {"ep_size": 4, "cp_size": 2, "gradient_checkpointing": "selective"}),
     "inputs in host memory": (
         "mixtral",
@@ -108,6 +110,15 @@ def test_a_deep_stack_is_a_shallow_one_repeated() -> None:
     rehearsed, run = both(tiny_mixtral(num_hidden_layers=12), 16, ep_size=8, gradient_checkpointing="selective")
     assert len(run.measured.kinds) == 1
     assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.01)
+
+
+def test_layers_whose_heads_differ_are_of_two_kinds() -> None:
+    """A config with heads that differ by layer refuses to be asked for them without one."""
+    model_config = tiny_config("gemma4_text", num_global_key_value_heads=1, attention_k_eq_v=True)
+    assert model_config.is_heterogeneous
+    rehearsed, run = both(model_config, 8, ep_size=4, gradient_checkpointing="selective")
+    assert len(run.measured.kinds) == 2
+    assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.03)
 
 
 def test_bytes_sent_are_those_of_the_rehearsal() -> None:

@@ -114,6 +114,18 @@ def test_a_trace_that_is_cut_off_is_none(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json.gz.part"]
 
 
+def test_what_torch_leaves_on_a_full_disk(tmp_path: Path) -> None:
+    """It writes beside the name that it was given, and says nothing."""
+
+    class Full:
+        def export_chrome_trace(self, path: str) -> None:
+            Path(f"{path}.tmp").write_text("{")
+
+    with pytest.raises(OSError, match="No such file"):
+        _write_trace(Full(), tmp_path / "trace.json.gz.part")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_memory_at_the_peak() -> None:
     """Of what the steps have allocated alone: neither what was there before, nor what came between them."""
     steps = [(10, 20), (30, 40)]

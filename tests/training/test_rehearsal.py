@@ -165,7 +165,7 @@ def parts(step: Rehearsed) -> dict[str, Part]:
 
 def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> None:
     rehearsed, model_config = step
-    tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), 3 * TOKENS * (TOKENS + 1) // 2
+    tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), [3 * TOKENS * (TOKENS + 1) // 2]
     formula = training_flops(rehearsed.counts, model_config, tokens, targets, pairs)
     assert account(rehearsed).needed == pytest.approx(formula, rel=1e-2)
 
@@ -182,7 +182,7 @@ def test_a_step_in_fp8() -> None:
     # rows, w1, v1, w2, hidden numbers; again rows, w1, v1; the output's gradient, w2 and, both ways, gate's and up's
     # and w1 and v1; columns of rows, hidden numbers and the output's gradient
     assert len(casts) == 2 * 2 * (5 + 3 + 11)
-    tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), 3 * TOKENS * (TOKENS + 1) // 2
+    tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), [3 * TOKENS * (TOKENS + 1) // 2]
     fast = ledger(step, 3, replace(HARDWARE, device=hardware), gpus_per_node=8)
     assert fast.needed == pytest.approx(training_flops(step.counts, config, tokens, targets, pairs), rel=1e-2)
     slow = ledger(step, 3, replace(HARDWARE, device=replace(hardware, fp8=1e12)), gpus_per_node=8)

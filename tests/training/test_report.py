@@ -18,8 +18,8 @@ from moe import ExpertMeshError
 from training import TrainConfig
 from training.report import history, read_history, write_report
 from training.report.__main__ import main
-from training.report.history import ExpertLoad, Stretch
-from training.report.page import MAX_TEXT, State
+from training.report.history import MAX_TEXT, ExpertLoad, Stretch
+from training.report.page import State
 from training.report.profiles import BETWEEN, MAX_PROFILES
 
 LAYERS, EXPERTS = 2, 4
@@ -118,11 +118,12 @@ def test_number_of_steps_is_left_open_where_the_epoch_does_not_tell(tmp_path: Pa
 
 
 def test_starts_of_a_resumed_run_are_added_up(tmp_path: Path) -> None:
-    seconds = [10, 20, 5, 15, 1]
+    seconds = [10, 20, 5, 15, 1, 2.5]
     make_run(tmp_path, [training(step, seconds=s) for step, s in enumerate(seconds, start=1)])
     summary = report(tmp_path)[1]["summary"]
-    assert summary["wall_seconds"] == 20 + 15 + 1
-    assert summary["num_starts"] == 3
+    # the last two are of starts of their own: the steps of each took 2 seconds
+    assert summary["wall_seconds"] == 20 + 15 + 1 + 2.5
+    assert summary["num_starts"] == 4
 
 
 def test_an_older_files_lines_will_do(tmp_path: Path) -> None:
@@ -235,9 +236,9 @@ def test_long_run_keeps_its_extremes_and_sums(tmp_path: Path) -> None:
     loss = content["curves"]["loss"]
     assert len(loss["steps"]) <= history.MAX_POINTS
     assert loss["steps"][-1] == steps
-    assert loss["per_point"] == 11
+    assert loss["per_point"] == 16
     assert (max(loss["high"]), min(loss["low"])) == (9.0, 0.5)
-    assert loss["mean"][5000 // 11] == pytest.approx((10 * 1.0 + 9.0) / 11, rel=1e-5)
+    assert loss["mean"][5000 // 16] == pytest.approx((15 * 1.0 + 9.0) / 16, rel=1e-5)
     load = content["load"]
     assert len(load["load"]) <= 64
     assert load["first_steps"][0] == 1
@@ -253,14 +254,14 @@ def test_expert_load_adds_neighbours_and_loses_nothing(monkeypatch: pytest.Monke
     load = ExpertLoad(LAYERS, EXPERTS)
     for i, tokens_LE in enumerate(tokens_NLE):
         load.add(Stretch(i, i, 1, tokens_LE, np.full(LAYERS, float(i))))
-    assert len(load.stretches) <= 8
-    assert {s.num_logged for s in load.stretches[:-1]} <= {load.per_stretch}
-    for s in load.stretches:
+    assert len(load.items) <= 8
+    assert {s.num_logged for s in load.items[:-1]} <= {load.length}
+    for s in load.items:
         assert s.num_logged == s.last_step - s.first_step + 1
         assert (s.tokens_LE == tokens_NLE[s.first_step : s.last_step + 1].sum(axis=0)).all()
-    assert sum(s.num_logged for s in load.stretches) == num_logged
+    assert sum(s.num_logged for s in load.items) == num_logged
     mean = load.summary()["entropy"][0][0]
-    assert mean == pytest.approx((load.stretches[0].num_logged - 1) / 2)
+    assert mean == pytest.approx((load.items[0].num_logged - 1) / 2)
 
 
 def test_one_token_among_many_is_not_none(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class Batch:
     targets_BS: the next token of the same sample where it is to be learned, else -100.
     target_index_N: the flat positions that have a target.
     num_tokens, num_targets: how many of each.
-    num_pairs: of a token and one that it attends to, itself included.
+    spans: of each sample, the positions of its tokens that are here.
     shared: what is to be known of the whole rows, where this is a run of each.
     """
 
@@ -54,7 +54,7 @@ class Batch:
     target_index_N: Tensor
     num_tokens: int
     num_targets: int
-    num_pairs: int
+    spans: tuple[range, ...]
     shared: SharedRows | None = None
 
     def to(self, device: torch.device) -> "Batch":
@@ -91,7 +91,7 @@ def collate(rows: Sequence[Sequence[Sample]], sharers: RowGroup | None = None) -
             targets_BS[index, start : max(end - 1, start)] = torch.where(trained[1:], tokens[1:], IGNORED)
             start = end
     is_packed = any(len(row) > 1 for row in rows)
-    shared = None
+    shared, run = None, slice(0, length)
     if sharers is not None:
         if not is_packed:
             # padding takes the last position that a token has: what looks for the longest row must find it
@@ -112,9 +112,23 @@ def collate(rows: Sequence[Sequence[Sample]], sharers: RowGroup | None = None) -
         target_index_N,
         num_tokens,
         len(target_index_N),
-        int(((positions_BS + 1) * is_token_BS).sum()),
+        _spans(rows, run),
         shared,
     )
+
+
+def _spans(rows: Sequence[Sequence[Sample]], run: slice) -> tuple[range, ...]:
+    """
+    Args:
+        run: of each row, the part that is here.
+    """
+    spans = []
+    for row in rows:
+        start = 0
+        for sample in row:
+            spans.append(range(max(run.start - start, 0), min(run.stop - start, len(sample.tokens))))
+            start += len(sample.tokens)
+    return tuple(span for span in spans if span)
 
 
 def _segments(rows: Sequence[Sequence[Sample]], length: int) -> tuple[int, ...]:

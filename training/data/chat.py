@@ -9,6 +9,7 @@ from typing import Any, Literal
 from moe import ExpertMeshError
 from training.data.formats import Conversation
 from training.data.limits import bounded, check_template
+from training.data.spans import find_spans
 from training.data.templates import TEMPLATES, template_for
 from training.data.turns import Written
 
@@ -56,9 +57,12 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
     try:
         check_template(tokenizer.chat_template)
         with bounded():
-            tokenizer.apply_chat_template(_SMALL_TALK, tokenize=False)
+            text = tokenizer.apply_chat_template(_SMALL_TALK, tokenize=False)
     except Exception as error:
         raise ExpertMeshError(f"--chat-template {wanted}: cannot be used: {error}") from error
+    bos = tokenizer.bos_token
+    if bos and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id and not text.lstrip().startswith(bos):
+        return f"{wanted} (writes no {bos}, which the tokenizer puts before plain text)"
     return wanted
 
 
@@ -77,11 +81,8 @@ def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Ren
         ValueError: the template refuses the conversation, changes a message so that it cannot be found again, or takes
             too long or too much memory.
     """
-    try:
-        with bounded():
-            rendered = _rendered(tokenizer, conversation, train_on)
-    except (TimeoutError, MemoryError) as error:
-        raise ValueError(f"the chat template takes too much for this conversation: {error or 'memory'}") from error
+    with bounded(len(conversation.messages)):
+        rendered = _rendered(tokenizer, conversation, train_on)
     if re.search("[\ud800-\udfff]", rendered.text):
         raise ValueError("the chat template writes a lone surrogate, which is no character")
     return rendered
@@ -92,16 +93,10 @@ def _rendered(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> 
     wanted = trained_messages(conversation, train_on)
     _check_reasoning(written, wanted)
     if train_on == "all":
-        left_out = _merged([written.span(i) for i, is_trained in enumerate(wanted) if not is_trained])
-        return Rendered(written.text, _complement(left_out, len(written.text)))
-    spans = [
-        written.final_span(i)
-        if train_on == "final" and conversation.messages[i]["role"] == "assistant"
-        else written.span(i)
-        for i, is_trained in enumerate(wanted)
-        if is_trained
-    ]
-    return Rendered(written.text, _merged(spans))
+        left_out = find_spans(written, [i for i, is_trained in enumerate(wanted) if not is_trained], final=False)
+        return Rendered(written.text, _complement(_merged(left_out), len(written.text)))
+    indices = [i for i, is_trained in enumerate(wanted) if is_trained]
+    return Rendered(written.text, _merged(find_spans(written, indices, final=train_on == "final")))
 
 
 def _check_reasoning(written: Written, wanted: list[bool]) -> None:

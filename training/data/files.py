@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe import ExpertMeshError
+from training.data.splits import split_files
 
 # (where it stands, for messages; the row)
 PlacedRow = tuple[str, Any]
@@ -66,7 +67,7 @@ class RowSource:
 
 
 def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy = "line") -> RowSource:
-    """The rows of a file, of all files in a directory (in the order of their names), or of a hub data set's split.
+    """The records of a file, or of a split of a directory (see `split_files`) or of a hub data set.
 
     Raises:
         ExpertMeshError: there is no such file, directory or data set, or its kind is unknown. What is wrong within a
@@ -74,7 +75,7 @@ def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy
     """
     path = Path(name)
     if path.is_dir():
-        return _directory(flag, path, split, sample_by)
+        return _directory(flag, path, config, split, sample_by)
     if path.exists():
         return _files(flag, name, [path], sample_by)
     if path.suffix in KINDS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -82,17 +83,11 @@ def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy
     return _hub(flag, name, config, split)
 
 
-def _directory(flag: str, directory: Path, split: str, sample_by: SampleBy) -> RowSource:
+def _directory(flag: str, directory: Path, config: str, split: str, sample_by: SampleBy) -> RowSource:
     if (directory / "state.json").is_file() or (directory / "dataset_dict.json").is_file():
         return _saved_by_datasets(flag, directory, split)
-    entries = sorted(directory.iterdir())
-    files = [path for path in entries if path.suffix in KINDS and path.is_file() and not path.name.startswith(".")]
-    # beside tables, a text is about them: a licence, notes
-    files = [path for path in files if path.suffix != ".txt"] or files
-    if not files:
-        found = ", ".join(path.name for path in entries[:8]) or "nothing"
-        raise ExpertMeshError(f"{flag} {directory}: has no data file ({', '.join(KINDS)}); found: {found}")
-    return _files(flag, str(directory), files, sample_by)
+    name, files = split_files(flag, directory, config, split, KINDS)
+    return _files(flag, name, files, sample_by)
 
 
 def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy) -> RowSource:

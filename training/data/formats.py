@@ -1,11 +1,12 @@
-"""What a row says: a conversation, or plain text, found out from the columns it has.
+"""What a record says: a conversation, or plain text, found out from the columns it has.
 
 | format | columns |
 | --- | --- |
 | messages | `messages`: a list of `{"role", "content"}` (OpenAI, trl), content perhaps in parts (LLaMA-Factory) |
 | sharegpt | `conversations`: a list of `{"from", "value"}` |
-| prompt/completion | `prompt`, `completion`: texts, or lists of messages (trl) |
+| prompt/completion | `prompt`, `completion`: lists of messages, or plain texts that no chat template wraps (trl) |
 | prompt/response | `prompt`, `response` |
+| query/response | `query`, `response`, and perhaps `system`, `history` (ms-swift) |
 | alpaca | `instruction`, `output`, and perhaps `input`, `system`, `history` |
 | dolly | `instruction`, `response`, and perhaps `context` |
 | question/answer | `question`, `answer`, and perhaps `system` |
@@ -13,7 +14,8 @@
 """
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +30,23 @@ _ROLES = {
     "model": "assistant",
     "assistant": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "system": "system",
     "tool": "tool",
+    "tool_response": "tool",
     "function": "tool",
     "observation": "tool",
     "function_response": "tool",
 }
+# roles whose content is a tool call, or several, as JSON: LLaMA-Factory's and ms-swift's
+_CALLERS = ("function_call", "tool_call")
 # keys of a message that hold what it thinks before it speaks: DeepSeek's and Qwen's, GPT-OSS', OpenRouter's
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# keys of a message that say whether it is trained on: ours, axolotl's, OpenAI's, LLaMA-Factory's
-_OVERRIDES = ("train", "training", "weight", "loss_weight")
+# keys of a message that say whether it is trained on: ours, axolotl's, OpenAI's, LLaMA-Factory's, ms-swift's
+_OVERRIDES = ("train", "training", "weight", "loss_weight", "loss", "loss_scale")
+# columns of preference data: trl's and LLaMA-Factory's, ms-swift's, OpenAI's
+_PREFERENCES = ("rejected", "rejected_response", "non_preferred_output", "kto_tag")
+_MEDIA = ("images", "videos", "audios")
 
 
 @dataclass(frozen=True)
@@ -55,21 +64,30 @@ class Columns:
 class Conversation:
     """Messages as a chat template takes them, and for each whether it is trained on (None: as --train-on says).
 
-    tools: what the template is told of them, if anything.
+    tools: what the template is told of them, if anything. arguments: what else it is told, by name.
     """
 
     messages: list[dict[str, Any]]
     is_trained: list[bool | None]
     tools: list[Any] | None = None
+    arguments: dict[str, Any] | None = None
 
     @property
     def as_prompt_and_response(self) -> tuple[str, str] | None:
         """The texts of one question and its answer, if that is all there is."""
-        if [message["role"] for message in self.messages] != ["user", "assistant"]:
+        if [message["role"] for message in self.messages] != ["user", "assistant"] or self.tools or self.arguments:
             return None
         if any(message.get(key) for message in self.messages for key in ("reasoning_content", "tool_calls")):
             return None
         return self.messages[0]["content"], self.messages[1]["content"]
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Text without a chat template. prompt: what comes before it and has no loss; None where it is no answer."""
+
+    text: str
+    prompt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,7 @@ class Format:
 
     name: str
     columns: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], "Columns"], "Conversation | str"]
+    read: Callable[[Mapping[str, Any], "Columns"], "Conversation | PlainText"]
 
 
 class RowError(ValueError):
@@ -94,6 +112,8 @@ def find_format(row: Any, columns: Columns) -> Format:
     if not isinstance(row, dict):
         raise RowError(f"is no JSON object: {row!r:.80}")
     wanted = _named(columns) or FORMATS
+    if wanted is FORMATS:
+        _refuse_preferences(row)
     for candidate in wanted:
         if all(column in row for column in candidate.columns):
             return candidate
@@ -104,19 +124,32 @@ def find_format(row: Any, columns: Columns) -> Format:
     )
 
 
+def _refuse_preferences(row: dict[str, Any]) -> None:
+    """Answers that a model is to avoid are none to learn."""
+    found = [column for column in _PREFERENCES if column in row]
+    if "completion" in row and isinstance(row.get("label"), bool):
+        found.append("label")
+    if found:
+        raise RowError(
+            f"has the column {found[0]}: preference data, as DPO or KTO take it, and this is supervised fine-tuning; "
+            "leave the column out, or name those to train on with --prompt-column and --response-column, or "
+            "--messages-column"
+        )
+
+
 def _named(columns: Columns) -> list[Format]:
     """The format that the user's own column names ask for."""
     if columns.messages:
         return [Format("messages", (columns.messages,), _read_named_messages)]
     if columns.text:
-        return [Format("text", (columns.text,), lambda row, c: _text(row, c.text))]
+        return [Format("text", (columns.text,), lambda row, c: PlainText(_text(row, c.text)))]
     if columns.prompt or columns.response:
         prompt, response = columns.prompt or "prompt", columns.response or "response"
         return [Format("prompt/response", (prompt, response), _pair(prompt, response))]
     return []
 
 
-def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation | str":
+def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation | PlainText":
     """One row of a data set whose format is known.
 
     Raises:
@@ -155,6 +188,24 @@ def _pair(prompt: str, response: str) -> Callable[[Mapping[str, Any], Columns], 
     return read
 
 
+def _prompt_and_text(row: Mapping[str, Any], columns: Columns) -> Conversation | PlainText:
+    """trl's two forms of prompt and completion."""
+    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
+        return _prompt_and_completion(row, columns, "prompt", "completion")
+    beside = next((key for key in (columns.system or "system", "tools") if row.get(key)), None)
+    if beside is not None:
+        raise RowError(
+            f"has {beside} beside a prompt and completion of plain text, which have no place for it; --prompt-column "
+            "prompt --response-column completion reads them as question and answer"
+        )
+    return PlainText(_text(row, "completion"), _text(row, "prompt"))
+
+
+def _query(row: Mapping[str, Any], columns: Columns) -> Conversation:
+    messages = [*_history(row), _message("user", _text(row, "query")), _message("assistant", _text(row, "response"))]
+    return _conversation(row, columns, messages, [None] * len(messages))
+
+
 def _prompt_and_completion(row: Mapping[str, Any], columns: Columns, prompt: str, response: str) -> Conversation:
     """trl's conversational form: two lists of messages, of which the second alone is trained on."""
     before, given = _messages(row[prompt], prompt)
@@ -189,15 +240,16 @@ def _history(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _read_text(row: Mapping[str, Any], columns: Columns) -> str:
-    return _text(row, "text")
+def _read_text(row: Mapping[str, Any], columns: Columns) -> PlainText:
+    return PlainText(_text(row, "text"))
 
 
 FORMATS = [
     Format("messages", ("messages",), _read_messages),
     Format("sharegpt", ("conversations",), _read_sharegpt),
-    Format("prompt/completion", ("prompt", "completion"), _pair("prompt", "completion")),
+    Format("prompt/completion", ("prompt", "completion"), _prompt_and_text),
     Format("prompt/response", ("prompt", "response"), _pair("prompt", "response")),
+    Format("query/response", ("query", "response"), _query),
     Format("alpaca", ("instruction", "output"), _alpaca("input", "output")),
     Format("dolly", ("instruction", "response"), _alpaca("context", "response")),
     Format("question/answer", ("question", "answer"), _pair("question", "answer")),
@@ -215,38 +267,70 @@ def _conversation(
     if system and messages[0]["role"] != "system":
         messages = [_message("system", _text(row, columns.system or "system")), *messages]
         is_trained = [None, *is_trained]
-    tools = _tools(row.get("tools"))
-    return Conversation(messages, is_trained, tools)
+    media = next((key for key in _MEDIA if row.get(key)), None)
+    if media is not None:
+        raise RowError(f"has {media}, and only text is trained on")
+    arguments = _json(row.get("chat_template_kwargs"), "chat_template_kwargs", dict, "an object")
+    # functions is OpenAI's older name of tools
+    return Conversation(messages, is_trained, _tools(row.get("tools") or row.get("functions")), arguments)
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    """A list of them, or the JSON text of one, as tables have it."""
-    found = tools
-    if isinstance(tools, str) and tools.strip():
+    """A list of them, or the JSON text of one, as tables have it: each as templates take it, within `function`."""
+    found = _json(tools, "tools", list, "a list")
+    if found is None:
+        return None
+    objects = [_json(tool, "tools has an entry that", dict, "an object") or {} for tool in found]
+    return [
+        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool
+        for tool in objects
+    ]
+
+
+def _json(value: Any, name: str, kind: type, described: str) -> Any:
+    """A value of a kind, or its JSON text, as tables have it; None if there is none."""
+    found = value
+    if isinstance(value, str):
         try:
-            found = json.loads(tools)
+            found = json.loads(value) if value.strip() else None
         except ValueError as error:
-            raise RowError(f"tools is {tools!r:.80}, neither a list nor the JSON of one: {error}") from error
-    if found and not isinstance(found, list):
-        raise RowError(f"tools is {tools!r:.80}, not a list of them")
+            raise RowError(f"{name} is {value!r:.80}, neither {described} nor the JSON of one: {error}") from error
+    if found and not isinstance(found, kind):
+        raise RowError(f"{name} is {value!r:.80}, not {described}")
     return found or None
 
 
 def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
     if not isinstance(turns, list | tuple) or not turns:
         raise RowError(f"{column} is {turns!r:.80}, not a list of messages")
-    messages, is_trained = [], []
+    messages: list[dict[str, Any]] = []
+    is_trained: list[bool | None] = []
     for number, turn in enumerate(turns, start=1):
         place = f"{column}, message {number}"
         if not isinstance(turn, dict):
             raise RowError(f"{place} is {turn!r:.80}, not an object with role and content")
-        messages.append(_read_message(turn, place))
-        is_trained.append(_override(turn, place))
+        message, override = _read_message(turn, place), _override(turn, place)
+        if _continues_calls(turns, number - 1) and override == is_trained[-1]:
+            messages[-1]["tool_calls"] += message["tool_calls"]
+            continue
+        messages.append(message)
+        is_trained.append(override)
     return messages, is_trained
 
 
+def _continues_calls(turns: Sequence[Any], index: int) -> bool:
+    """Whether a turn is a call right after another one: ms-swift has each of parallel calls in a turn of its own."""
+    return index > 0 and all(
+        _role(turn) in _CALLERS and not turn.get("tool_calls") for turn in turns[index - 1 : index + 1]
+    )
+
+
+def _role(turn: Mapping[str, Any]) -> Any:
+    return turn.get("role", turn.get("from"))
+
+
 def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
-    role = turn.get("role", turn.get("from"))
+    role = _role(turn)
     if not isinstance(role, str):
         raise RowError(f"{place} has no role (or from); found: {', '.join(map(str, turn)) or 'nothing'}")
     content = turn.get("content", turn.get("value"))
@@ -254,6 +338,8 @@ def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not calls and turn.get("function_call"):  # OpenAI's older form of a single call
         calls = [turn["function_call"]]
     said = _read_content(content, place)
+    if role in _CALLERS and not calls and not said.calls:
+        said = _read_caller(said.text, f"{place}: {role}")
     if said.calls and calls:
         raise RowError(f"{place} has tool calls among the parts of its content and beside it; leave one of them out")
     reasoning = _reasoning(turn, place)
@@ -338,6 +424,20 @@ def _read_content(content: Any, place: str) -> _Content:
     return _Content("".join(said["text"]), "".join(said["reasoning"]), calls)
 
 
+def _read_caller(text: str, place: str) -> _Content:
+    """The content of a turn that is a call: one or a list of them as JSON, perhaps behind a thought."""
+    thought = re.match(r"\s*<think>(.*?)</think>", text, re.DOTALL)
+    written = text[thought.end() :] if thought else text
+    try:
+        calls = json.loads(written)
+    except ValueError as error:
+        raise RowError(f"{place} is no JSON ({error}): {written!r:.80}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls:
+        raise RowError(f"{place} has no call; an object with name and arguments would do")
+    return _Content("", thought[1].strip() if thought else "", tuple(calls))
+
+
 def _read_call(text: str, place: str) -> dict[str, Any]:
     """A part with a tool call: JSON with the name of a function and its arguments."""
     try:
@@ -350,6 +450,8 @@ def _read_call(text: str, place: str) -> dict[str, Any]:
 
 
 def _override(turn: Mapping[str, Any], place: str) -> bool | None:
+    if turn.get("train_detail"):
+        raise RowError(f"{place}: train_detail: parts of a message are not trained on by themselves")
     for key in _OVERRIDES:
         value = turn.get(key)
         if value is None:

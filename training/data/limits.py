@@ -12,37 +12,53 @@ from typing import Any
 from jinja2 import Environment
 
 SECONDS = 10
+"""Of CPU time, for a conversation of a few messages."""
 _HEADROOM = 2**30
 
 
+class TooMuch(BaseException):
+    """Ends what is inside `bounded`: nothing in there may take it for a template's refusal. Says what was exceeded."""
+
+
 @contextmanager
-def bounded() -> Iterator[None]:
-    """Let what is inside take SECONDS, and 1 GiB of address space more than there is. Linux, and the main thread, which
-    is the one that can be interrupted; elsewhere without bounds.
+def bounded(num_messages: int = 1) -> Iterator[None]:
+    """Let what is inside take SECONDS of CPU time, and a twentieth of one for each message, and 1 GiB of address space
+    more than there is. Linux, and the main thread, which is the one that can be interrupted; elsewhere without bounds.
 
     Raises:
-        TimeoutError, MemoryError: it took more.
+        ValueError: it took more.
     """
+    seconds = SECONDS + num_messages / 20
+    try:
+        with _limits(seconds):
+            yield
+    except (TooMuch, MemoryError) as error:
+        what = "1 GiB of memory" if isinstance(error, MemoryError) else error
+        raise ValueError(f"the chat template takes more than {what}") from error
+
+
+@contextmanager
+def _limits(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not Path("/proc/self/statm").exists():
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     most = pages * resource.getpagesize() + _HEADROOM
-    handler = signal.signal(signal.SIGALRM, _out_of_time)
-    # again each second: what is inside may catch the first
-    signal.setitimer(signal.ITIMER_REAL, SECONDS, 1)
+
+    def out_of_time(*_: Any) -> None:
+        raise TooMuch(f"{seconds:.0f} seconds of CPU time")
+
+    handler = signal.signal(signal.SIGPROF, out_of_time)
+    # again each second: the first may fall where an exception is of no effect, as in a finalizer
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1)
     resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGALRM, handler)
-
-
-def _out_of_time(*_: Any) -> None:
-    raise TimeoutError(f"it took more than {SECONDS} seconds")
+        signal.signal(signal.SIGPROF, handler)
 
 
 def check_template(template: Any) -> None:

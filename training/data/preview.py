@@ -74,7 +74,8 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
 
 def describe(origin: Any) -> str:
     """One data set in words."""
-    parts = [f"{origin.format}, {_count(origin.rows, 'row')}"]
+    without = ", without a chat template" if origin.is_plain and origin.format != "text" else ""
+    parts = [f"{origin.format}{without}, {_count(origin.rows, 'row')}"]
     if origin.without_target:
         parts.append(f"{origin.without_target:,} left out with nothing to learn")
     if origin.used < origin.rows - origin.without_target:

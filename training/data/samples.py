@@ -6,22 +6,29 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe import ExpertMeshError
+from training.data.cache import cache_error, filling_cache
 from training.data.chat import TrainOn, beginning, render, tokenize
-from training.data.files import DatasetSpec, RowSource, SampleBy, open_rows, parse_datasets
-from training.data.formats import Columns, Conversation, Format, RowError, find_format, read_row
+from training.data.files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
+from training.data.formats import Columns, Conversation, Format, PlainText, RowError, find_format, read_row
+from training.data.progress import Progress, count
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 3
+_VERSION = 4
 # one process tokenises this many rows in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
 _BATCH_BYTES = 64 * 2**20
+
+Tokens = tuple[list[int], list[bool]]
+"""Tokens, and whether each is trained on."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,19 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Origin:
-    """What became of one data set: its rows, those with nothing to learn (left out), those cut, those then used."""
+    """What became of one data set: its rows, those with nothing to learn (left out), those cut, those then used.
+
+    is_plain: whether no chat template was used. endless: samples that are not cut in which no special token is trained
+    on, so that nothing in them teaches the model to end.
+    """
 
     name: str
     format: str
+    is_plain: bool
     rows: int
     without_target: int
     cut: int
+    endless: int
     used: int
 
 
@@ -103,7 +116,9 @@ def _column(dataset: Any, name: str) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOptions, seed: int) -> Samples:
+def load_samples(
+    flag: str, entries: list[str], tokenizer: Any, options: DataOptions, seed: int, tells: bool = False
+) -> Samples:
     """Read and tokenise data sets, and mix them if they have weights.
 
     Args:
@@ -112,6 +127,7 @@ def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOpt
         tokenizer: a fast one, its chat template set (see `set_chat_template`).
         options: how rows become tokens.
         seed: of the choice of rows where weights leave some out.
+        tells: whether to say on standard error how far it is.
 
     Raises:
         ExpertMeshError: a data set is missing, empty or malformed (with the line), a row has none of the known formats
@@ -120,12 +136,9 @@ def load_samples(flag: str, entries: list[str], tokenizer: Any, options: DataOpt
     if not tokenizer.is_fast:
         raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, which cannot tell where its tokens stand")
     specs = parse_datasets(flag, entries)
-    parts = [
-        _tokenised(
-            open_rows(flag, spec.name, options.hub_config, options.split, options.sample_by), flag, tokenizer, options
-        )
-        for spec in specs
-    ]
+    sources = [open_rows(flag, spec.name, options.hub_config, options.split, options.sample_by) for spec in specs]
+    with filling_cache() as cache:
+        parts = [_tokenised(source, flag, tokenizer, options, cache, tells) for source in sources]
     return _mix(flag, specs, parts, seed)
 
 
@@ -167,31 +180,36 @@ def _shuffled(number: int, seed: int) -> list[int]:
     return order
 
 
-def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOptions) -> Samples:
+def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOptions, cache: Path, tells: bool) -> Samples:
     """One data set, without the samples that have nothing to learn."""
-    from datasets import Dataset
+    from datasets import Dataset, Features, Value
+    from datasets.features import List
 
-    try:
-        rows = Dataset.from_generator(
-            _records,
-            gen_kwargs={"source": source, "flag": flag, "columns": options.columns},
-            fingerprint=_fingerprint(source.version, asdict(options.columns)),
-        )
-    except Exception as error:
-        raise _own_error(error) from None
+    lists: Any = {name: List(Value(kind)) for name, kind in (("tokens", "int32"), ("is_trained", "bool"))}
+    numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
+    flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless")}
+
     settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
     backend = tokenizer.backend_tokenizer.to_str()
     specials = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template]
     try:
-        tokens = rows.map(
-            _tokenize_batch(tokenizer, options),
-            batched=True,
-            batch_size=_batch_size(rows),
-            remove_columns=rows.column_names,
-            num_proc=_workers(len(rows), options.num_workers),
-            new_fingerprint=_fingerprint(rows._fingerprint, settings, backend, specials),
-            desc=f"tokenising {source.name}",
-        )
+        with Progress(f"reading {source.name}", None, tells, cache) as progress:
+            # what is counted stays out of the arguments, of which `datasets` makes the directory's name
+            rows = Dataset.from_generator(
+                partial(_records, source, flag, options.columns, progress.counter),
+                cache_dir=str(cache),
+                fingerprint=_fingerprint(source.version, asdict(options.columns)),
+            )
+        with Progress(f"tokenizing {source.name}", len(rows), tells, cache) as progress:
+            tokens = rows.map(
+                _tokenize_batch(tokenizer, options, progress.counter),
+                batched=True,
+                batch_size=_batch_size(rows),
+                remove_columns=rows.column_names,
+                features=Features(lists | numbers | flags),
+                num_proc=_workers(len(rows), options.num_workers),
+                new_fingerprint=_fingerprint(rows._fingerprint, settings, backend, specials),
+            )
     except Exception as error:
         raise _own_error(error) from None
     targets, is_cut = _column(tokens, "num_targets"), _column(tokens, "is_cut")
@@ -203,9 +221,11 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
     origin = Origin(
         source.name,
         rows[0]["format"],
+        is_plain=bool(options.prompt_template) or rows[0]["is_plain"],
         rows=len(rows),
         without_target=len(rows) - len(learnable),
         cut=int(is_cut.sum()),
+        endless=int((_column(tokens, "is_endless")[learnable]).sum()),
         used=len(learnable),
     )
     return Samples(tokens if len(learnable) == len(tokens) else tokens.select(learnable), [origin])
@@ -216,11 +236,11 @@ def _fingerprint(*parts: Any) -> str:
 
 
 def _own_error(error: BaseException) -> BaseException:
-    """`datasets` wraps what a generator or a worker raises."""
+    """`datasets` wraps what a generator or a worker raises, and what goes wrong while the cache is written."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ExpertMeshError):
+    while cause is not None and not isinstance(cause, ExpertMeshError | OSError):
         cause = cause.__cause__
-    return cause or error
+    return cache_error(cause) if isinstance(cause, OSError) else cause or error
 
 
 def _batch_size(rows: Any) -> int:
@@ -234,14 +254,21 @@ def _workers(num_rows: int, wanted: int | None) -> int | None:
     return number if number > 1 else None
 
 
-def _records(source: RowSource, flag: str, columns: Columns) -> Iterator[dict[str, str]]:
+def _records(source: RowSource, flag: str, columns: Columns, counter: str = "") -> Iterator[dict[str, Any]]:
     """Rows in a form that no schema can spoil: their place, their format, and what they say, as JSON."""
     found: Format | None = None
-    for place, row in source.read():
+    is_plain: bool | None = None
+    for number, (place, row) in enumerate(_read(source, flag), start=1):
+        if counter and number % 100 == 0:
+            count(counter, 100)
         try:
             found = found or find_format(row, columns)
             said = read_row(row, found, columns)
-            content = json.dumps(said if isinstance(said, str) else asdict(said))
+            is_plain = isinstance(said, PlainText) if is_plain is None else is_plain
+            if is_plain != isinstance(said, PlainText):
+                here, before = ("messages", "plain text") if is_plain else ("plain text", "messages")
+                raise RowError(f"has {here}, and those before it {before}; put them into files of their own")
+            content = json.dumps(vars(said))
         except (RowError, TypeError) as error:
             raise ExpertMeshError(f"{place} {error}") from error
         except RecursionError as error:
@@ -249,9 +276,16 @@ def _records(source: RowSource, flag: str, columns: Columns) -> Iterator[dict[st
         # JSON can write half of a surrogate pair, which is no character and has no token
         if _SURROGATE.search(content) and not _is_text(json.loads(content)):
             raise ExpertMeshError(f"{place} has a lone surrogate, which is no character: its text was cut or damaged")
-        yield {"place": place, "format": found.name, "content": content}
+        yield {"place": place, "format": found.name, "is_plain": is_plain, "content": content}
     if found is None:
         raise ExpertMeshError(f"{flag} {source.name}: has no rows")
+
+
+def _read(source: RowSource, flag: str) -> Iterator[PlacedRow]:
+    try:
+        yield from source.read()
+    except OSError as error:
+        raise ExpertMeshError(f"{flag} {source.name}: cannot be read: {error}") from error
 
 
 def _is_text(value: Any) -> bool:
@@ -263,46 +297,84 @@ def _is_text(value: Any) -> bool:
     return not (isinstance(value, str) and re.search("[\ud800-\udfff]", value))
 
 
-def _tokenize_batch(tokenizer: Any, options: DataOptions) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
-    longest = options.max_seq_length
-
-    def as_tokens(place: str, said: Any) -> tuple[list[int], list[bool]] | None:
-        """What needs no chat template; None for what does."""
-        if isinstance(said, str):
-            tokens = _with_end(tokenizer, tokenizer(beginning(tokenizer, said, longest))["input_ids"])
-            return tokens, [True] * len(tokens)
-        if not options.prompt_template:
-            return None
-        pair = Conversation(**said).as_prompt_and_response
-        if pair is None:
-            raise ExpertMeshError(f"{place}: --prompt-template is for one question and its answer; this row has more")
-        question, answer = (beginning(tokenizer, text, longest) for text in pair)
-        prompt = prompt_tokens(tokenizer, options.prompt_template, question)
-        response = _with_end(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
-        return prompt + response, [options.train_on == "all"] * len(prompt) + [True] * len(response)
+def _tokenize_batch(
+    tokenizer: Any, options: DataOptions, counter: str
+) -> Callable[[dict[str, list[Any]]], dict[str, list[Any]]]:
+    ends = _special_ids(tokenizer)
 
     def tokenize_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        results: list[tuple[list[int], list[bool]] | None] = []
+        results: list[Tokens | None] = []
         rendered = []
-        for place, content in zip(batch["place"], batch["content"], strict=True):
+        for place, is_plain, content in zip(batch["place"], batch["is_plain"], batch["content"], strict=True):
             said = json.loads(content)
-            results.append(as_tokens(place, said))
-            if results[-1] is None:
-                try:
+            try:
+                if options.prompt_template and not (is_plain and said["prompt"] is None):
+                    results.append(_in_prompt_template(tokenizer, is_plain, said, options))
+                elif is_plain:
+                    results.append(_plain_tokens(tokenizer, PlainText(**said), options))
+                else:
+                    results.append(None)
                     rendered.append(render(tokenizer, Conversation(**said), options.train_on))
-                except ValueError as error:
-                    raise ExpertMeshError(f"{place}: {error}") from error
-        templated = iter(tokenize(tokenizer, rendered, longest))
-        return _table([result or next(templated) for result in results], longest)
+            except ValueError as error:
+                raise ExpertMeshError(f"{place}: {error}") from error
+        templated = iter(tokenize(tokenizer, rendered, options.max_seq_length))
+        count(counter, len(results))
+        return _table([result or next(templated) for result in results], options.max_seq_length, ends)
 
     return tokenize_batch
 
 
+def _special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that can end an answer: all special ones but that which begins a text."""
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    begins = set() if tokenizer.bos_token_id == tokenizer.eos_token_id else {tokenizer.bos_token_id}
+    return (added | set(tokenizer.all_special_ids)) - begins
+
+
+def _plain_tokens(tokenizer: Any, said: PlainText, options: DataOptions) -> Tokens:
+    """Text as it stands, between the special tokens that the tokenizer puts around it, and one that ends it.
+
+    Of a prompt and a completion, which are one text, the completion alone is trained on, as in trl.
+    """
+    prompt = said.prompt or ""
+    tokens, ends = _encode(tokenizer, beginning(tokenizer, prompt + said.text, options.max_seq_length))
+    tokens = _with_end(tokenizer, tokens)
+    trains_all = options.train_on == "all" or said.prompt is None
+    # a token belongs where its last character does, and those behind the text to its end
+    inside = [trains_all or end > len(prompt) for end in ends]
+    return tokens, inside + [True] * (len(tokens) - len(inside))
+
+
+def _in_prompt_template(tokenizer: Any, is_plain: bool, said: dict[str, Any], options: DataOptions) -> Tokens:
+    """A question in the template and its answer, each trained on as its message or else --train-on says."""
+    is_trained: list[bool | None] = [None, None] if is_plain else said["is_trained"]
+    pair = (said["prompt"], said["text"]) if is_plain else Conversation(**said).as_prompt_and_response
+    if pair is None:
+        beside = ": it has tools, which only a chat template can write" if said["tools"] else ""
+        raise ValueError(f"--prompt-template is for one question and its answer; this row has more{beside}")
+    question, answer = (beginning(tokenizer, text, options.max_seq_length) for text in pair)
+    prompt = prompt_tokens(tokenizer, options.prompt_template, question)
+    response = _with_end(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    on_prompt = is_trained[0] if is_trained[0] is not None else options.train_on == "all"
+    return prompt + response, [on_prompt] * len(prompt) + [is_trained[1] is not False] * len(response)
+
+
 def prompt_tokens(tokenizer: Any, template: str, prompt: str) -> list[int]:
     """The template with the prompt in the place of {prompt}, and the special tokens that usually precede a text."""
-    text = template.replace("\\n", "\n").replace("{prompt}", prompt)
-    tokens: list[int] = tokenizer(text)["input_ids"]
+    tokens, _ = _encode(tokenizer, template.replace("\\n", "\n").replace("{prompt}", prompt))
     return tokens[:-1] if tokens[-1:] == [tokenizer.eos_token_id] else tokens
+
+
+def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Tokens of a text, with the special ones that the tokenizer adds, and where in the text each ends: those that are
+    added behind it do so beyond its end. A text that begins with BOS or ends with EOS gets no second one."""
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    tokens, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    own = [at for at, (begin, end) in enumerate(offsets) if begin < end] or [len(tokens)]
+    ends = [end if at <= own[-1] else len(text) + 1 for at, (_, end) in enumerate(offsets)]
+    first = 1 if own[0] == 1 and tokens[:2] == [tokenizer.bos_token_id] * 2 else 0
+    last = -1 if own[-1] == len(tokens) - 2 and tokens[-2:] == [tokenizer.eos_token_id] * 2 else None
+    return tokens[first:last], ends[first:last]
 
 
 def _with_end(tokenizer: Any, tokens: list[int]) -> list[int]:
@@ -310,14 +382,18 @@ def _with_end(tokenizer: Any, tokens: list[int]) -> list[int]:
     return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
 
-def _table(results: list[tuple[list[int], list[bool]]], max_length: int) -> dict[str, list[Any]]:
-    table: dict[str, list[Any]] = {"tokens": [], "is_trained": [], "length": [], "num_targets": [], "is_cut": []}
+def _table(results: list[Tokens], max_length: int, ends: set[int]) -> dict[str, list[Any]]:
+    names = ("tokens", "is_trained", "length", "num_targets", "is_cut", "is_endless")
+    table: dict[str, list[Any]] = {name: [] for name in names}
     for tokens, is_trained in results:
         kept, trained = tokens[:max_length], is_trained[:max_length]
+        is_cut = len(kept) < len(tokens)
         table["tokens"].append(kept)
         table["is_trained"].append(trained)
         table["length"].append(len(kept))
         # nothing comes before the first token, so nothing can predict it
         table["num_targets"].append(sum(trained[1:]))
-        table["is_cut"].append(len(kept) < len(tokens))
+        table["is_cut"].append(is_cut)
+        taught = (token for token, inside in zip(kept[:0:-1], trained[:0:-1], strict=True) if inside)
+        table["is_endless"].append(not is_cut and not any(token in ends for token in taught))
     return table

@@ -4,6 +4,7 @@ Templates say what to write, not what they have written, so it is found out by a
 message, without what comes after it, with the words that ask for an answer.
 """
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from training.data.formats import Conversation
+from training.data.limits import TooMuch
 
 # begins and ends with a character for private use, so that it shares neither end with what it stands for
 _OTHER_WORDS = "\ue000other words\ue000"
@@ -40,18 +42,19 @@ class Written:
 
     def __init__(self, tokenizer: Any, conversation: Conversation):
         self._tokenizer = tokenizer
-        self._tools = conversation.tools
+        self._tools, self._arguments = conversation.tools, conversation.arguments or {}
+        _check_variables(tokenizer, self._arguments)
         self._known_words: dict[tuple[int, bool], _Words] = {}
-        self.messages = [_with_reasoning(message, message.get(_REASONING[0])) for message in conversation.messages]
+        self.messages = [with_reasoning(message, message.get(_REASONING[0])) for message in conversation.messages]
         try:
-            self.text = self._write(self.messages)
+            self.text = self.write(self.messages)
         except Exception as error:
             refused = ValueError(f"the chat template refuses this conversation: {error}")
             if not any(message.get("tool_calls") for message in self.messages):
                 raise refused from error
             self.messages = [_with_arguments(message, _as_text) for message in self.messages]
             try:
-                self.text = self._write(self.messages)
+                self.text = self.write(self.messages)
             except Exception:
                 raise refused from error
 
@@ -103,10 +106,14 @@ class Written:
         reasoning = self.messages[index].get(_REASONING[0])
         return isinstance(reasoning, str) and bool(reasoning.strip()) and self._with_other_reasoning(index) == self.text
 
-    def _write(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages, tools=self._tools, tokenize=False, add_generation_prompt=prompt
-        )
+    def write(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        """Other messages in the template, perhaps with the words that ask for a further answer."""
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=self._tools, tokenize=False, add_generation_prompt=prompt, **self._arguments
+            )
+        except MemoryError as error:
+            raise TooMuch("1 GiB of memory") from error
 
     def _with(self, index: int, message: dict[str, Any], following: int) -> str:
         """The text with another message at `index` and after it those from `following` on.
@@ -115,7 +122,7 @@ class Written:
             ValueError: the template refuses it.
         """
         try:
-            return self._write([*self.messages[:index], message, *self.messages[following:]])
+            return self.write([*self.messages[:index], message, *self.messages[following:]])
         except Exception as error:
             raise ValueError(
                 f"the chat template refuses this conversation with other words in message {index + 1}, so that it "
@@ -126,7 +133,7 @@ class Written:
         message = self.messages[index]
         if not message.get(_REASONING[0]):
             return self.text
-        return self._with(index, _with_reasoning(message, _OTHER_WORDS), index + 1)
+        return self._with(index, with_reasoning(message, _OTHER_WORDS), index + 1)
 
     def _words(self, index: int, keeps_reasoning: bool = False) -> _Words:
         """Where the text changes when the message says something else in place of its content, its tool calls and,
@@ -190,8 +197,8 @@ class Written:
         if answers and index == 0:  # there is nothing before it to ask for an answer
             return None
         try:
-            before = self._write(self.messages[:index], answers) if index > 0 else ""
-            through = self._write(self.messages[: index + 1])
+            before = self.write(self.messages[:index], answers) if index > 0 else ""
+            through = self.write(self.messages[: index + 1])
         except Exception:
             return None
         if not (self.text.startswith(through) and through.startswith(before)):
@@ -208,7 +215,7 @@ class Written:
         if index == 0 or self.messages[index]["role"] != "assistant":
             return None
         try:
-            before, asking = (self._write(self.messages[:index], prompt) for prompt in (False, True))
+            before, asking = (self.write(self.messages[:index], prompt) for prompt in (False, True))
         except Exception:
             return None
         prompt = asking.removeprefix(before)
@@ -237,7 +244,7 @@ class Written:
         token = self._special_token.match(self.text, end)
         try:
             answers = self.messages[index]["role"] == "assistant"
-            own = self._last_tokens(self._write(self.messages[: index + 1])) if answers else []
+            own = self._last_tokens(self.write(self.messages[: index + 1])) if answers else []
         except Exception:
             own = []
         if not own:
@@ -265,7 +272,18 @@ class Written:
         return re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
 
 
-def _with_reasoning(message: dict[str, Any], reasoning: Any) -> dict[str, Any]:
+def _check_variables(tokenizer: Any, arguments: dict[str, Any]) -> None:
+    """A record tells the template more, and not transformers what to do: to render another template, say.
+
+    Raises:
+        ValueError: one of them is no variable of the template.
+    """
+    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"} if arguments else set()
+    if name := next((name for name in arguments if name in own), None):
+        raise ValueError(f"chat_template_kwargs has {name}, which is no variable of a chat template; leave it out")
+
+
+def with_reasoning(message: dict[str, Any], reasoning: Any) -> dict[str, Any]:
     return {**message, **dict.fromkeys(_REASONING, reasoning)} if reasoning else message
 
 
@@ -290,5 +308,9 @@ def _others(arguments: Any) -> Any:
 
 
 def _common_length(a: str, b: str) -> int:
-    """Length of the longest beginning that both have."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    """Length of the longest beginning that both have, found by halves."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low

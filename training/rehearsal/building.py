@@ -49,6 +49,9 @@ def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal
     attach_loss_head(model, "full" if config.cross_entropy == "full" else "chunked")
     if config.optim == "adamw_bf16":
         set_parameter_dtype(model, torch.bfloat16)
+        if config.adapter == "none" and model_config.dtype != torch.bfloat16:
+            # as a checkpoint of that dtype has them (see `checkpoints.load.hold_exactly`)
+            set_parameter_dtype(model, torch.float32, frozen_alone=True)
     elif config.holds_base_in_bf16:
         set_parameter_dtype(model, torch.bfloat16, frozen_alone=True)
     return model

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from moe import ExpertMeshError, ParameterCounts
+from moe import Attention, ExpertMeshError, ParameterCounts
 from moe.whole import whole
 from sharding.planner.measured import (
     LayerParameters,
@@ -167,7 +167,8 @@ def _parameters(told: dict[str, Any]) -> ModelParameters:
         return tuple(Parameter(**parameter) for parameter in parameters)
 
     kinds = tuple(LayerParameters(each(kind["dense"]), each(kind["experts"])) for kind in told["kinds"])
-    counts = ParameterCounts(**told["counts"])
+    attention = tuple(Attention(**kind) for kind in told["counts"]["attention"])
+    counts = ParameterCounts(**{**told["counts"], "attention": attention})
     rest = {name: told[name] for name in ("buffers", "num_experts", "top_k")}
     return ModelParameters(kinds, tuple(told["layers"]), each(told["root"]), counts=counts, **rest)
 

@@ -80,7 +80,9 @@ def _plain(value: Any, prefix: str) -> Any:
     if isinstance(value, dict):
         return tuple((_plain(key, prefix), _plain(entry, prefix)) for key, entry in value.items())
     if is_dataclass(value) and not isinstance(value, type):
-        return (type(value), tuple(_plain(getattr(value, entry.name), prefix) for entry in fields(value)))
+        # not by the object's own way of being read, which a config refuses for what differs by layer
+        held = (object.__getattribute__(value, entry.name) for entry in fields(value))
+        return (type(value), tuple(_plain(entry, prefix) for entry in held))
     return getattr(value, "__qualname__", type(value))
 
 

@@ -7,18 +7,17 @@ that is computed in, as FSDP has gathered them. What FSDP does beside is arithme
 Shape suffixes: e experts of this rank, R rows for them.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers import masking_utils
 
@@ -29,6 +28,7 @@ import moe.products
 import moe.quantised
 import sharding.context
 from moe import (
+    ExpertMeshError,
     ParameterCounts,
     count_parameters,
     decoder_layers,
@@ -39,6 +39,7 @@ from moe import (
 )
 from moe.dispatch import AllToAllDispatcher, LocalDispatcher
 from moe.gpu import rehearsing_gpu
+from moe.model import fp32_parameters
 from moe.products import even
 from moe.routing import RouterStats
 from sharding import RowGroup, parameters_of
@@ -47,12 +48,9 @@ from sharding.offloading import offload_inputs
 from sharding.planner.measured import (
     LayerParameters,
     Mark,
-    Measured,
     MeasuredModel,
     ModelParameters,
     Parameter,
-    Span,
-    Stretch,
     Workload,
 )
 from sharding.topology import rows_of
@@ -60,12 +58,28 @@ from training.balance import LossWeights
 from training.config import TrainConfig
 from training.data import Batch, SharedRows
 from training.optimizer import muon_parts, state_bytes
+from training.rehearsal.fake import FakeTensors
 from training.rehearsal.kinds import kinds_of_layers
 from training.rehearsal.live import LiveTensors
+from training.rehearsal.loops import (
+    Given,
+    How,
+    Loop,
+    looping_functions,
+    loops_at,
+    loops_between,
+    replacing,
+    without_graph,
+)
 from training.rehearsal.parts import Parts
 from training.rehearsal.recorder import Event, Recorder, recording_triton
-from training.rehearsal.world import Splits, _fused_attention
+from training.rehearsal.spans import Seen, Tape, between
+from training.rehearsal.world import Splits, _fused_attention, what_failed
 from training.step import token_loss_sum
+
+Part = int | Literal["root"]
+"""A kind of decoder layer, or what is around the layers."""
+T = TypeVar("T")
 
 
 class Measurer:
@@ -90,10 +104,15 @@ class Measurer:
         self.weights = LossWeights(config.router_aux_loss_coef or 0.0, config.router_z_loss_coef)
         self.num_experts, self.top_k = moe_shape(model).num_experts, moe_shape(model).top_k
         self.parts = Parts(model)
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.around: dict[Any, tuple[dict[int, _Call], Measured]] = {}
+        self.fake = FakeTensors()
+        self.calls: dict[Workload, dict[int, _Call]] = {}
+        self.seen: dict[tuple[Part, Workload], Seen] = {}
+        firsts = [self.layers[number] for number in self.first]
+        self.looping = looping_functions(module for layer in firsts for module in layer.modules())
+        self.loops: dict[Any, list[Loop]] = {}
         # read before the model's parameters are exchanged for those of a rank
         self.parameters = _parameters(model, self.layers, self.kinds, config, counts)
+        self.kept = set(fp32_parameters(model).values())
         self.whole = [
             (module, name, parameter)
             for module in self._measured_modules()
@@ -108,19 +127,92 @@ class Measurer:
         yield from (module for module in self.model.modules() if module not in left_out)
 
     def __call__(self, workload: Workload) -> MeasuredModel:
-        """One forward and backward of a rank."""
+        """One forward and backward of a rank.
+
+        Raises:
+            ExpertMeshError: an operator fails, as it would in training.
+        """
         assert workload.cp_size == self.config.cp_size, "the model was built to share rows so"
         # made once in a process: not of tensors that hold no memory
         moe.quantised.nf4_pairs(torch.device("cpu"))
-        with rehearsing_gpu() if workload.device == "cuda" else nullcontext(), self.fake:
-            return _Measurement(self, workload).run()
+        parts: list[Part] = [*range(len(self.first)), "root"]
+        found = {part: self._known(part, workload) for part in parts}
+        missing = [part for part, seen in found.items() if seen is None]
+        if missing:
+            for part, seen in self._measured(missing, workload).items():
+                self.seen[part, self._scope(part, workload)] = found[part] = seen
+        *kinds, root = (seen.measured() for seen in found.values() if seen is not None)
+        return MeasuredModel(tuple(kinds), root)
+
+    def _measured(self, parts: Sequence[Part], workload: Workload) -> dict[Part, Seen]:
+        try:
+            with rehearsing_gpu() if workload.device == "cuda" else nullcontext(), self.fake:
+                loops = self._loops(_without_experts(workload))
+                return _Measurement(self, workload, loops).run(parts)
+        except ExpertMeshError:
+            raise
+        except Exception as error:
+            dtype = "bf16" if workload.bf16 else "fp32"
+            where = what_failed(error, self.parts)
+            raise ExpertMeshError(f"a step of {type(self.model).__name__} in {dtype} fails{where}") from error
+
+    def _scope(self, part: Part, workload: Workload) -> Workload:
+        """As it matters to a part: nothing of experts to a layer without them, nor of what layers keep to what is
+        around them."""
+        if part == "root":
+            return _around(workload)
+        return workload if moe_layers(self.layers[self.first[part]]) else _without_experts(workload)
+
+    def _known(self, part: Part, workload: Workload) -> Seen | None:
+        """What was seen of it, or follows from what was seen with fewer and with more sequences."""
+        scope = self._scope(part, workload)
+        if (part, scope) in self.seen:
+            return self.seen[part, scope]
+        others = [
+            (other.micro_batch, seen)
+            for (of, other), seen in self.seen.items()
+            if of == part and _one_sequence(other) == _one_sequence(scope)
+        ]
+        nearest = _nearest(others, scope.micro_batch)
+        return nearest and between(*nearest)
+
+    def _known_loops(self, workload: Workload) -> list[Loop] | None:
+        """Those that follow from what is told with fewer and with more sequences."""
+        others = [
+            (other.micro_batch, loops)
+            for other, loops in self.loops.items()
+            if _one_sequence(other) == _one_sequence(workload)
+        ]
+        nearest = _nearest(others, workload.micro_batch)
+        return nearest and loops_between(*nearest)
+
+    def _loops(self, workload: Workload) -> "list[Loop]":
+        """What is told of functions that loop over tokens, which nothing of the workload but its tokens decides on."""
+        workload = _around(workload)
+        if not self.looping:
+            return []
+        if workload not in self.loops and (known := self._known_loops(workload)) is not None:
+            self.loops[workload] = known
+        if workload not in self.loops:
+
+            def given_at(length: int) -> list[Given]:
+                whole = length * workload.cp_size
+                short = replace(
+                    workload, seq_length=whole, targets=min(workload.targets, workload.micro_batch * length)
+                )
+                return _Measurement(self, short, []).given()
+
+            length = workload.seq_length // workload.cp_size
+            self.loops[workload] = loops_at(length, given_at, lambda: _Recorder(self.parts))
+        return self.loops[workload]
 
 
 class _Measurement:
     """Of one workload."""
 
-    def __init__(self, measurer: Measurer, workload: Workload):
+    def __init__(self, measurer: Measurer, workload: Workload, loops: Sequence[Loop]):
         self.of = measurer
+        self.loops = loops
         self.model, self.layers = measurer.model, measurer.layers
         self.workload = workload
         self.dtype = torch.bfloat16 if workload.bf16 else torch.float32
@@ -138,6 +230,7 @@ class _Measurement:
                 own = module in experts
                 rows = whole.shape[0] // self.workload.ep_size if own else None
                 is_cast = whole.is_floating_point() and (not own or self.workload.experts_gathered)
+                is_cast = is_cast and whole not in self.of.kept
                 shape = whole.shape if rows is None else (rows, *whole.shape[1:])
                 tensor = torch.empty(shape, dtype=self.dtype if is_cast else whole.dtype)
                 made[whole] = nn.Parameter(tensor, whole.requires_grad)
@@ -154,16 +247,48 @@ class _Measurement:
             layer.mlp.working = type(layer.mlp.working)()
             layer.mlp.working.are_kept = self.workload.keeps_casts
 
-    def run(self) -> MeasuredModel:
-        w = self.workload
-        # around the layers all is the same whatever is in them
-        around = (w.micro_batch, w.seq_length, w.cp_size, w.targets, w.bf16, w.device)
+    def run(self, parts: Iterable[Part]) -> dict[Part, Seen]:
+        """What each of these parts does."""
+        around = _around(self.workload)
         with self._told():
-            if around not in self.of.around:
-                calls = self._calls()
-                self.of.around[around] = calls, self._root(calls)
-            calls, root = self.of.around[around]
-            return MeasuredModel(tuple(self._layer(kind, calls) for kind in range(len(self.of.first))), root)
+            if around not in self.of.calls:
+                self.of.calls[around] = self._calls()
+            calls = self.of.calls[around]
+            return {part: self._root(calls) if part == "root" else self._layer(part, calls) for part in parts}
+
+    def given(self) -> list[Given]:
+        """How the first layer of each kind calls looping functions."""
+        found: list[tuple[Given, list[StorageWeakRef]]] = []
+
+        def note(function: Any, *args: Any, **kwargs: Any) -> Any:
+            storages = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            found.append((Given.of(function, args, kwargs), [StorageWeakRef(storage) for storage in storages]))
+            return without_graph(function, args, kwargs)
+
+        given: dict[Any, Given] = {}
+        with self._told():
+            calls = self._calls()
+            with self._recording([]), replacing(self.of.looping, note):
+                for kind, number in enumerate(self.of.first):
+                    args, kwargs = calls[kind].arguments(torch.zeros((), requires_grad=True), self.dtype)
+                    out = self.layers[number](*args, **kwargs)
+                    del args, kwargs
+                    for each, storages in found:
+                        told = each.with_held(storages)
+                        given.setdefault((told.form, told.layouts, told.learned), told)
+                    found.clear()
+                    del out
+        return [each for each in given.values() if each.is_plain]
+
+    def _call_looping(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a function that loops: what is told of it, or else itself."""
+        assert self.recorder is not None
+        given = Given.of(function, args, kwargs)
+        loop = next((loop for loop in self.loops if loop.takes(given)), None)
+        if loop is None:
+            return function(*args, **kwargs)
+        again: How = "again" if self.of.parts.here().is_recomputed else "to be again"
+        return loop(self.recorder, "first" if self.workload.checkpointing == "none" else again, args, kwargs)
 
     def _calls(self) -> dict[int, "_Call"]:
         """How the model calls the first layer of each kind, and what that gives."""
@@ -186,7 +311,7 @@ class _Measurement:
             take_stats(self.layers[number])
         return found
 
-    def _root(self, calls: dict[int, "_Call"]) -> Measured:
+    def _root(self, calls: dict[int, "_Call"]) -> Seen:
         """What is around the layers, each of which only gives tensors of the right shapes."""
         numbers = {layer: number for number, layer in enumerate(self.layers)}
         last = len(self.layers) - 1
@@ -204,12 +329,12 @@ class _Measurement:
                 number = numbers[layer]
                 if number == 0:
                     tape.cut("start")
-                    tape.kept = tape.level - sum(t.nbytes for t in _carried(args, kwargs))
+                    tape.note(("keep",), sum(t.nbytes for t in _carried(args, kwargs)))
 
                 def returning(grads: int) -> None:
                     if number == last:
                         tape.cut("start")
-                        tape.kept_backward = tape.level - grads
+                        tape.note(("keep_backward",), grads)
 
                 def returned() -> None:
                     if number == 0:
@@ -225,14 +350,16 @@ class _Measurement:
             tape.turn()
             loss.backward()
             tape.cut("start")
-            return tape.measured()
+            return tape.seen()
 
-    def _layer(self, kind: int, calls: dict[int, "_Call"]) -> Measured:
+    def _layer(self, kind: int, calls: dict[int, "_Call"]) -> Seen:
         layer = self.layers[self.of.first[kind]]
         call = calls[kind]
         experts = moe_layers(layer)
         if self.workload.keeps_casts:
             # they last from the first step on
+            for each in experts:
+                each.recording = True
             with self._recording([]), torch.no_grad():
                 args, kwargs = call.arguments(None, self.dtype)
                 layer(*args, **kwargs)
@@ -254,11 +381,11 @@ class _Measurement:
             del out, stats
             tape.turn()
             loss.backward()
-            measured = replace(tape.measured(), carried=call.carried(self.dtype))
+            tape.note(("carried",), call.carried(self.dtype))
         for parameter in layer.parameters():
             if not self.workload.has_gradients:
                 parameter.grad = None
-        return measured
+        return tape.seen()
 
     def _in_losses(self, stats: Iterable[RouterStats]) -> list[Tensor]:
         """What auxiliary losses take of a layer's routing."""
@@ -298,11 +425,40 @@ class _Measurement:
                 mock.patch.object(masking_utils, "is_tracing", return_value=False),
                 *(mock.patch.object(m, "host_counts", counts) for m in (moe.kernels, moe.products, moe.quantised)),
             ]
+            if self.loops:
+                patches.append(replacing(self.of.looping, self._call_looping))
             if w.device == "cuda":
                 patches.append(mock.patch.object(F, "scaled_dot_product_attention", _fused_attention))
             for patch in patches:
                 stack.enter_context(patch)
             yield
+
+
+def _without_experts(workload: Workload) -> Workload:
+    """As where nothing of it concerns experts."""
+    local = replace(workload, ep_size=1, rows_received=0, overlap_chunks=1)
+    return replace(local, experts_gathered=False, has_gradients=False, keeps_casts=False)
+
+
+def _around(workload: Workload) -> Workload:
+    """As what is around the layers depends on it, or a function of a layer that loops over tokens."""
+    return replace(_without_experts(workload), checkpointing="none", offload_activations=False)
+
+
+def _one_sequence(workload: Workload) -> Any:
+    """All but how many sequences there are."""
+    number = workload.micro_batch
+    rest = replace(workload, micro_batch=1, targets=0, rows_received=0)
+    return rest, workload.targets / number, workload.rows_received / number
+
+
+def _nearest(others: Sequence[tuple[int, T]], number: int) -> tuple[T, T, int, int] | None:
+    """What is at the next numbers below and above, how far beyond the one below, and how far these are apart."""
+    fewer = max((each for each in others if each[0] < number), key=lambda each: each[0], default=None)
+    more = min((each for each in others if each[0] > number), key=lambda each: each[0], default=None)
+    if fewer is None or more is None:
+        return None
+    return fewer[1], more[1], number - fewer[0], more[0] - fewer[0]
 
 
 class _Recorder(Recorder):
@@ -311,6 +467,7 @@ class _Recorder(Recorder):
     def __init__(self, parts: Parts):
         super().__init__(parts)
         self.micro = 0
+        self.note_levels: Callable[[Sequence[int]], None] = _nothing
 
     def doing(self) -> str:
         """What part of a step the newest event is of."""
@@ -323,6 +480,9 @@ class _Recorder(Recorder):
         largest = max(sent.nbytes, 0 if received is None else received.nbytes)
         event.collective, event.group, event.sent = "all-to-all", group.group_name, largest * (1 - 1 / group.ranks)
         return event
+
+    def reached(self, levels: Sequence[int]) -> None:
+        self.note_levels(levels)
 
     def arrive(self, group: "_Group") -> None:
         """The oldest all-to-all of the group that travels is waited for."""
@@ -345,84 +505,40 @@ class _UnderWay:
         return self.out
 
 
-class _Tape:
-    """Spans, as they are cut from what `live` and `recorder` see."""
+class _Tape(Tape):
+    """Notes what `live` and `recorder` see."""
 
     def __init__(self, held: Iterable[Tensor], recorder: _Recorder):
+        super().__init__()
         self.recorder = recorder
         self.live = LiveTensors(held)
-        self.base = self.live.total
-        self.live.changed = self._changed
-        self.kept = self.kept_backward = 0
-        self.forward: tuple[Span, ...] = ()
-        self.spans: list[Span] = []
-        self.peak, self.when = 0, ""
-        self.drop()
-
-    @property
-    def level(self) -> int:
-        return self.live.total - self.base
-
-    def _changed(self, storage: int, more: int, is_gone: bool) -> None:
-        if self.level > self.peak:
-            self.peak, self.when = self.level, self.recorder.doing()
-
-    def _begin(self, mark: Mark) -> None:
-        self.mark = mark
-        self.events, self.calls = len(self.recorder.events), self.recorder.num_calls
-        self.freed()
+        self.live.changed = lambda storage, more, is_gone: self.note(("change", recorder.doing()), more)
+        recorder.note_levels = lambda levels: self.note(("reach", recorder.doing()), *levels)
+        self.events = self.calls = 0
 
     def freed(self) -> None:
         """What went right now was not there while the span lasts."""
-        self.peak, self.when = self.level, self.recorder.doing()
+        self.note(("freed", self.recorder.doing()))
 
     def cut(self, mark: Mark) -> None:
         """The span ends here, and with `mark` the next one begins."""
-        events = self.recorder.events[self.events :]
-        self.spans.append(
-            Span(
-                self.mark,
-                self.peak,
-                self.level,
-                self.when,
-                tuple(_stretches(events)),
-                self.recorder.num_calls - self.calls,
-                sum(e.needed for e in events),
-            )
-        )
-        self._begin(mark)
+        for event in self.recorder.events[self.events :]:
+            self.note_event(event)
+        self.note(("cut", mark, self.recorder.doing()), self.recorder.num_calls - self.calls)
+        self._pass_over()
 
     def drop(self) -> None:
         """What was seen since the last cut is no part of anything."""
-        self._begin("start")
+        self.note(("begin", "start", self.recorder.doing()))
+        self._pass_over()
+
+    def _pass_over(self) -> None:
+        self.events, self.calls = len(self.recorder.events), self.recorder.num_calls
 
     def turn(self) -> None:
         """Forward has ended, backward begins."""
         self.cut("start")
-        self.forward, self.spans = tuple(self.spans), []
-        if not self.kept:
-            self.kept = self.level
-
-    def measured(self) -> Measured:
-        return Measured(self.forward, tuple(self.spans), self.kept, self.kept_backward)
-
-
-def _stretches(events: Iterable[Event]) -> Iterator[Stretch]:
-    kernels: Counter[tuple[float, int, bool]] = Counter()
-
-    def ended(then: Literal["", "send", "arrive", "exchange"], event: Event | None = None) -> Stretch:
-        found = tuple((*kernel, times) for kernel, times in kernels.items())
-        kernels.clear()
-        return Stretch(found) if event is None else Stretch(found, then, event.sent, event.group)  # type: ignore[arg-type]
-
-    for event in events:
-        if event.waits:
-            yield ended("arrive", event)
-        elif event.collective is None:
-            kernels[event.flops, event.moved, event.is_fp8] += 1
-        else:
-            yield ended("send" if event.travels else "exchange", event)
-    yield ended("")
+        self.note(("turn",))
 
 
 def _nothing(*_: Any) -> None:
@@ -645,8 +761,8 @@ def _batch(workload: Workload) -> Batch:
         positions_BS = torch.zeros_like(tokens_BS)
         whole_BS = torch.zeros(rows, length * cp_size, dtype=torch.int64)
         shared = SharedRows(RowGroup(cp_size, 0, group), whole_BS, is_packed=False)
-    figures = (rows * length, workload.targets, 0)
-    return Batch(tokens_BS, positions_BS, None, None, tokens_BS, index_N, *figures, shared)
+    figures = (rows * length, workload.targets)
+    return Batch(tokens_BS, positions_BS, None, None, tokens_BS, index_N, *figures, (), shared)
 
 
 def _parameters(
@@ -660,6 +776,7 @@ def _parameters(
     if config.optim == "muon":
         orthogonalized = {part.tensor for parts in muon_parts(model) for part in parts}
     computed = 2 if config.bf16 else 4
+    kept = set(fp32_parameters(model).values())
 
     def told(parameter: Tensor) -> Parameter:
         rows = rows_of(tuple(parameter.shape))
@@ -671,7 +788,7 @@ def _parameters(
             rows,
             row,
             parameter.element_size(),
-            computed if parameter.is_floating_point() else parameter.element_size(),
+            computed if parameter.is_floating_point() and parameter not in kept else parameter.element_size(),
             state_bytes(parameter, config.optim, parameter in orthogonalized),
             parameter.requires_grad,
             matrix,
@@ -681,12 +798,10 @@ def _parameters(
     for kind in range(max(kinds) + 1):
         layer = layers[kinds.index(kind)]
         experts = {p for each in moe_layers(layer) for p in each.mlp.parameters()}
-        own.append(
-            LayerParameters(
-                tuple(told(p) for p in layer.parameters() if p not in experts), tuple(told(p) for p in experts)
-            )
-        )
-    in_layers = {p for layer in layers for p in layer.parameters()}
+        dense = [p for p in layer.parameters() if p not in experts and p not in kept]
+        own.append(LayerParameters(tuple(told(p) for p in dense), tuple(told(p) for p in experts)))
+    # what is kept in fp32 is gathered as long as the root is
+    in_layers = {p for layer in layers for p in layer.parameters()} - kept
     shape = moe_shape(model)
     return ModelParameters(
         tuple(own),

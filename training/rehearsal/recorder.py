@@ -9,7 +9,7 @@ import inspect
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe import Attention, seen_pairs
 from moe.exchange import UnderWay
 from moe.fp8 import MULTIPLE
 from sharding import has_dtensor
@@ -43,7 +44,8 @@ class Event:
     in the step. flops: that it computes; needed: those of them that recomputation is not the reason for. sent: bytes to
     other ranks, of a collective among `ranks`, whose process group has the name `group`. travels: whether it is an
     all-to-all that others run beside. waits: whether here the oldest of these among `ranks` is waited for, and nothing
-    else done. reads, writes: bytes of each storage. is_fp8: whether it multiplies in fp8.
+    else done. reads, writes: bytes of each storage. is_fp8: whether it multiplies in fp8. times: of how many
+    operators this tells, all in all (see `Recorder.repeated`).
     """
 
     name: str
@@ -61,6 +63,7 @@ class Event:
     travels: bool = False
     waits: bool = False
     is_fp8: bool = False
+    times: int = 1
 
     @property
     def moved(self) -> int:
@@ -156,6 +159,17 @@ class Recorder(Pausable, TorchDispatchMode):
         event = self._event(name, self.parts.here())
         self._add(event.reads, read)
         self._write(event, written)
+
+    def repeated(self, name: str, times: float, flops: float, needed: float, moved: float) -> None:
+        """As many operators, none of which is called; the other figures are of all of them."""
+        event = self._event(name, self.parts.here())
+        event.times, event.flops, event.reads = int(times), flops, {(-1, 0): int(moved)}
+        event.needed = 0.0 if event.phase == "recomputation" else needed
+
+    def reached(self, levels: Sequence[int]) -> None:
+        """Memory that was in use for a while, beside what is: so many bytes, one after the other."""
+        with self.paused():
+            torch.empty(max((0, *levels)), dtype=torch.uint8)
 
     def wait(self, ranks: tuple[int, ...]) -> None:
         """For the oldest all-to-all among these that travels."""
@@ -419,10 +433,7 @@ def _attention_backward(inputs: list[Tensor], results: list[Tensor]) -> float:
 def _attention_in_segments(query_NHA: Tensor, segments: list[int], window: int, products: int) -> float:
     """Of so many products of each pair of positions that see one another, whose heads are all as wide."""
     _, heads, width = query_NHA.shape
-    pairs = 0
-    for length in segments:
-        unseen = max(length - window, 0) if window else 0
-        pairs += length * (length + 1) // 2 - unseen * (unseen + 1) // 2
+    (pairs,) = seen_pairs([Attention(window, heads * width)], map(range, segments))
     return float(pairs) * heads * width * products
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
@@ -42,6 +41,7 @@ from training.data import Batch, SharedRows
 from training.low_bit import dynamic_map
 from training.optimizer import build_optimizer
 from training.rehearsal.building import build_rehearsed
+from training.rehearsal.fake import FakeTensors
 from training.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
 from training.rehearsal.live import LiveTensors
 from training.rehearsal.parts import Parts
@@ -57,7 +57,7 @@ from training.step import train_step
 class Rehearsed:
     """step: what it has done, with two forwards and backwards at most. recorder: what of it was run, as told by stack.
     model, optimizer: whose step it was. memory: what a rank's tensors hold at most. storages: what each is for. counts:
-    of its parameters. tokens, targets, pairs: of one forward (see `Batch`). groups: what process groups are for, by
+    of its parameters. tokens, targets: of one forward (see `Batch`). groups: what process groups are for, by
     name.
     """
 
@@ -71,7 +71,6 @@ class Rehearsed:
     counts: ParameterCounts
     tokens: int
     targets: int
-    pairs: int
     groups: dict[str, str]
 
 
@@ -122,7 +121,7 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
     for signed in (True, False):
         dynamic_map(signed, torch.device("cpu"))
     nf4_pairs(torch.device("cpu"))
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with FakeTensors() as fake:
         materialize(model, torch.device("cpu"), config.offload)
         optimizer = build_optimizer(model.train(), config, mesh)
         recorder = Recorder(Parts(model))
@@ -153,8 +152,8 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         step = whole_step(recorder, stack)
         storages = kinds_of_storages(recorder, live, model, optimizer)
         memory = peak_memory(step, storages, model, optimizer)
-    figures = (batch.num_tokens, batch.num_targets, batch.num_pairs)
-    return Rehearsed(step, recorder, stack, model, optimizer, memory, storages, counts, *figures, _groups(mesh))
+    figures = (batch.num_tokens, batch.num_targets, _groups(mesh))
+    return Rehearsed(step, recorder, stack, model, optimizer, memory, storages, counts, *figures)
 
 
 def _shares_by_layer(model: Any, told: Told) -> list[tuple[float, ...]]:
@@ -194,9 +193,14 @@ def _naming_layers(recorder: Recorder) -> Iterator[None]:
         raise
     except Exception as error:
         layer = "" if recorder.layer is None else f" of decoder layer {recorder.layer}"
-        module = _innermost_module(error.__traceback__, recorder.parts)
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        raise ExpertMeshError(f"the rehearsal fails in the {recorder.phase}{layer}{module}: {said}") from error
+        where = f"{recorder.phase}{layer}{what_failed(error, recorder.parts)}"
+        raise ExpertMeshError(f"the rehearsal fails in the {where}") from error
+
+
+def what_failed(error: Exception, parts: Parts) -> str:
+    """The end of a sentence about it: the module in which it was raised, if in any, and what it says."""
+    module = _innermost_module(error.__traceback__, parts)
+    return f"{module}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
@@ -205,7 +209,7 @@ def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
     return f", in {paths[-1]}" if paths else ""
 
 
-def _batch(config: TrainConfig, sharers: RowGroup | None, told: Told, fake: FakeTensorMode) -> Batch:
+def _batch(config: TrainConfig, sharers: RowGroup | None, told: Told, fake: FakeTensors) -> Batch:
     """Rows of which all tokens but each sample's first have a loss; of shared ones, a run of so many."""
     rows, samples = config.per_device_train_batch_size, told.samples if config.packing else 1
     length = config.max_seq_length // samples
@@ -223,8 +227,7 @@ def _batch(config: TrainConfig, sharers: RowGroup | None, told: Told, fake: Fake
             shared = SharedRows(sharers, whole_BS, config.packing)
     padding = here * config.cp_size - samples * length
     segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
-    pairs = tokens * (length + 1) // 2
-    return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, tokens, targets, pairs, shared)
+    return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, tokens, targets, (), shared)
 
 
 class Splits:

@@ -5,10 +5,11 @@ Shape suffixes: L MoE layers, E experts.
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,14 @@ MAX_POINTS = 1000
 """Points of a curve."""
 MAX_CELLS = 200_000
 """Layers x experts x stretches of the expert load."""
+MAX_GENERATIONS = 20
+"""Logged steps whose generations are shown, evenly spread from the first to the last."""
+MAX_SAMPLES = 16
+"""Generations of a logged step that are shown."""
+MAX_TEXT = 4000
+"""Characters of a prompt or generation that are shown."""
+MAX_WARNINGS = 50
+"""Warnings that are shown, the latest."""
 
 CURVES = (
     "loss",
@@ -38,39 +47,103 @@ CURVES = (
 Record = dict[str, Any]
 
 
-class Curve:
-    """One figure over the steps it was logged at, with the lowest and highest of what it is the mean of."""
+class Summed(Protocol):
+    """What consecutive logged values are summed up in."""
+
+    def add(self, later: Self) -> None: ...
+
+
+T = TypeVar("T", bound=Summed)
+
+
+class Stretches(Generic[T]):
+    """Logged values in at most `limit` stretches, an even number, of equally many each (the last perhaps fewer).
+
+    When the room is used up, neighbours are added together: from then on a stretch is twice as long.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.length = 1
+        self.items: list[T] = []
+        self._in_last = 0
+
+    def add(self, logged: T) -> None:
+        """Take in a value, which may be added to by later ones."""
+        if self.items and self._in_last < self.length:
+            self.items[-1].add(logged)
+            self._in_last += 1
+            return
+        if len(self.items) == self.limit:
+            for even, odd in zip(self.items[::2], self.items[1::2], strict=True):
+                even.add(odd)
+            del self.items[1::2]
+            self.length *= 2
+        self.items.append(logged)
+        self._in_last = 1
+
+
+@dataclass
+class Point:
+    """Consecutive logged values: how many, their sum, and the lowest and highest of what they are means of."""
+
+    last_step: int
+    count: int
+    total: float
+    low: float
+    high: float
+
+    def add(self, later: "Point") -> None:
+        self.last_step = later.last_step
+        self.count += later.count
+        self.total += later.total
+        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
+class Curve(Stretches[Point]):
+    """One figure over the steps it was logged at, in at most MAX_POINTS points.
+
+    Attributes:
+        last, lowest, lowest_step: the latest value; the lowest, and the first step that had it.
+    """
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.values: list[float] = []
-        self.lows: list[float] = []
-        self.highs: list[float] = []
+        super().__init__(MAX_POINTS)
+        self.last = self.lowest = math.inf
+        self.lowest_step = 0
 
-    def add(self, step: int, value: float, low: float, high: float) -> None:
-        self.steps.append(step)
-        self.values.append(value)
-        self.lows.append(low)
-        self.highs.append(high)
+    def add(self, logged: Point) -> None:
+        super().add(logged)
+        self.last = logged.mean
+        if self.last < self.lowest:
+            self.lowest, self.lowest_step = self.last, logged.last_step
 
-    def downsampled(self) -> Record:
-        """At most MAX_POINTS points, each for the same number of logged values (the last one perhaps for fewer).
+    def median(self) -> float:
+        """Returns the median of the points."""
+        return float(np.median([point.mean for point in self.items]))
+
+    def highest(self) -> float:
+        return max(point.high for point in self.items)
+
+    def summary(self) -> Record:
+        """What the page shows of it.
 
         Returns:
-            `steps` (the last one of each point), `mean`, `per_point`; `low` and `high` where they differ from the mean.
+            `steps` (the last one of each point), `mean`, `per_point` (logged values, of the last point perhaps fewer);
+            `low` and `high` where they differ from the mean.
         """
-        per_point = max(math.ceil(len(self.steps) / MAX_POINTS), 1)
-        starts = np.arange(0, len(self.steps), per_point)
-        ends = np.append(starts[1:], len(self.steps))
-        mean = np.add.reduceat(np.array(self.values), starts) / (ends - starts)
-        low, high = np.minimum.reduceat(self.lows, starts), np.maximum.reduceat(self.highs, starts)
         curve: Record = {
-            "steps": [self.steps[end - 1] for end in ends],
-            "mean": _rounded(mean),
-            "per_point": per_point,
+            "steps": [point.last_step for point in self.items],
+            "mean": [_short(point.mean) for point in self.items],
+            "per_point": self.length,
         }
-        if (low < high).any():
-            curve |= {"low": _rounded(low), "high": _rounded(high)}
+        if any(point.low < point.high for point in self.items):
+            curve["low"] = [_short(point.low) for point in self.items]
+            curve["high"] = [_short(point.high) for point in self.items]
         return curve
 
 
@@ -91,27 +164,11 @@ class Stretch:
         self.entropy_L = self.entropy_L + later.entropy_L
 
 
-class ExpertLoad:
-    """Tokens of each expert in a limited number of stretches of equally many logged steps (the last perhaps fewer).
-
-    When the room is used up, neighbours are added together: from then on a stretch is twice as long.
-    """
+class ExpertLoad(Stretches[Stretch]):
+    """Tokens of each expert, in at most MAX_CELLS."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
-        self.max_stretches = min(max(MAX_CELLS // (num_layers * num_experts), 8), 64) // 2 * 2
-        self.per_stretch = 1
-        self.stretches: list[Stretch] = []
-
-    def add(self, logged: Stretch) -> None:
-        if self.stretches and self.stretches[-1].num_logged < self.per_stretch:
-            self.stretches[-1].add(logged)
-            return
-        if len(self.stretches) == self.max_stretches:
-            for even, odd in zip(self.stretches[::2], self.stretches[1::2], strict=True):
-                even.add(odd)
-            del self.stretches[1::2]
-            self.per_stretch *= 2
-        self.stretches.append(logged)
+        super().__init__(min(max(MAX_CELLS // (num_layers * num_experts), 8), 64) // 2 * 2)
 
     def summary(self) -> Record:
         """What the page shows of it.
@@ -122,28 +179,60 @@ class ExpertLoad:
             layer, mean of the logged steps in nats, None where absent.
         """
         return {
-            "per_stretch": self.per_stretch,
-            "first_steps": [s.first_step for s in self.stretches],
-            "last_steps": [s.last_step for s in self.stretches],
-            "load": [_hundredths(s.tokens_LE).tolist() for s in self.stretches],
-            "entropy": [[_short(h) for h in s.entropy_L / s.num_logged] for s in self.stretches],
+            "per_stretch": self.length,
+            "first_steps": [s.first_step for s in self.items],
+            "last_steps": [s.last_step for s in self.items],
+            "load": [_hundredths(s.tokens_LE).tolist() for s in self.items],
+            "entropy": [[_short(h) for h in s.entropy_L / s.num_logged] for s in self.items],
         }
 
 
+class Generations:
+    """The first and the latest sample generations, and of those between them some, evenly spread.
+
+    Attributes:
+        number: how many were logged.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._every = 1
+        self._kept: dict[int, Record] = {}
+
+    def add(self, step: int, samples: list[dict[str, str]]) -> None:
+        """Take in what was generated at a step, of which MAX_SAMPLES are kept, each cut to MAX_TEXT."""
+        if (self.number - 1) % self._every:
+            del self._kept[self.number - 1]  # was only there as the latest
+        shown = [{"prompt": _cut(s["prompt"]), "text": _cut(s["text"])} for s in samples[:MAX_SAMPLES]]
+        self._kept[self.number] = {"step": step, "samples": shown, "not_shown": len(samples) - len(shown)}
+        self.number += 1
+        if len(self._kept) > 2 * MAX_GENERATIONS:
+            self._every *= 2
+            self._kept = {n: kept for n, kept in self._kept.items() if n % self._every == 0 or n == self.number - 1}
+
+    def spread(self) -> list[Record]:
+        """At most MAX_GENERATIONS of them: `step`, `samples` (each with `prompt` and `text`), and how many more were
+        `not_shown`."""
+        kept = list(self._kept.values())
+        if len(kept) <= MAX_GENERATIONS:
+            return kept
+        return [kept[i] for i in np.linspace(0, len(kept) - 1, MAX_GENERATIONS).round().astype(int)]
+
+
 class History:
-    """A run so far. Every figure may be absent: older files have fewer."""
+    """A run so far, in bounded memory. Every figure may be absent: older files have fewer."""
 
     def __init__(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.load: ExpertLoad | None = None
-        self.generations: list[Record] = []
+        self.generations = Generations()
         self.adapter_norms: list[list[float]] = []
         self.last_step = 0
         self.epoch, self.epoch_step = 0.0, 0
         self.tokens = 0
         self.dropped_tokens: int | None = None
         self.skipped_steps = 0
-        self.warnings: list[Record] = []
+        self.warnings: deque[Record] = deque(maxlen=MAX_WARNINGS)
         self.num_starts = 1
         self.unreadable_lines = 0
         self._seconds_before = 0.0
@@ -171,7 +260,7 @@ class History:
         if record.get("adapter_norms"):
             self.adapter_norms = np.array(record["adapter_norms"], float).tolist()
         if "generations" in record:
-            self.generations.append({"step": step, "samples": record["generations"]})
+            self.generations.add(step, record["generations"])
         if record.get("dropped_tokens") is not None:
             self.dropped_tokens = (self.dropped_tokens or 0) + record["dropped_tokens"]
         if "warning" in record:
@@ -180,10 +269,12 @@ class History:
         self.tokens += record.get("tokens", 0)
         if "epoch" in record:
             self.epoch, self.epoch_step = record["epoch"], step
-        self._add_seconds(record.get("seconds", self._seconds))
+        if "seconds" in record:
+            speed = record.get("tokens_per_second")
+            self._add_seconds(record["seconds"], record["tokens"] / speed if speed else 0.0)
 
     def _add_point(self, name: str, step: int, value: float, low: float, high: float) -> None:
-        self.curves.setdefault(name, Curve()).add(step, value, low, high)
+        self.curves.setdefault(name, Curve()).add(Point(step, 1, value, low, high))
 
     def _add_load(self, step: int, tokens_LE: np.ndarray, entropy_L: np.ndarray | None) -> None:
         if self.load is None:
@@ -192,8 +283,10 @@ class History:
             entropy_L = np.full(len(tokens_LE), np.nan)
         self.load.add(Stretch(step, step, 1, tokens_LE, entropy_L))
 
-    def _add_seconds(self, seconds: float) -> None:
-        if seconds < self._seconds:  # the clock of a start begins at 0
+    def _add_seconds(self, seconds: float, taken: float) -> None:
+        """Take in the clock of a start at a record, and how long its steps took. If less has passed on the clock since
+        the record before, by more than both are rounded by, it is another start's, which began at 0."""
+        if seconds - self._seconds < 0.99 * taken - 0.002:
             self.num_starts += 1
             self._seconds_before += self._seconds
         self._seconds = seconds
@@ -248,5 +341,5 @@ def _short(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _rounded(values: np.ndarray) -> list[float | None]:
-    return [_short(value) for value in values.tolist()]
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text) - MAX_TEXT:,} more characters)"

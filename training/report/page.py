@@ -19,24 +19,15 @@ from checkpoints import write_errors
 from moe import ExpertMeshError
 from moe.whole import PARTIAL, whole
 from training.config import TrainConfig
-from training.report.history import Curve, History, read_history
+from training.report.history import History, read_history
 from training.report.profiles import BETWEEN, read_profiles
 
 State = Literal["running", "stopped", "finished"]
 
 REPORT = "report.html"
 
-MAX_GENERATIONS = 20
-"""Logged steps whose generations are shown, evenly spread from the first to the last."""
-MAX_WARNINGS = 50
-"""Warnings that are shown, the latest."""
-MAX_SAMPLES = 16
-"""Generations of a logged step that are shown."""
-MAX_TEXT = 4000
-"""Characters of a prompt or generation that are shown."""
 
-
-def write_report(output_dir: Path, state: State | None = None) -> Path:
+def write_report(output_dir: Path, state: State | None = None, history: History | None = None) -> Path:
     """Write OUTPUT_DIR/report.html from the run's metrics.jsonl and, if there, its config.yaml, environment.json and
     profiles.
 
@@ -45,6 +36,7 @@ def write_report(output_dir: Path, state: State | None = None) -> Path:
     Args:
         output_dir: of a run, which may still be going on.
         state: of the run, if known. Else it is finished if its last step is logged, and otherwise left open.
+        history: what metrics.jsonl says, where it is known; else it is read.
 
     Returns:
         The path of the report.
@@ -52,7 +44,8 @@ def write_report(output_dir: Path, state: State | None = None) -> Path:
     Raises:
         ExpertMeshError: there is no metrics.jsonl, a file cannot be read, or the report cannot be written.
     """
-    history = read_history(output_dir / "metrics.jsonl")
+    if history is None:
+        history = read_history(output_dir / "metrics.jsonl")
     config = _read_table(output_dir / "config.yaml")
     profiles, unshown = read_profiles(output_dir)
     content = _content(history, config, _read_table(output_dir / "environment.json"), state)
@@ -107,11 +100,11 @@ def _content(
         "step": history.last_step,
         "num_steps": num_steps,
         "summary": _summary(history),
-        "curves": {name: curve.downsampled() for name, curve in history.curves.items()},
+        "curves": {name: curve.summary() for name, curve in history.curves.items()},
         "load": None if history.load is None else history.load.summary(),
-        "warnings": history.warnings[-MAX_WARNINGS:],
-        "generations": [_shown(logged) for logged in _spread(history.generations, MAX_GENERATIONS)],
-        "num_generations": len(history.generations),
+        "warnings": list(history.warnings),
+        "generations": history.generations.spread(),
+        "num_generations": history.generations.number,
         "adapters": _of_adapters(history.adapter_norms),
         "max_grad_norm": config.get("max_grad_norm"),
         "config": {str(name): _as_text(value) for name, value in config.items()},
@@ -150,41 +143,21 @@ def _num_steps(history: History, config: dict[str, Any]) -> int | None:
 def _summary(history: History) -> dict[str, Any]:
     """Single figures of the whole run; None for what was not logged."""
     curves = history.curves
-    loss, evaluation = curves.get("loss"), curves.get("eval_loss")
-    best_value, best_step = min(zip(evaluation.values, evaluation.steps, strict=True)) if evaluation else (None, None)
-    memory = curves.get("peak_memory_mb")
+    loss, evaluation, mfu = curves.get("loss"), curves.get("eval_loss"), curves.get("mfu")
+    speed, memory = curves.get("tokens_per_second"), curves.get("peak_memory_mb")
     return {
-        "loss": loss.values[-1] if loss else None,
-        "best_eval_loss": best_value,
-        "best_eval_step": best_step,
+        "loss": loss.last if loss else None,
+        "best_eval_loss": evaluation.lowest if evaluation else None,
+        "best_eval_step": evaluation.lowest_step if evaluation else None,
         "tokens": history.tokens or None,
-        "tokens_per_second": _median(curves.get("tokens_per_second")),
-        "mfu": _median(curves.get("mfu")),
-        "peak_memory_mb": max(memory.values) if memory else None,
+        "tokens_per_second": speed.median() if speed else None,
+        "mfu": mfu.median() if mfu else None,
+        "peak_memory_mb": memory.highest() if memory else None,
         "wall_seconds": history.wall_seconds or None,
         "num_starts": history.num_starts,
         "dropped_tokens": history.dropped_tokens,
         "skipped_steps": history.skipped_steps,
     }
-
-
-def _median(curve: Curve | None) -> float | None:
-    return float(np.median(curve.values)) if curve else None
-
-
-def _spread(items: list[dict[str, Any]], at_most: int) -> list[dict[str, Any]]:
-    if len(items) <= at_most:
-        return items
-    return [items[i] for i in np.linspace(0, len(items) - 1, at_most).round().astype(int)]
-
-
-def _shown(logged: dict[str, Any]) -> dict[str, Any]:
-    samples = [{"prompt": _cut(s["prompt"]), "text": _cut(s["text"])} for s in logged["samples"][:MAX_SAMPLES]]
-    return {"step": logged["step"], "samples": samples, "not_shown": len(logged["samples"]) - len(samples)}
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text) - MAX_TEXT:,} more characters)"
 
 
 def _as_text(value: Any) -> str:

@@ -1,0 +1,182 @@
+"""Two nodes that read other files, or were started otherwise, are told so before anything is trained."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import training.output
+from tests.distributed.pool import RankPool
+from tests.distributed.test_train_ep import ROOT, run_main
+from tests.tiny import save_model
+
+Change = Callable[[Path], list[str]]
+"""Of the files of the second node, in its directory; further flags for it."""
+
+FLAGS = ["--model", "model", "--dataset", "data.jsonl", "--use-cpu", "--max-steps", "2", "--ep-size", "2"]
+FLAGS += ["--per-device-train-batch-size", "4"]
+
+
+def run_on_node(argv: list[list[str]], directory: Path, ranks_per_node: int) -> tuple[int, str]:
+    """train_ep.py on this rank, in the directory of its node, as torchrun would start it there."""
+    node, local_rank = divmod(int(os.environ["RANK"]), ranks_per_node)
+    place = {"GROUP_RANK": str(node), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
+    before = Path.cwd()
+    os.chdir(directory / f"node-{node}")
+    try:
+        # what nodes do not share is not there after a second either
+        with (
+            mock.patch.dict(os.environ, place),
+            mock.patch.object(training.output, "_SEEN_SECONDS", 1.0),
+            mock.patch.object(training.output, "_NOT_NEEDED_SECONDS", 0.5),
+        ):
+            return run_main(argv[node])
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture
+def nodes(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Path:
+    """A directory for each of two nodes, with the same model and data."""
+    for node in ("node-0", "node-1"):
+        shutil.copytree(tiny_model, tmp_path / node / "model")
+        shutil.copy(tiny_data, tmp_path / node / "data.jsonl")
+    return tmp_path
+
+
+def test_nodes_with_files_of_their_own(ranks: RankPool, nodes: Path) -> None:
+    """Alike in content, they train; the processes that tokenize may be more on one node."""
+    shared = [*FLAGS, "--output-dir", str(nodes / "out")]
+    results = ranks.run(run_on_node, 4, [shared, [*shared, "--dataset-num-proc", "2"]], nodes, 2, join_group=False)
+    assert results == [(0, "")] * 4
+    assert sorted(path.name for path in (nodes / "out").iterdir()) == [
+        "config.yaml", "environment.json", "hf", "metrics.jsonl", "report.html",
+    ]  # fmt: skip
+
+
+def _another_weight(node: Path) -> list[str]:
+    """One router's, of which the header tells nothing."""
+    tensors = load_file(node / "model" / "model.safetensors")
+    tensors["model.layers.1.block_sparse_moe.gate.weight"] += 1
+    save_file(tensors, node / "model" / "model.safetensors", metadata={"format": "pt"})
+    return []
+
+
+def _another_config(node: Path) -> list[str]:
+    config = json.loads((node / "model" / "config.json").read_text())
+    (node / "model" / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 3}))
+    return []
+
+
+def _no_model(node: Path) -> list[str]:
+    (node / "model").rename(node / "elsewhere")
+    return ["--model", str(node / "model")]
+
+
+def _another_answer(node: Path) -> list[str]:
+    lines = (node / "data.jsonl").read_text().splitlines()
+    row = json.loads(lines[20])
+    lines[20] = json.dumps({**row, "response": row["response"][::-1]})
+    (node / "data.jsonl").write_text("\n".join(lines))
+    return []
+
+
+def _fewer_samples(node: Path) -> list[str]:
+    lines = (node / "data.jsonl").read_text().splitlines()
+    (node / "data.jsonl").write_text("\n".join(lines[:-1]))
+    return []
+
+
+def _another_order(node: Path) -> list[str]:
+    lines = (node / "data.jsonl").read_text().splitlines()
+    (node / "data.jsonl").write_text("\n".join(reversed(lines)))
+    return []
+
+
+def _flags(*flags: str) -> Change:
+    return lambda node: list(flags)
+
+
+UNLIKE: dict[str, tuple[Change, list[str]]] = {
+    "weights": (_another_weight, ["--model", "model.safetensors: ", "samples "]),
+    "config": (_another_config, ["--model", "config.json: num_experts_per_tok: 2;", "num_experts_per_tok: 3;"]),
+    "no model": (_no_model, ["no such directory"]),
+    "data": (_another_answer, ["--dataset", "tokens in order "]),
+    "number of samples": (_fewer_samples, ["--dataset", "samples 50,", "samples 49,"]),
+    "order of the data": (_another_order, ["--dataset", "the same samples in another order"]),
+    "arrangement": (_flags("--ep-size", "1"), ["--ep-size 2;", "--ep-size 1;"]),
+    "what is trained on": (_flags("--train-on", "all"), ['--train-on "assistant";', '--train-on "all";']),
+    "number of steps": (_flags("--max-steps", "3"), ["--max-steps 2;", "--max-steps 3;"]),
+    "unknown flag": (_flags("--ep-sise", "2"), ["unknown flag --ep-sise"]),
+    "output directory": (_flags("--output-dir", "out"), ["--output-dir", "is not shared", "--save-steps 0"]),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_nodes_are_named(ranks: RankPool, nodes: Path, name: str) -> None:
+    """Every rank ends with 2, one line on each node names the thing and the nodes; nothing is written."""
+    change, said = UNLIKE[name]
+    shared = [*FLAGS, "--output-dir", str(nodes / "out")]
+    argv = [shared, [*shared, *change(nodes / "node-1")]]
+    results = ranks.run(run_on_node, 2, argv, nodes, 1, timeout=120, join_group=False)
+    assert [code for code, _ in results] == [2, 2], results
+    for _, errors in results:
+        (line,) = (line for line in errors.splitlines() if "error:" in line)
+        assert all(words in line for words in said), line
+    # who met an error alone tells it as ever; the other node says where
+    lone = name in ("no model", "unknown flag")
+    assert "node 1 (" in results[0][1]
+    assert lone or all("rank 0" in errors and "rank 1" in errors for _, errors in results), results
+    assert not list(nodes.glob("out/*"))
+    assert not list(nodes.glob("node-1/out"))
+
+
+def test_unshared_output_without_checkpoints(ranks: RankPool, nodes: Path) -> None:
+    """All that is then written rank 0 writes."""
+    argv = [[*FLAGS, "--output-dir", "out", "--save-steps", "0"]] * 2
+    results = ranks.run(run_on_node, 2, argv, nodes, 1, join_group=False)
+    assert results == [(0, "")] * 2
+    assert (nodes / "node-0" / "out" / "hf" / "model.safetensors").exists()
+    assert not (nodes / "node-1" / "out").exists()
+
+
+def test_two_torchruns_with_unlike_weights(nodes: Path) -> None:
+    """As two machines start it: both end, and say the same."""
+    save_model(nodes / "node-1" / "model", seed=1)
+    port = free_port()
+    processes = []
+    for node in (0, 1):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+            "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+            str(ROOT / "train_ep.py"), *FLAGS, "--output-dir", str(nodes / "out"),
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        piped = subprocess.Popen(
+            command, cwd=nodes / f"node-{node}", env=environment, text=True, stderr=subprocess.PIPE
+        )
+        processes.append(piped)
+    for process in processes:
+        try:
+            _, errors = process.communicate(timeout=300)
+        finally:
+            process.kill()
+        assert process.returncode != 0
+        assert errors.count("train_ep.py: error: the files of --model are not alike on all nodes: ") == 1, errors
+        assert "model.safetensors" in errors
+        assert "exitcode  : 2" in errors
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port

@@ -1,0 +1,61 @@
+"""Quantized frozen weights under FSDP's mixed precision."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.quantised import SCALES, Kind, Storage, quantise, storages_of
+from moe.working import local_part
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, hf_model, in_our_layout, my_batches, random_samples, sharded_model
+from training.step import token_loss_sum
+
+SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(8)])
+
+
+def gathered(path: Path, topology: Topology, case: Case) -> dict[str, tuple[Tensor, Tensor]]:
+    """Codes and scales, as bytes, that modules have on this rank while they compute, by name of the weight."""
+    model, _, _ = sharded_model(path, topology, case)
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def remember(path: str) -> Any:
+        def hook(module: Any, args: Any) -> None:
+            for name in storages_of(module):
+                parts = (module.get_parameter(name), module.get_parameter(name + SCALES))
+                codes, scales = (local_part(part.detach()).view(torch.uint8).clone() for part in parts)
+                seen[f"{path}.{name}"] = codes, scales
+
+        return hook
+
+    for path_of, module in model.named_modules():
+        if storages_of(module):
+            module.register_forward_pre_hook(remember(path_of))
+    batch = my_batches(case, topology, torch.distributed.get_rank())[0]
+    token_loss_sum(model, batch)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+@pytest.mark.parametrize("topology", [Topology(1, 1), Topology(2, 1), Topology(2, 2)], ids=str)
+def test_codes_are_never_cast(
+    ranks: RankPool, tmp_path: Path, topology: Topology, kind: Kind, dtype: torch.dtype
+) -> None:
+    """Codes and scales arrive byte for byte, those that are no number of any float too."""
+    settings = {"adapter": "lora", "lora_rank": 4, "base_dtype": kind}
+    case = Case(samples=SAMPLES, settings=settings, compute_dtype=dtype, changes={"intermediate_size": 80})
+    theirs = hf_model(case, seed=1)
+    theirs.save_pretrained(tmp_path)
+    found = ranks.run(gathered, topology.world_size, tmp_path, topology, case)[0]
+    weights = in_our_layout(theirs, "data")
+    assert sum(".mlp.experts." in name for name in found) == 3 * len(theirs.model.layers)
+    assert any("q_proj" in name for name in found)
+    for name, parts in found.items():
+        expected = quantise(weights[name], Storage(kind, weights[name].shape[1]))
+        for part, whole in zip(parts, expected, strict=True):
+            assert torch.equal(part, whole[: len(part)]), name
+            assert len(part) == len(whole) // (topology.ep_size if ".mlp.experts." in name else 1)

@@ -1,0 +1,32 @@
+"""LoRA beside quantized weights, of every family, against its own class computing with the dequantized numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sharding import Topology
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, hf_model, ours, random_samples
+from tests.families.lora import reference
+from tests.families.test_families import CANCELLED, FAMILIES, TOLERANCE
+from tests.tiny import relative_error
+
+SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(8)], vocabulary=290)
+
+
+@pytest.mark.parametrize(("kind", "topology"), [("fp8", Topology(2, 2)), ("nf4", Topology(1, 1))], ids=["fp8", "nf4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(ranks: RankPool, tmp_path: Path, family: str, kind: str, topology: Topology) -> None:
+    """Loss, and the gradient of each adapter, on every linear layer and all experts."""
+    settings: dict[str, Any] = {"adapter": "lora", "lora_rank": 2, "base_dtype": kind, "lora_targets": [".", "experts"]}
+    case = Case(SAMPLES, family=family, settings=settings, steps=1)
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    expected = reference(case)
+    found = ranks.run(ours, topology.world_size, tmp_path, topology, case)[0]
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert found.grads.keys() == expected.grads.keys()
+    floor = CANCELLED * expected.grad_norms[0]
+    errors = {name: relative_error(found.grads[name], grad, floor) for name, grad in expected.grads.items()}
+    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+    assert not wrong, wrong

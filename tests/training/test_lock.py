@@ -1,0 +1,89 @@
+"""The lock on an output directory: one holder at a time, gone with its process."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+
+from moe import ExpertMeshError
+from training import lock
+from training.lock import FILE, DirectoryLock
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def _do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(lock, "_POLL_SECONDS", 0.05)
+
+
+def _hold(directory: Path, is_held: Event, has_children: bool) -> None:
+    held = DirectoryLock(directory)
+    held.acquire()
+    if has_children:
+        FORK.Process(target=signal.pause).start()  # what tokenizes
+    is_held.set()
+    signal.pause()
+
+
+@pytest.mark.parametrize("has_children", [False, True])
+def test_held_until_its_process_ends(tmp_path: Path, has_children: bool) -> None:
+    """Killed, it leaves the file, which keeps nobody out, even while its own children live on."""
+    is_held = FORK.Event()
+    holder = FORK.Process(target=_hold, args=(tmp_path, is_held, has_children))
+    holder.start()
+    assert is_held.wait(60)
+    children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
+    with pytest.raises(ExpertMeshError, match=f"another run writes there: process {holder.pid} on host .*, since 20"):
+        DirectoryLock(tmp_path).acquire()
+    holder.kill()
+    holder.join()
+    assert (tmp_path / FILE).exists()
+    mine = DirectoryLock(tmp_path)
+    mine.acquire()
+    assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+    mine.release()
+    assert not (tmp_path / FILE).exists()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_released_and_taken_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        held = DirectoryLock(tmp_path)
+        held.acquire()
+        with pytest.raises(ExpertMeshError, match="another run writes there"):
+            DirectoryLock(tmp_path).acquire()
+        held.release()
+        held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file alone counts, as long as its process lives on this host."""
+
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    is_held = FORK.Event()
+    holder = FORK.Process(target=_hold, args=(tmp_path, is_held, False))
+    holder.start()
+    assert is_held.wait(60)
+    with pytest.raises(ExpertMeshError, match=f"process {holder.pid} on host"):
+        DirectoryLock(tmp_path).acquire()
+    holder.kill()
+    holder.join()
+    for record in (None, "", "[]", '{"host": 1, "pid": "x"}'):
+        if record is not None:
+            (tmp_path / FILE).write_text(record)
+        mine = DirectoryLock(tmp_path)
+        mine.acquire()
+        mine.release()

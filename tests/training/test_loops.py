@@ -1,0 +1,54 @@
+"""What is told of functions that loop over tokens, against the same functions run at full length."""
+
+from typing import Any
+
+import pytest
+
+from sharding.planner.measured import Measured, MeasuredModel
+from tests.families.configs import tiny_config
+from training import TrainConfig
+from training.rehearsal.building import build_rehearsed
+from training.rehearsal.measure import Measurer
+from training.rehearsal.planning import setting_of
+
+
+def measurer_of(family: str) -> tuple[TrainConfig, Measurer]:
+    config = TrainConfig(model="-", dataset=["-"], bf16=True)
+    return config, Measurer(build_rehearsed(config, tiny_config(family), "cuda"), config)
+
+
+def figures(part: Measured) -> dict[str, list[Any]]:
+    """Those that must be the same; and `calls`, which must nearly be."""
+    spans = [*part.forward, *part.backward]
+    kernels = [[*span.kernels] for span in spans]
+    return {
+        "memory": [part.kept, part.kept_backward, part.carried, *((s.mark, s.peak, s.end) for s in spans)],
+        "kernels": [sum(times for *_, times in each) for each in kernels],
+        "moved": [sum(moved * times for _, moved, _, times in each) for each in kernels],
+        "flops": [sum(flops * times for flops, _, _, times in each) for each in kernels],
+        "needed": [span.needed for span in spans],
+        "calls": [span.calls for span in spans],
+    }
+
+
+# lengths that end within a chunk, or a round of the short lengths
+@pytest.mark.parametrize(("family", "length", "rows"), [("qwen3_next", 700, 1), ("jamba", 43, 2)])
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_a_loop_is_told_as_it_is(family: str, length: int, rows: int, checkpointing: str) -> None:
+    found: list[MeasuredModel] = []
+    for is_told in (True, False):
+        config, measurer = measurer_of(family)
+        changes: dict[str, Any] = dict(seq_length=length, micro_batch=rows, checkpointing=checkpointing, ep_size=2)
+        if not is_told:
+            measurer.looping = {}
+        found.append(measurer(setting_of(config, 8, **changes).workload(measurer.parameters)))
+        assert any(measurer.loops.values()) == is_told
+    told, run = found
+    for a, b in zip((*told.kinds, told.root), (*run.kinds, run.root), strict=True):
+        of_told, of_run = figures(a), figures(b)
+        assert of_told.pop("calls") == pytest.approx(of_run.pop("calls"), rel=0.01)
+        for name, values in of_run.items():
+            if name in ("flops", "needed"):
+                assert of_told[name] == pytest.approx(values, rel=1e-12)
+            else:
+                assert of_told[name] == values, name

@@ -1,0 +1,183 @@
+"""The output directory: one run's at a time, seen by all ranks, and cleared of an earlier run's results if so asked."""
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from checkpoints import is_checkpoint_entry, write_errors
+from moe import ExpertMeshError
+from moe.whole import PARTIAL
+from sharding import STUCK, Ranks, node_name, nodes_of, raise_together
+from training.config import TrainConfig
+from training.data import parse_datasets
+from training.environment import FILE as ENVIRONMENT
+from training.lock import DirectoryLock
+from training.report import PROFILES
+from training.trackers import TRACKERS
+
+CHECKPOINTS = "checkpoints"
+_DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS)
+_FILES = ("metrics.jsonl", "config.yaml", ENVIRONMENT, "report.html")
+_SEEN_SECONDS, _NOT_NEEDED_SECONDS = 20.0, 5.0
+"""A file system of a network may take a while to show on one node what another has written. Less is waited where a run
+can do without."""
+
+
+@contextmanager
+def output_directory(config: TrainConfig, ranks: Ranks) -> Iterator[Path]:
+    """Make --output-dir and hold it for this run; all ranks call it together, and none but rank 0 holds the lock.
+
+    Raises:
+        ExpertMeshError: on all ranks, when it cannot be written, holds another run's results that are not to be
+            replaced, or something that this run is to read and would delete; when another run is at work in it; or
+            when a node does not see it that has to.
+    """
+    output_dir = Path(config.output_dir)
+    lock = DirectoryLock(output_dir)
+    try:
+        with raise_together(patient=ranks), write_errors(output_dir):
+            if ranks.rank == 0:
+                _check_taken(config, output_dir)
+                _check_read(config, output_dir)
+                output_dir.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
+                _check_taken(config, output_dir)  # another run may have ended while this one waited
+        _check_shared(config, output_dir, ranks)
+        yield output_dir
+    finally:
+        lock.release()
+
+
+def clear_output(config: TrainConfig, output_dir: Path) -> None:
+    """Delete all that an earlier run has written, where this one begins anew; files that no run writes stay.
+
+    hf/, adapter/, profile/, trackers/, stuck/ and each training checkpoint are a run's own, with all that is in them.
+    """
+    if _goes_on(config, output_dir):
+        return
+    for path in _written(output_dir):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):  # it holds what no run has written, or is not there
+        (output_dir / CHECKPOINTS).rmdir()
+
+
+def _written(output_dir: Path) -> list[Path]:
+    """What runs have written into the directory, half-written things too."""
+    found = [path for name in (*_DIRECTORIES, STUCK) if (path := output_dir / name).is_dir() or path.is_symlink()]
+    found += [path for name in _FILES if (path := output_dir / name).is_file() or path.is_symlink()]
+    for name in _DIRECTORIES:
+        found += output_dir.glob(f".{name}-*{PARTIAL}")
+    for name in _FILES:
+        found += [*output_dir.glob(f"{name}{PARTIAL}"), *output_dir.glob(f"{name}.*{PARTIAL}")]
+    found += [path for path in (output_dir / CHECKPOINTS).glob("*") if is_checkpoint_entry(path)]
+    return found
+
+
+def _results(output_dir: Path) -> list[str]:
+    """Names of what is there of an earlier run, but for its checkpoints."""
+    return [name for name in _DIRECTORIES + _FILES if os.path.lexists(output_dir / name)]
+
+
+def _goes_on(config: TrainConfig, output_dir: Path) -> bool:
+    """Whether the run goes on with the one that the output directory holds, or may begin it anew: killed before its
+    first checkpoint, it has exported nothing."""
+    directory = output_dir / CHECKPOINTS
+    if config.resume == "auto":
+        return any(directory.glob("step-*")) or not any((output_dir / name).exists() for name in ("hf", "adapter"))
+    # one that is not there is told where it is looked for
+    path = Path(config.resume or directory)
+    return bool(config.resume) and (path.resolve().is_relative_to(directory.resolve()) or not path.exists())
+
+
+def _check_taken(config: TrainConfig, output_dir: Path) -> None:
+    if config.overwrite_output_dir or _goes_on(config, output_dir):
+        return
+    # of checkpoints/ also what no run of this program has called so
+    taken = _results(output_dir) + sorted(path.name for path in (output_dir / CHECKPOINTS).glob("*"))
+    if taken:
+        raise ExpertMeshError(
+            f"--output-dir {output_dir}: already holds {', '.join(taken[:8])}; "
+            "choose another, go on with --resume auto, or replace them with --overwrite-output-dir"
+        )
+
+
+def _check_read(config: TrainConfig, output_dir: Path) -> None:
+    """Nothing that the run is to read may be among what it deletes or replaces."""
+    exported = ["hf"] * (config.adapter == "none" or config.merge) + ["adapter"] * (config.adapter != "none")
+    own = [output_dir / name for name in exported if config.export]
+    own += [] if _goes_on(config, output_dir) else _written(output_dir)
+    for setting in fields(config):
+        if setting.metadata.get("scope") != "input":
+            continue
+        flag = f"--{setting.name.replace('_', '-')}"
+        for name in _places(flag, getattr(config, setting.name)):
+            path = Path(name).resolve()
+            for mine in (path.resolve() for path in own):
+                if name != "auto" and path.is_relative_to(mine):
+                    raise ExpertMeshError(
+                        f"{flag} {name}: this run is to read it, and would delete or replace {mine}; move it away, or "
+                        "choose another --output-dir"
+                    )
+
+
+def _places(flag: str, value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [spec.name for spec in parse_datasets(flag, value)]
+    return [value] if value else []
+
+
+def _check_shared(config: TrainConfig, output_dir: Path, ranks: Ranks) -> None:
+    """Rank 0 leaves a marker that every rank must see, wherever ranks write or read what others do."""
+    needed = config.save_steps > 0 or bool(config.resume)
+    name = [f".seen-{uuid.uuid4().hex}{PARTIAL}"]
+    dist.broadcast_object_list(name, src=0)
+    marker = output_dir / name[0]
+    with raise_together(), write_errors(output_dir):
+        if ranks.rank == 0:
+            for stale in output_dir.glob(f".seen-*{PARTIAL}"):
+                stale.unlink(missing_ok=True)
+            marker.touch()
+    told: list[Any] = [None] * ranks.world_size
+    sees = _sees(marker, _SEEN_SECONDS if needed else _NOT_NEEDED_SECONDS)
+    dist.all_gather_object(told, (sees, node_name(), str(output_dir.resolve())))
+    if ranks.rank == 0:
+        marker.unlink(missing_ok=True)
+    seen, nodes, places = zip(*told, strict=True)
+    blind = [rank for rank in range(ranks.world_size) if not seen[rank]]
+    if not blind:
+        return
+    said = (
+        f"--output-dir {output_dir}: is not shared: what rank 0 on {nodes[0]} writes to {places[0]} is not seen on "
+        f"{nodes_of(blind, nodes)} in {places[blind[0]]}"
+    )
+    if needed:
+        raise ExpertMeshError(
+            f"{said}; training checkpoints are written by all ranks: give a directory that all nodes share, or, to "
+            "train without checkpoints, --save-steps 0 (the export is written by rank 0 alone)"
+        )
+    if ranks.rank == 0:
+        print(f"{said}; all that rank 0 writes is there", flush=True)
+
+
+def _sees(marker: Path, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not marker.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+        for directory in (marker.parent.parent, marker.parent):
+            # to open a directory has NFS ask the server what is new in it
+            with suppress(OSError):
+                os.close(os.open(directory, os.O_RDONLY))
+    return True
