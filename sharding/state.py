@@ -4,14 +4,12 @@ Loading, saving, resuming, exporting, clipping, the comparison of replicas and t
 read it, and nothing else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from moe.adapters import is_adapter
 from moe.experts import ExpertMLP, ExpertParameter
@@ -145,10 +143,14 @@ def set_parameter_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) ->
                 module._parameters[name] = converted[parameter]
 
 
-def has_dtensor(*arguments: Any) -> bool:
-    """Whether there is a DTensor among an operator's arguments, in lists too: a dispatch mode that gives back
-    NotImplemented then is called with the local tensors."""
-    return any(isinstance(leaf, DTensor) for leaf in tree_leaves(arguments))
+def has_dtensor(types: Iterable[type]) -> bool:
+    """Whether there is a DTensor among an operator's arguments: a dispatch mode that gives back NotImplemented then is
+    called with the local tensors.
+
+    Args:
+        types: that `__torch_dispatch__` is told: of the arguments with a dispatch of their own, in lists too.
+    """
+    return any(issubclass(kind, DTensor) for kind in types)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ class _Ranges(TorchDispatchMode):
         return _RecordFunctionFast(name)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_dtensor(args, kwargs):
+        if has_dtensor(types):
             return NotImplemented  # what it does with its local tensor comes here by itself
         with self.range():
             return operator(*args, **(kwargs or {}))

@@ -74,7 +74,7 @@ class LiveTensors(Pausable, TorchDispatchMode):
         self._watching.stop()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_dtensor(args, kwargs):
+        if has_dtensor(types):
             return NotImplemented  # what it does with its local tensor comes here by itself
         result = operator(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):

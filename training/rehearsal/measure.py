@@ -8,7 +8,7 @@ Shape suffixes: e experts of this rank, R rows for them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -301,11 +301,13 @@ class _Measurement:
                 with torch.no_grad():
                     given = original[type(layer)](layer, *args, **kwargs)
                 found[kind] = _call_of(args, kwargs, given)
+            if len(found) == len(self.of.first):
+                raise _AllSeen
             return _stand_in(found[kind], args, kwargs)
 
         original = {type(layer): type(layer).__call__ for layer in self.layers}
         # within a recording, which answers what the host would ask of the device
-        with self._recording([]), _calling(self.layers, call):
+        with self._recording([]), _calling(self.layers, call), suppress(_AllSeen):
             token_loss_sum(self.model, self.batch)
         for number in self.of.first:
             take_stats(self.layers[number])
@@ -539,6 +541,10 @@ class _Tape(Tape):
         """Forward has ended, backward begins."""
         self.cut("start")
         self.note(("turn",))
+
+
+class _AllSeen(Exception):
+    """Of every kind of layer one has been called: the forward need go no further."""
 
 
 def _nothing(*_: Any) -> None:

@@ -3,7 +3,7 @@
 import re
 import sys
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -57,6 +57,32 @@ class Place:
     is_recomputed: bool = False
 
 
+@dataclass(frozen=True)
+class _Code:
+    """What a function's name and file tell of the operators that it calls.
+
+    is_no_part: of a step. checkpoints: whether in backward it computes a forward again. is_method: has a `self`.
+    """
+
+    is_no_part: bool
+    checkpoints: bool
+    part: str | None
+    part_in_backward: str | None
+    is_method: bool
+
+    @staticmethod
+    def of(code: CodeType) -> "_Code":
+        by_name = "rotary" if "rotary" in code.co_name else None
+        part = next((name for file, name in _BY_FILE.items() if file in code.co_filename), by_name)
+        return _Code(
+            code.co_name in _NO_PART,
+            code.co_filename.endswith("/torch/utils/checkpoint.py"),
+            part,
+            by_name if code.co_filename.endswith("/training/step.py") else part,
+            code.co_varnames[:1] == ("self",),
+        )
+
+
 def _own_self(frame: FrameType) -> Any:
     """`self` in a method's frame. Up to Python 3.12 a frame keeps what it was asked for, a copy of its variables, in
     which tensors would live on that the method has let go of, and be counted."""
@@ -82,6 +108,8 @@ class Parts:
         self.routers = router_prefixes(model)
         self.blocks = {self.paths[layer].rpartition(".")[0] for layer in moe_layers(model)}
         self.of_node: dict[int, Place] = {}
+        self.told: dict[CodeType, _Code] = {}
+        self.of_module: dict[nn.Module, tuple[int | None, str | None]] = {}
 
     def here(self) -> Place:
         """Of the operator whose `__torch_dispatch__` has called this."""
@@ -103,22 +131,31 @@ class Parts:
         part: str | None = None
         layer: int | None = None
         while frame is not None:
-            code = frame.f_code
-            if code.co_name in _NO_PART:
+            code = self.told.get(frame.f_code) or self._told_by(frame.f_code)
+            if code.is_no_part:
                 return Place(LASTING, None)
-            if in_backward and code.co_filename.endswith("/torch/utils/checkpoint.py"):
+            if in_backward and code.checkpoints:
                 return Place(part or "other", layer, is_recomputed=True)
-            if part is None and not (in_backward and code.co_filename.endswith("/training/step.py")):
-                part = next((name for file, name in _BY_FILE.items() if file in code.co_filename), None)
-            if part is None and "rotary" in code.co_name:
-                part = "rotary"
-            if layer is None and code.co_varnames[:1] == ("self",):
+            if part is None:
+                part = code.part_in_backward if in_backward else code.part
+            if layer is None and code.is_method:
                 owner = _own_self(frame)
-                if isinstance(owner, nn.Module) and (path := self.paths.get(owner)) is not None:
-                    layer = self._layer_of(path)
-                    part = part or self._part_of(owner, path)
+                if isinstance(owner, nn.Module) and owner in self.paths:
+                    layer, of_module = self._told_by_module(owner)
+                    part = part or of_module
             frame = frame.f_back
         return Place(part, layer)
+
+    def _told_by(self, code: CodeType) -> "_Code":
+        """Once for each function, as a step calls few of them very often."""
+        return self.told.setdefault(code, _Code.of(code))
+
+    def _told_by_module(self, module: nn.Module) -> tuple[int | None, str | None]:
+        """Its layer, and its part of a step."""
+        if module not in self.of_module:
+            path = self.paths[module]
+            self.of_module[module] = self._layer_of(path), self._part_of(module, path)
+        return self.of_module[module]
 
     def _layer_of(self, path: str) -> int | None:
         names = path.split(".")

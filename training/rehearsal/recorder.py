@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +33,7 @@ from training.rehearsal.live import Pausable
 from training.rehearsal.parts import LASTING, Parts, Place
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 Key = tuple[int, int]
 """A storage, and how often it had been written to."""
 
@@ -136,8 +138,11 @@ class Recorder(Pausable, TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if has_dtensor(args, kwargs):
+        if has_dtensor(types):
             return NotImplemented  # what it does with its local tensor comes here by itself
+        if operator is _DEVICE and isinstance(args[0], FakeTensor):
+            # asked for at every second step, and known
+            return args[0].fake_device
         if operator is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         result = operator(*args, **kwargs)
