@@ -7,7 +7,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -32,6 +32,7 @@ STATE_BYTES = {
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 README = (ROOT / "configs" / "README.md").read_text()
 POSITIONS = re.compile(r"([\d,]+) positions a step on (\d+) GPUs")
+FORECAST = re.compile(r"# Forecast of (\d+) H100: ([\d.]+) GiB a GPU, ([\d,]+) tokens/s a GPU, ([\d.]+)% MFU")
 OPTIMIZERS = {
     "adamw_torch_fused": "fp32 AdamW",
     "adamw_torch_8bit": "8-bit AdamW",
@@ -52,6 +53,21 @@ PUBLISHED = {
     "qwen3_next_80b_a3b": "qwen3-next-80b",
 }
 """Of each recipe's model, the directory of its published config.json."""
+
+
+class Forecast(NamedTuple):
+    """memory: GiB a GPU. speed: tokens a second and GPU. mfu: in percent."""
+
+    gpus: float
+    memory: float
+    speed: float
+    mfu: float
+
+
+def forecast_in(text: str) -> Forecast:
+    """The one that a recipe's head states."""
+    ((*figures,),) = FORECAST.findall(text)
+    return Forecast(*(float(figure.replace(",", "")) for figure in figures))
 
 
 def text_of(name: str) -> str:
@@ -145,14 +161,12 @@ def planned_recipe(name: str, gpus: int) -> Plan:
 def test_forecasts_that_the_comments_state(name: str) -> None:
     plan = planned_recipe(name, gpus_of(name))
     now = f"# Forecast of {plan.setting.world_size} H100: {summary(plan, H100)}"
-    pattern = r"# Forecast of (\d+) H100: ([\d.]+) GiB a GPU, ([\d,]+) tokens/s a GPU, ([\d.]+)% MFU"
-    found = re.findall(pattern, text_of(name))
-    assert found, now
-    gpus, memory, speed, share = (float(figure.replace(",", "")) for figure in found[0])
-    assert gpus == plan.setting.world_size
-    assert memory == pytest.approx(plan.memory.total / 2**30, rel=0.02), now
-    assert speed == pytest.approx(plan.tokens_per_second, rel=0.05), now
-    assert share == pytest.approx(100 * plan.share_of_peak(H100), rel=0.05), now
+    assert FORECAST.search(text_of(name)), now
+    stated = forecast_in(text_of(name))
+    assert stated.gpus == plan.setting.world_size
+    assert stated.memory == pytest.approx(plan.memory.total / 2**30, rel=0.02), now
+    assert stated.speed == pytest.approx(plan.tokens_per_second, rel=0.05), now
+    assert stated.mfu == pytest.approx(100 * plan.share_of_peak(H100), rel=0.05), now
 
 
 def test_the_recipes_are_those_of_the_table() -> None:
