@@ -4,22 +4,39 @@ Each is built from its default config on the meta device, with our experts in pl
 nothing is downloaded, and no memory held.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
 from moe.command import run_command
+from moe.errors import ExpertMeshError
+from moe.parser import Parser
 from moe.terminal import ends_with_reader, folded
+
+_DESCRIPTION = """\
+One line per model family: its class, how many layers have experts, and whether
+it is supported, or why not. Each is built from its default config on the meta
+device and run there once; nothing is downloaded."""
 
 
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 2 after a mistake in the flags."""
-    parser = argparse.ArgumentParser(prog="python -m moe", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    families = commands.add_parser("families", help="a line each: class, layers with experts, supported or why not")
-    families.add_argument("family", nargs="*", help="model types; default: all that the installed transformers has")
-    arguments = parser.parse_args(argv)
+    parser = Parser(prog="python -m moe", description="Which model families can be trained here.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    families: Parser = commands.add_parser(
+        "families",
+        usage="%(prog)s [FAMILY ...]",
+        help="one line per family: class, layers with experts, supported or why not",
+        description=_DESCRIPTION,
+    )
+    families.add_argument(
+        "family", metavar="FAMILY", nargs="*", help="model types (default: all that the installed transformers has)"
+    )
+    try:
+        arguments = parser.parse_args(argv)
+    except ExpertMeshError as error:
+        print(f"moe: error: {error}", file=sys.stderr)
+        return 2
 
     import transformers
 
