@@ -143,11 +143,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     read_ahead(source, READ_AHEAD)
     widened = convert(source, arguments.out, arguments.ep_size, dtype, how)
     if widened:
-        print(
-            folded(
-                f"widened to bfloat16, as a block of scales of theirs reaches into two experts: {', '.join(widened)}"
-            )
-        )
+        print(folded(f"dequantized to bfloat16, as a block of scales spans two experts: {', '.join(widened)}"))
     return 0
 
 
@@ -181,7 +177,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         comparison = compare(a, b, arguments.rtol)
     for line in comparison.differences:
         print(folded(line))
-    same = "the same bits" if arguments.rtol is None else f"the same to a relative {arguments.rtol}"
+    same = "bitwise equal" if arguments.rtol is None else f"equal within a relative {arguments.rtol}"
     if comparison.differences:
         print(f"{len(comparison.differences)} differences in {comparison.num_tensors} tensors")
         return 1

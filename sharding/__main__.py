@@ -157,7 +157,7 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if arguments.imbalance < 1:
         raise ExpertMeshError(f"--imbalance {arguments.imbalance:g}: the busiest expert has at least the mean, 1")
     if arguments.tf32 and not arguments.fp32:
-        raise ExpertMeshError("--tf32: says how products run in fp32, and this plan is for bf16; add --fp32")
+        raise ExpertMeshError("--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --fp32")
     hardware = preset(arguments.gpu, arguments.network)
     if arguments.calibrate is not None:
         measured = load_measured(arguments.calibrate)
@@ -264,11 +264,11 @@ def _sweep(
         print(json.dumps([{"arm": p.arm, "gpus": p.world_size, **p.plan.as_json()} for p in points], indent=1))
         return 0
     (rows,) = micro_batches
-    title = f"{arguments.model}, {cluster.hardware.name}, {rows} x {base.seq_length:,} tokens a GPU"
-    console.print(Text(folded(f"{title}: tokens/s of one with the best setting")))
+    title = f"{arguments.model}, {cluster.hardware.name}, {rows} x {base.seq_length:,} tokens per GPU"
+    console.print(Text(folded(f"{title}: tokens/s per GPU, with the best layout")))
     print_table(console, sweep_columns(points))
     if not all(point.plan.fits for point in points):
-        print(folded("GiB: no setting fits; the smallest takes so much"))
+        print(folded("GiB: no layout fits; the smallest takes this much"))
     print(f"{len(points)} points in {time.perf_counter() - begun:.1f} s")
     if arguments.plot is not None:
         with _writing("--plot", arguments.plot), whole(arguments.plot) as partial:
@@ -337,7 +337,7 @@ def _print_speeds(speeds: Sequence[Any], row_bytes: int) -> None:
         Column("group", [speed.name for speed in speeds], is_text=True),
         Column("ranks", [ranks_of(speed.ranks, most=8) for speed in speeds], is_text=True),
         Column(f"latency of\n{row_bytes:,} bytes", [f"{speed.latency * 1e6:,.0f} us" for speed in speeds]),
-        Column("GB/s\na rank", [f"{speed.bandwidth / 1e9:,.3f}" for speed in speeds]),
+        Column("GB/s\nper rank", [f"{speed.bandwidth / 1e9:,.3f}" for speed in speeds]),
         Column("", ["[red]slow[/]" if speed.is_slow else "" for speed in speeds], is_text=True),
     ]
     print_table(open_console(), columns)

@@ -449,7 +449,7 @@ class TrainConfig:
                 "--lr-scheduler-type: " + _unknown("schedule", self.lr_scheduler_type, list(SCHEDULES))
             )
         if self.warmup_ratio > 1:
-            raise ExpertMeshError(f"--warmup-ratio {self.warmup_ratio}: is a share of all steps: 1 or less")
+            raise ExpertMeshError(f"--warmup-ratio {self.warmup_ratio}: is a fraction of all steps: at most 1")
         if self.warmup_ratio and self.warmup_steps:
             raise ExpertMeshError(
                 f"--warmup-ratio {self.warmup_ratio} and --warmup-steps {self.warmup_steps:g} are both given; "
@@ -469,12 +469,12 @@ class TrainConfig:
             )
         if self.offload_activations and self.gradient_checkpointing == "none":
             raise ExpertMeshError(
-                "--offload-activations: without checkpointing a layer keeps far more than its input; add "
+                "--offload-activations: without checkpointing, a layer stores far more than its input; add "
                 "--gradient-checkpointing full or selective"
             )
         if self.overlap_chunks > 1 and self.ep_size == 1:
             raise ExpertMeshError(
-                f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 no row travels; leave it out"
+                f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 there is no all-to-all; leave it out"
             )
         if not self.model:
             raise ExpertMeshError("--model is missing: the directory of a Hugging Face checkpoint")
@@ -487,9 +487,11 @@ class TrainConfig:
 
     def _check_combinations(self) -> None:
         if self.prompt_template and self.chat_template:
-            raise ExpertMeshError("--prompt-template and --chat-template: a row is written in one or the other")
+            raise ExpertMeshError("--prompt-template and --chat-template: a sample is written in one or the other")
         if self.packing and self.group_by_length:
-            raise ExpertMeshError("--packing and --group-by-length: packed rows have one length already; choose one")
+            raise ExpertMeshError(
+                "--packing and --group-by-length: packed sequences have one length already; choose one"
+            )
         if self.messages_column and (self.prompt_column or self.response_column or self.text_column):
             raise ExpertMeshError("--messages-column: give no prompt, response or text column beside it")
         if not 0 <= self.eval_ratio < 1:
@@ -502,7 +504,7 @@ class TrainConfig:
                     f"{_as_flag(name)}: there is nothing to evaluate on; give --eval-dataset or --eval-ratio"
                 )
         if self.generate_prompts and self.generate_steps == 0:
-            raise ExpertMeshError("--generate-prompts: when is it to answer them? Give --generate-steps")
+            raise ExpertMeshError("--generate-prompts: when are they used? Give --generate-steps")
         if self.early_stopping_threshold and self.early_stopping_patience == 0:
             raise ExpertMeshError("--early-stopping-threshold: nothing stops early without --early-stopping-patience")
         if self.global_batch_size is not None and self.gradient_accumulation_steps > 1:
@@ -511,12 +513,11 @@ class TrainConfig:
             raise ExpertMeshError("--adapter lora freezes everything but the adapters; leave out --freeze")
         if self.adapter != "none" and self.optim == "muon":
             raise ExpertMeshError(
-                "--optim muon: orthogonalises weights, and a low-rank update is no weight; with --adapter lora take "
-                "another"
+                "--optim muon: orthogonalizes weights, and LoRA's factors are none; with --adapter lora take another"
             )
         if self.adapter != "none" and self.router_bias_update_rate > 0:
             raise ExpertMeshError(
-                f"--router-bias-update-rate {self.router_bias_update_rate:g}: an adapter's files hold no router bias; "
+                f"--router-bias-update-rate {self.router_bias_update_rate:g}: an adapter's files have no router bias; "
                 "leave it out with --adapter lora"
             )
         if not self.lora_targets:
@@ -534,9 +535,9 @@ class TrainConfig:
             if name not in _MAY_CHANGE:
                 raise ExpertMeshError(f"--allow-changed {name}: give {' or '.join(_MAY_CHANGE)}")
         if self.allow_changed and not self.resume:
-            raise ExpertMeshError("--allow-changed: nothing is gone on from; give --resume, or leave it out")
+            raise ExpertMeshError("--allow-changed: nothing is resumed; give --resume, or leave it out")
         if self.elastic and not self.resume:
-            raise ExpertMeshError("--elastic: what is it to go on from? Give --resume auto")
+            raise ExpertMeshError("--elastic: nothing is resumed; give --resume auto")
         if self.detect_anomaly and self.compile:
             raise ExpertMeshError("--detect-anomaly: does not see into what --compile compiles; leave out one of them")
         if self.profile and self.compile:
@@ -554,11 +555,11 @@ class TrainConfig:
             raise ExpertMeshError("--expert-precision fp8: everything else is computed in bf16; add --bf16")
         if self.expert_kernel not in ("auto", "torch-grouped"):
             raise ExpertMeshError(
-                f"--expert-precision fp8: has products of its own; leave out --expert-kernel {self.expert_kernel}"
+                f"--expert-precision fp8: has its own GEMMs; leave out --expert-kernel {self.expert_kernel}"
             )
         if self.base_dtype in ("fp8", "nf4"):
             raise ExpertMeshError(
-                f"--expert-precision fp8: would round twice what --base-dtype {self.base_dtype} holds in few bits; "
+                f"--expert-precision fp8: would round twice what --base-dtype {self.base_dtype} quantizes; "
                 "leave out one of them"
             )
 
@@ -750,7 +751,7 @@ def _yaml_arguments(parser: FlagParser, file: Path) -> list[str]:
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ExpertMeshError(f"--config {file}: cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ExpertMeshError(f"--config {file}: holds a {type(content).__name__}, not a table of settings")
+        raise ExpertMeshError(f"--config {file}: contains a {type(content).__name__}, not a table of settings")
     given: dict[str, str] = {}
     arguments: list[str] = []
     for key, value in content.items():

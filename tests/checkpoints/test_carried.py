@@ -68,7 +68,7 @@ def test_a_vision_tower_and_predictors_go_there_and_back(
     source, untrained = multimodal
     shards, back = tmp_path / "shards", tmp_path / "back"
     assert run("convert", source, shards, "--ep-size", 2, "--max-shard-size", "30KB") == 0
-    assert f"carried over, as they are not trained: {len(untrained)} tensors" in capsys.readouterr().out
+    assert f"copied unchanged, as they are not trained: {len(untrained)} tensors" in capsys.readouterr().out
     assert len(list(shards.glob("carried-*.safetensors"))) > 1
     assert run("export", shards, back, "--max-shard-size", "50KB") == 0
     assert_same_bits(read(back), read(source))
@@ -333,7 +333,7 @@ def test_a_hub_id(
     capsys.readouterr()
     for command in (("verify", "x/y", source), ("inspect", "x/y"), ("export", "x/y", tmp_path / "no")):
         assert run(*command) == 2
-        assert f"{command[0]} x/y: no such directory, and not to be had from the hub" in capsys.readouterr().err
+        assert f"{command[0]} x/y: no such directory, and not available from the hub" in capsys.readouterr().err
 
 
 def test_verify_names_what_differs(

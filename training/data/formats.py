@@ -160,7 +160,7 @@ def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation |
     missing = [column for column in data_format.columns if column not in row]
     if missing:
         found = ", ".join(map(str, row)) or "(none)"
-        raise RowError(f"has no column {missing[0]!r}, which the rows before it have; found: {found}")
+        raise RowError(f"has no column {missing[0]!r}, which the records before it have; found: {found}")
     return data_format.read(row, columns)
 
 

@@ -124,8 +124,8 @@ def main(argv: Sequence[str]) -> int:
     print_account(largest, config, where, hardware, told, arguments.gpus)
     if len(ranks) > 1:
         totals = ", ".join(f"{account.rank}: {account.fit.total / 2**30:,.1f} GiB" for account in accounts)
-        print(f"ranks rehearsed: {totals}; shown: the largest. Their {compared:,} collectives come in the same order.")
-    print(f"rehearsed in {time.time() - started:.0f} s")
+        print(f"ranks run: {totals}; shown: the largest. Their {compared:,} collectives have the same order.")
+    print(f"dry run took {time.time() - started:.0f} s")
     return 0 if largest.fit.is_enough else 1
 
 
@@ -138,11 +138,11 @@ def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
             f"--rank {arguments.rank}: of {arguments.gpus} GPUs the ranks are 0 to {arguments.gpus - 1}"
         )
     if arguments.routing is not None and arguments.imbalance != 1:
-        raise ExpertMeshError("--routing and --imbalance: both say where rows go; give one of them")
+        raise ExpertMeshError("--routing and --imbalance: both set where tokens go; give one of them")
     if arguments.gpus % config.ep_size:
         raise ExpertMeshError(f"--ep-size {config.ep_size} does not divide --gpus {arguments.gpus}")
     if config.use_cpu:
-        raise ExpertMeshError("--use-cpu: a rehearsal is of a run on GPUs; leave it out")
+        raise ExpertMeshError("--use-cpu: a dry run models GPUs; leave it out")
 
 
 def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
