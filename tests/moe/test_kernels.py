@@ -180,7 +180,7 @@ def test_grouped_refuses_2_to_the_31_elements() -> None:
         return fused("torch-grouped")(rows_RD, torch.tensor([num_rows], device="meta"), *weights)
 
     with pytest.raises(
-        ExpertMeshError, match=r"149797 rows .* have 2147489792; use a smaller --per-device-train-batch"
+        ExpertMeshError, match=r"149797 tokens .* have 2147489792; use a smaller --per-device-train-batch"
     ):
         run(rows)
     assert run(fits).shape == (fits, 4096)

@@ -134,7 +134,7 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         (["--expert-precision", "fp8", "--bf16", "--expert-kernel", "loop"], "fp8: .* leave out --expert-kernel loop"),
         (
             ["--expert-precision", "fp8", "--bf16", "--adapter", "lora", "--base-dtype", "nf4"],
-            "--expert-precision fp8: would round twice what --base-dtype nf4 holds",
+            "--expert-precision fp8: would round twice what --base-dtype nf4 quantizes",
         ),
         (["--offload-activations"], "--offload-activations: .*; add --gradient-checkpointing full or selective"),
         (["--freeze", ","], "--freeze: names nothing"),
