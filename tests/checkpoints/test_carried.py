@@ -162,7 +162,7 @@ def _without(path: Path, prefix: str) -> None:
 @pytest.mark.parametrize(
     ("prefix", "claim"),
     [
-        (VISION, "whole no: config.json claims a Qwen3_5MoeForConditionalGeneration, which lacks"),
+        (VISION, "complete no: config.json claims a Qwen3_5MoeForConditionalGeneration, which lacks"),
         (f"{VISION}patch_embed.proj.bias", "lacks 1 tensors: model.visual.patch_embed.proj.bias (1)"),
         (PREDICTOR, "no tensors of layers for multi-token prediction, which config.json claims: mtp_num_hidden_layers"),
     ],

@@ -165,14 +165,14 @@ def test_shards_keep_the_encoding(
     assert run("convert", sources[name], tmp_path / "ep2", "--ep-size", 2) == 0
     assert run("convert", tmp_path / "ep2", tmp_path / "ep4", "--ep-size", 4) == 0
     assert run("convert", sources[name], tmp_path / "wide", "--ep-size", 2, "--dtype", "bfloat16") == 0
-    assert "widened" not in capsys.readouterr().out
+    assert "dequantized" not in capsys.readouterr().out
     stored = {path: sum(file.stat().st_size for file in (tmp_path / path).glob("ep-*")) for path in ("ep2", "wide")}
     assert stored["ep2"] < {"fp8": 0.7, "mxfp4": 0.5, "partly fused": 0.9}[name] * stored["wide"]
     for path in ("ep2", "ep4", "wide"):
         assert_same(content(tmp_path / path), want)
         assert run("inspect", tmp_path / path, "--check") == 0
         said = capsys.readouterr().out
-        assert ("encoded" in said) == (path != "wide")
+        assert ("quantized   " in said) == (path != "wide")
         assert "quantization_config" not in (tmp_path / path / "config.json").read_text()
     assert run("export", tmp_path / "ep4", tmp_path / "hf") == 0
     assert run("verify", sources[name], tmp_path / "hf") == 0
