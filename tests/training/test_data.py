@@ -452,7 +452,7 @@ def test_reasoning(tmp_path: Path, tokenizer: Any, answer: dict[str, Any]) -> No
         ({"content": [{"type": "tool_call", "value": "add(1)"}]}, "its tool_call is no JSON"),
         (
             {"content": [{"type": "tool_call", "value": '{"name": "add"}'}]},
-            "an object with name and arguments would do",
+            "expected an object with name and arguments",
         ),
         (
             {"content": [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}], "tool_calls": [CALL]},
