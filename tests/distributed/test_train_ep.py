@@ -341,7 +341,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "choice": (_flags("--dense-shard", "half"), ["--dense-shard", "half", "hybrid"]),
     "kernel": (_flags("--expert-kernel", "magic"), ["--expert-kernel magic is unknown", "loop, torch-grouped"]),
     "unknown key": (_yaml("learning_rat: 1"), ["run.yaml", "unknown key learning_rat; did you mean learning_rate?"]),
-    "value of a key": (_yaml("ep_size: two"), ["run.yaml", "ep_size", "two"]),
+    "value of a key": (_yaml("ep_size: two"), ["run.yaml", "--ep-size", "two"]),
     "YAML": (_yaml("a: [1"), ["run.yaml", "cannot be read"]),
     "no model": (_flags("--model", "/no/such/model"), ["--model /no/such/model: no such directory"]),
     "truncated file": (_truncate, ["model.safetensors", "not a complete safetensors file"]),
