@@ -331,7 +331,7 @@ def test_speeds_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) ->
         _print_speeds(speeds, 32768)
     lines = terminal.lines
     assert max(map(len, lines)) <= width
-    assert sum("123,456 us  234.500" in line for line in lines) == 2
+    assert sum("123,456 us   234.500" in line for line in lines) == 2
     assert sum("1 to 121 in steps of 8" in line for line in lines) == 1
     assert [line.split()[-1] for line in lines].count("slow") == 1
 
