@@ -17,26 +17,14 @@ from sharding.planner.hardware import load_measured, save_measured
 from sharding.planner.mesh_picture import picture
 from tests.distributed.pool import RankPool
 from tests.families.configs import tiny_config
+from tests.published.models import CONFIGS
 from training import parse_config
 
-MIXTRAL_8X7B: dict[str, Any] = {
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
 
-
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("mixtral") / "config.json"
-    file.write_text(json.dumps(MIXTRAL_8X7B))
-    return file
+@pytest.fixture
+def config_file() -> Path:
+    """The published one of Mixtral 8x7B."""
+    return CONFIGS / "mixtral-8x7b" / "config.json"
 
 
 def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +117,8 @@ def test_plan_in_a_precision(
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As wide, with few layers, whose state takes less than what they compute; and few experts, for few plans."""
     file = tmp_path_factory.mktemp("shallow") / "config.json"
-    file.write_text(json.dumps(MIXTRAL_8X7B | {"num_hidden_layers": 4, "num_local_experts": 2}))
+    published = json.loads((CONFIGS / "mixtral-8x7b" / "config.json").read_text())
+    file.write_text(json.dumps(published | {"num_hidden_layers": 4, "num_local_experts": 2}))
     return file
 
 
