@@ -412,13 +412,24 @@ class _Source(torch.autograd.Function):
         return None, None, None
 
 
-def without_graph(function: FunctionType, args: Any, kwargs: Any) -> Any:
-    """What it gives, as if it kept nothing for backward."""
-    with torch.no_grad():
-        leaves, tree = tree_flatten(function(*args, **kwargs))
-    layouts = [Layout.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-    made = iter(_Fresh.apply(layouts, *_tensors((args, kwargs))))
-    return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+@dataclass(frozen=True)
+class Results:
+    """What a call gives, with a `Layout` in the place of each tensor."""
+
+    leaves: tuple[Any, ...]
+    tree: Any
+
+    @staticmethod
+    def of(function: FunctionType, args: Any, kwargs: Any) -> "Results":
+        with torch.no_grad():
+            leaves, tree = tree_flatten(function(*args, **kwargs))
+        return Results(tuple(Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree)
+
+    def without_graph(self, args: Any, kwargs: Any) -> Any:
+        """These, made anew, as if the call kept nothing for backward."""
+        layouts = [leaf for leaf in self.leaves if isinstance(leaf, Layout)]
+        made = iter(_Fresh.apply(layouts, *_tensors((args, kwargs))))
+        return tree_unflatten([next(made) if isinstance(leaf, Layout) else leaf for leaf in self.leaves], self.tree)
 
 
 class _Fresh(torch.autograd.Function):
