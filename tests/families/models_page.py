@@ -38,8 +38,7 @@ that is installed, from its default configs, or for a directory, a config.json o
   chooses which of a sequence's tokens to see. None of them sees other tokens by attention alone, which is what CP
   exchanges.
 - **models**: those whose config.json from the hub is tested (`tests/published`): parameters, active parameters, and
-  routing come out as published. Their weights were never loaded here. What a family's page on the hub offers beyond
-  these (other sizes, chat and base models) differs in numbers alone, as a rule.
+  routing come out as published. Their weights were never loaded here.
 - Not supported, as transformers has no class for them that marks its experts: Llama 4. Kimi K2: write `"model_type":
   "deepseek_v3"` in a copy of its config.json; the error says so.
 
