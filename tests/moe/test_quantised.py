@@ -115,7 +115,7 @@ def test_a_gradient_with_gaps(is_transposed: bool) -> None:
 
     x_RI, counts_e = torch.randn(5, 64, requires_grad=True), torch.tensor([2, 3])
     grad_RO = torch.randn(5, 128)[:, ::2]
-    found = []
+    found: list[torch.Tensor] = []
     for grad in (grad_RO, grad_RO.contiguous()):
         out = stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed)
         found += torch.autograd.grad(out, x_RI, grad)
