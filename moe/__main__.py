@@ -3,6 +3,7 @@
 Each is built from its default config on the meta device, with our experts in place of its own, and run there once;
 nothing is downloaded, and no memory held. `--table` prints, in Markdown, which ways of training each supports, and
 takes directories, config.json files and ids of the hub as well, of which it reads config.json alone.
+"?" is a family whose default config makes no model: ask about one of its models.
 """
 
 import argparse

@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from checkpoints.source import open_source
+from moe.__main__ import main
 from moe.exceptions import UNSUPPORTED
 from moe.families import causal_families
 from tests.families import test_packing, test_shared_rows
@@ -46,7 +47,22 @@ def test_what_stands_around_the_table() -> None:
 
 
 def test_the_root_readme_has_its_short_form() -> None:
-    assert short_table(TEXT) in (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert short_table(TEXT) in readme
+    supported = len(ROWS.keys() - UNSUPPORTED.keys())
+    assert f"{supported} of the {len(ROWS)} causal MoE families in transformers {written_for()} are supported" in readme
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a family by its default config, also one that makes no model, and of a directory."""
+    directory = str(CONFIGS / "granite-4.0-h-tiny")
+    assert main(["families", "--table", "mixtral", "qwen4_exp", directory]) == 0
+    _, _, mixtral, incomplete, granite = capsys.readouterr().out.splitlines()
+    assert mixtral == "| mixtral | yes | yes | yes | yes | yes |"
+    assert incomplete == "| qwen4_exp | ? | ? | ? | ? | ? |"
+    assert granite == f"| {directory} | yes | yes | no: linear attention | no: linear attention | yes |"
+    assert main(["families", "--table", "llama"]) == 2
+    assert capsys.readouterr().err.startswith("moe: error: llama: no such file or directory")
 
 
 @pytest.mark.parametrize("family", ROWS)

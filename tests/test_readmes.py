@@ -23,7 +23,7 @@ FOLDERS = sorted(
 )
 READMES = [ROOT / "README.md", *sorted(file for folder in FOLDERS for file in folder.rglob("*.md"))]
 """And the pages beside them."""
-FOREIGN_FLAGS = {"--numprocesses", "--index-url"}
+FOREIGN_FLAGS = {"--numprocesses", "--extra-index-url"}
 """Of tools that are not ours, but for torchrun's: pytest-xdist, pip."""
 
 
