@@ -51,6 +51,8 @@ def test_the_root_readme_has_its_short_form() -> None:
     assert short_table(TEXT) in readme
     supported = len(ROWS.keys() - UNSUPPORTED.keys())
     assert f"{supported} of the {len(ROWS)} causal MoE families in transformers {written_for()} are supported" in readme
+    trained = TEXT.count(" | training |\n")
+    assert f"loss and gradients of {supported} families, and updated weights of {trained}, are" in readme
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
