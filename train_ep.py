@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = sharding.start_process_group(config.use_cpu, sharding.collectives_limit(limit), alike)
         watchdog = sharding.Watchdog(ranks, limit)
         try:
-            unread = f"standard output is no longer read; the run goes on, see {config.output_dir}/metrics.jsonl"
+            unread = f"standard output is no longer read; the run continues, see {config.output_dir}/metrics.jsonl"
             with going_on_unread("" if config.preview else f"train_ep.py: {unread}"), watchdog.watching():
                 with ExitStack() as closing:
                     finished = run_training(config, ranks, watchdog, closing)
@@ -184,7 +184,7 @@ def run_training(
                 finished = training.train(run, resume_from)
             log.line(training.beside(memory, training.measured_peak(ranks.device)))
             if not finished:
-                kept = "--resume auto goes on from here" if saver else "nothing was saved, as --save-steps is 0"
+                kept = "--resume auto resumes from here" if saver else "nothing was saved, as --save-steps is 0"
                 log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
                 return False
         if config.export:
@@ -194,7 +194,7 @@ def run_training(
             for directory in export(config, model, checkpoint, topology, output_dir, inputs, ranks):
                 log.line(f"exported to {directory}")
         elif saver is None and inputs.training is not None:
-            log.line("nothing is kept of what was trained, as --no-export and --save-steps 0 say")
+            log.line("the trained weights are not saved: --no-export and --save-steps 0 were given")
         log.state = "finished"
     return True
 

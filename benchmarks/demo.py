@@ -69,7 +69,7 @@ def main() -> int:
     out: Path = arguments.output_dir
     marker = out / "made-by-the-demo"
     if out.exists() and any(out.iterdir()) and not marker.exists():
-        print(f"demo: error: --output-dir {out}: holds other files; choose another", file=sys.stderr)
+        print(f"demo: error: --output-dir {out}: contains other files; choose another", file=sys.stderr)
         return 2
     shutil.rmtree(out, ignore_errors=True)
     model, data, run = out / "model", out / "train.jsonl", out / "run"

@@ -214,7 +214,7 @@ def stands_still(bench: Bench) -> Outcome:
 def freezes(bench: Bench) -> Outcome:
     """One rank's process is stopped (SIGSTOP), its connections stay open, --ddp-timeout 1800."""
     out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
-    run = expect(bench.run(out, fault=("freeze", rank, step)), None, f"misses rank {rank}: no sign of life")
+    run = expect(bench.run(out, fault=("freeze", rank, step)), None, f"misses rank {rank}: no heartbeat")
     # torchrun takes another 30 s until it kills what does not react to being asked to end
     return Outcome("another rank misses it and ends the run", seconds_since_fault(run), bench.go_on(out))
 

@@ -1,6 +1,6 @@
 """What a training step of one rank costs on a GPU, part by part, without one: `python -m benchmarks.ledger`.
 
-    python -m benchmarks.ledger --config configs/mixtral_8x7b.yaml --model benchmarks/models/mixtral_8x7b
+    python -m benchmarks.ledger --config configs/mixtral_8x7b.yaml --model tests/published/configs/mixtral-8x7b
     python -m benchmarks.ledger --gpus 16 --gpu B200 --model DIR --ep-size 8 --bf16 ...     # any flag of train_ep.py
 
 The real step (forward, backward, clipping, update) runs with tensors that hold no memory, and every operator, Triton

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
 from sharding.planner.memory import peak
+from sharding.planner.model_config import read_config
 from training import TrainConfig
 from training.rehearsal.planning import planned
 from training.rehearsal.world import rehearse
@@ -15,55 +15,25 @@ from training.rehearsal.world import rehearse
 MOST_ERROR = 0.03
 """What the forecast is held to, of the rehearsed peak."""
 
-QWEN3 = dict(hidden_size=2048, num_hidden_layers=48, vocab_size=151936, num_experts_per_tok=8)
-GPT_OSS = dict(
-    hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64,
-    num_experts_per_tok=4, vocab_size=201088,
-)  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Mixtral 8x7B": ("mixtral", dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        num_local_experts=8, vocab_size=32000,
-    )),
-    "Mixtral 8x22B": ("mixtral", dict(
-        hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48, num_key_value_heads=8,
-        num_local_experts=8, vocab_size=32768,
-    )),
-    "OLMoE 7B": ("olmoe", dict(
-        hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,
-        num_experts=64, num_experts_per_tok=8, vocab_size=50304,
-    )),
-    "Qwen3 30B-A3B": ("qwen3_moe", QWEN3 | dict(
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128,
-    )),
-    "GPT-OSS 20B": ("gpt_oss", GPT_OSS | dict(num_hidden_layers=24, num_local_experts=32)),
-    "GPT-OSS 120B": ("gpt_oss", GPT_OSS | dict(num_hidden_layers=36, num_local_experts=128)),
-    "GLM-4.5-Air": ("glm4_moe", dict(
-        hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=46,
-        num_attention_heads=96, num_key_value_heads=8, head_dim=128, attention_bias=True, use_qk_norm=False,
-        n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1, vocab_size=151552,
-    )),
-    "DeepSeek-V3": ("deepseek_v3", dict(
-        hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=61,
-        num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
-        qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
-        n_group=8, topk_group=4, first_k_dense_replace=3, vocab_size=129280,
-    )),
-    "MiniMax-M2": ("minimax_m2", dict(
-        hidden_size=3072, intermediate_size=1536, num_hidden_layers=62, num_attention_heads=48, num_key_value_heads=8,
-        head_dim=128, num_local_experts=256, num_experts_per_tok=8, vocab_size=200064,
-    )),
-    "Jamba 52B": ("jamba", dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        num_experts=16, num_experts_per_tok=2, vocab_size=65536,
-    )),
-}  # fmt: skip
-"""Family and sizes, as each model's published config.json has them."""
+PUBLISHED = Path(__file__).parents[1] / "tests" / "published" / "configs"
+MODELS = {
+    "Mixtral 8x7B": "mixtral-8x7b",
+    "Mixtral 8x22B": "mixtral-8x22b",
+    "OLMoE 7B": "olmoe-1b-7b",
+    "Qwen3 30B-A3B": "qwen3-30b-a3b",
+    "GPT-OSS 20B": "gpt-oss-20b",
+    "GPT-OSS 120B": "gpt-oss-120b",
+    "GLM-4.5-Air": "glm-4.5-air",
+    "DeepSeek-V3": "deepseek-v3",
+    "MiniMax-M2": "minimax-m2.5",
+    "Jamba 52B": "jamba-v0.1",
+}
+"""Of each model, the directory of its published config.json; MiniMax-M2.5 has the sizes of M2."""
 
 
 def model_config(name: str) -> Any:
-    family, sizes = MODELS[name]
-    return CONFIG_MAPPING[family](**sizes)
+    config, _ = read_config(str(PUBLISHED / MODELS[name]))
+    return config
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Convert, export, verify and inspect checkpoints: `python -m checkpoints ...`."""
+"""Convert, export, merge, verify and inspect checkpoints: `python -m checkpoints ...`."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from checkpoints.convert import HowToWrite, convert, export_offline
 from checkpoints.dtypes import FLOATS
@@ -18,6 +18,7 @@ from checkpoints.state.marker import MARKER, check_owner
 from checkpoints.verify import compare
 from moe import ExpertMeshError
 from moe.command import run_command
+from moe.parser import Parser
 from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded
 
@@ -27,75 +28,87 @@ READ_AHEAD = 4 * 10**9
 ADAPTER_CONFIG = "adapter_config.json"
 """What tells the directory of an adapter."""
 
+_EXAMPLE = """\
+example:
+  python -m checkpoints convert mistralai/Mixtral-8x7B-v0.1 SHARDS --ep-size 8"""
+
 DTYPES = {name: code for code, name in FLOATS.items()}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ExpertMeshError(message)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m checkpoints", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    how = _Parser(add_help=False)
-    how.add_argument("--max-shard-size", default="5GB", help="size of a file, where it is free to choose")
-    how.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="files written at once")
-    how.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="python -m checkpoints",
+        description="Convert, export, merge, verify and inspect checkpoints.",
+        epilog=_EXAMPLE,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    how = Parser(add_help=False)
+    how.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a file, where the form allows")
+    how.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="files written in parallel")
+    how.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     how.add_argument(
         "--drop-untrained",
         action="store_true",
-        help="leave out tensors that are not trained (vision tower, multi-token prediction), and what config.json says "
-        "of them; default: carry them over as they are",
+        help="leave out tensors that are not trained (vision tower, multi-token prediction), here and in config.json, "
+        "instead of copying them unchanged",
     )
 
-    trust = _Parser(add_help=False)
+    trust = Parser(add_help=False)
     trust.add_argument(
-        "--trust-checkpoint-owner", action="store_true", help="read another user's training checkpoint: it can run code"
+        "--trust-checkpoint-owner",
+        action="store_true",
+        help="read another user's training checkpoint; reading it can run their code",
     )
 
-    to_shards = commands.add_parser("convert", parents=[how], help="Hugging Face directory to EP shards")
-    to_shards.add_argument("source", help="directory, or hub id")
-    to_shards.add_argument("out", type=Path)
-    to_shards.add_argument("--ep-size", type=int, required=True, help="ranks that share out the experts")
+    to_shards = _add(commands, "convert", "SOURCE OUT --ep-size N", "Hugging Face directory to EP shards", how)
+    to_shards.add_argument("source", metavar="SOURCE", help="directory, or hub id")
+    to_shards.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    to_shards.add_argument("--ep-size", type=int, required=True, help="ranks that experts are sharded over")
     to_shards.add_argument(
-        "--dtype", choices=list(DTYPES), help="of every parameter; default: as they are, encoded ones too"
+        "--dtype", choices=list(DTYPES), help="dtype of all parameters (default: unchanged, quantized ones too)"
     )
 
-    to_hf = commands.add_parser(
-        "export", parents=[how, trust], help="EP shards or training checkpoint to Hugging Face form"
-    )
-    to_hf.add_argument("source", help="directory, or hub id")
-    to_hf.add_argument("out", type=Path)
+    to_hf = _add(commands, "export", "SOURCE OUT", "EP shards or training checkpoint to Hugging Face form", how, trust)
+    to_hf.add_argument("source", metavar="SOURCE", help="directory, or hub id")
+    to_hf.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     to_hf.add_argument(
         "--base",
-        help="directory or hub id of the model that a training checkpoint's run began with, where it has moved: it has "
-        "the tensors that are not trained",
+        metavar="DIR",
+        help="for a training checkpoint whose run's model has moved: directory or hub id of that model, which has the "
+        "tensors that are not trained",
     )
 
-    merged = commands.add_parser("merge", parents=[how], help="a model with an adapter's updates, in Hugging Face form")
-    merged.add_argument("base", help="directory of any form, or hub id")
-    merged.add_argument("adapter", type=Path, help="PEFT's directory")
-    merged.add_argument("out", type=Path)
+    merged = _add(commands, "merge", "BASE ADAPTER OUT", "merge an adapter into a model, in Hugging Face form", how)
+    merged.add_argument("base", metavar="BASE", help="model: directory of any form, or hub id")
+    merged.add_argument("adapter", metavar="ADAPTER", type=Path, help="PEFT's directory")
+    merged.add_argument("out", metavar="OUT", type=Path, help="directory to write")
 
-    verify = commands.add_parser(
-        "verify", parents=[trust], help="whether two checkpoints of any form hold the same model"
-    )
-    verify.add_argument("a", help="directory, or hub id")
-    verify.add_argument("b", help="directory, or hub id")
+    verify = _add(commands, "verify", "A B", "compare two checkpoints of any form", trust)
+    verify.add_argument("a", metavar="A", help="directory, or hub id")
+    verify.add_argument("b", metavar="B", help="directory, or hub id")
     verify.add_argument(
         "--rtol",
         type=float,
-        help="allow values this far apart, relatively, in encoded tensors to the row's largest; default: same bits",
+        help="allow this relative difference per value; of quantized tensors, relative to the largest of its dim-0 "
+        "slice (default: bitwise equal)",
     )
 
-    inspect = commands.add_parser(
-        "inspect", parents=[trust], help="what a checkpoint is; with --check, whether it is whole"
+    inspect = _add(
+        commands, "inspect", "PATH", "what a checkpoint contains; with --check, whether it is complete", trust
     )
-    inspect.add_argument("path", help="directory, or hub id")
-    inspect.add_argument("--tensors", action="store_true", help="list them")
+    inspect.add_argument("path", metavar="PATH", help="directory, or hub id")
+    inspect.add_argument("--tensors", action="store_true", help="list all tensors")
     inspect.add_argument(
-        "--check", action="store_true", help="hold it against its model, and every byte against the checksums"
+        "--check", action="store_true", help="verify its tensors against its model, and all bytes against the checksums"
+    )
+    return parser
+
+
+def _add(commands: Any, name: str, usage: str, help: str, *parents: Parser) -> Parser:
+    """A command that says the same of itself in the list of commands and in its own help."""
+    description = help[0].upper() + help[1:]
+    parser: Parser = commands.add_parser(
+        name, usage=f"%(prog)s {usage} [options]", description=description, help=help, parents=parents
     )
     return parser
 
@@ -130,11 +143,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     read_ahead(source, READ_AHEAD)
     widened = convert(source, arguments.out, arguments.ep_size, dtype, how)
     if widened:
-        print(
-            folded(
-                f"widened to bfloat16, as a block of scales of theirs reaches into two experts: {', '.join(widened)}"
-            )
-        )
+        print(folded(f"dequantized to bfloat16, as a block of scales spans two experts: {', '.join(widened)}"))
     return 0
 
 
@@ -168,7 +177,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         comparison = compare(a, b, arguments.rtol)
     for line in comparison.differences:
         print(folded(line))
-    same = "the same bits" if arguments.rtol is None else f"the same to a relative {arguments.rtol}"
+    same = "bitwise equal" if arguments.rtol is None else f"equal within a relative {arguments.rtol}"
     if comparison.differences:
         print(f"{len(comparison.differences)} differences in {comparison.num_tensors} tensors")
         return 1

@@ -267,11 +267,11 @@ def describe_adapter(path: Path, list_tensors: bool) -> Iterator[str]:
         config.get("use_rslora")
     )
     yield f"targets     {', '.join(map(str, targets))}"
-    yield f"numbers     {numbers:,}, of them {experts:,} in tensors of experts"
+    yield f"elements    {numbers:,}, of them {experts:,} in tensors of experts"
     yield f"tensors     {len(infos):,}: {', '.join(dtypes)}"
     yield f"files       1, {(path / WEIGHTS).stat().st_size / 1e9:,.2f} GB"
     if (scaling := read_rope(path)) is not None:
-        yield f"rope        for positions scaled by {json.dumps(scaling.as_json())}"
+        yield f"rope        for RoPE scaling by {json.dumps(scaling.as_json())}"
     if list_tensors:
         for name, info in infos.items():
             yield f"  {name}  {list(info.shape)}"
@@ -289,8 +289,8 @@ def compare_adapters(a: Path, b: Path, rtol: float | None) -> Comparison:
         if (configs[0].get(key) or None) != (configs[1].get(key) or None)
     ]
     if ropes[0] != ropes[1]:
-        differences.append(f"{ROPE}: positions are scaled otherwise")
-    differences += [f"{name}: in one of them alone" for name in sorted(set(infos[0]) ^ set(infos[1]))]
+        differences.append(f"{ROPE}: RoPE scaling differs")
+    differences += [f"{name}: in only one of them" for name in sorted(set(infos[0]) ^ set(infos[1]))]
     both = sorted(set(infos[0]) & set(infos[1]))
     with safe_open(a / WEIGHTS, framework="pt") as file_a, safe_open(b / WEIGHTS, framework="pt") as file_b:
         for name in both:
@@ -380,13 +380,14 @@ class Adapter:
         for name in ("r", "lora_alpha"):
             value = self.config.get(name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-                raise ExpertMeshError(f"{file}: {name} is {value!r:.80}; it must be a number above 0")
+                raise ExpertMeshError(f"{file}: {name} is {value!r:.80}; it must be a positive number")
         for name, kind in (("target_parameters", list), ("rank_pattern", dict), ("alpha_pattern", dict)):
             if not isinstance(self.config.get(name) or kind(), kind):
                 raise ExpertMeshError(f"{file}: {name} is {self.config[name]!r:.80}; it must be a {kind.__name__}")
         for name, value in unread_settings(self.config).items():
             raise ExpertMeshError(
-                f"{file}: {name} is {value!r:.80}, with which an adapter is more than an update of the base's weights; "
+                f"{file}: {name} is {value!r:.80}, with which an adapter is more than low-rank deltas of the base's "
+                "weights; "
                 "that is not supported: merge it with PEFT"
             )
 
@@ -464,7 +465,7 @@ class Adapter:
             times = f" x {num_experts} experts" if num_experts > 1 else ""
             wanted = f"{rank}{times}" if joined == 1 else f"{rank} / {joined}"
             raise ExpertMeshError(
-                f"{self.path / WEIGHTS}: {a} has {of_a[0]} rows and {b} {of_b[1]} columns; {CONFIG} makes their rank "
+                f"{self.path / WEIGHTS}: {a} has shape {list(of_a)} and {b} {list(of_b)}; {CONFIG} makes their rank "
                 f"{wanted}"
             )
         return _Found(a, b, rank // joined, scale)
@@ -511,7 +512,7 @@ class Adapter:
             for name in (found.a, found.b):
                 value = file.get_tensor(name).float()
                 if not value.isfinite().all():
-                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {name} holds values that are not finite")
+                    raise ExpertMeshError(f"{self.path / WEIGHTS}: tensor {name} has values that are not finite")
                 values.append(value)
         return LoraPair(*values)
 
@@ -565,7 +566,7 @@ def load_adapter(
             rank, scale = pair.a.shape[-2], adapter.scale(base)
             if rank != lora.rank or not math.isclose(scale, lora.low_rank.scale, rel_tol=1e-6):
                 raise ExpertMeshError(
-                    f"--init-adapter {path}: {base} has rank {rank} there, and its update is multiplied by {scale:g}; "
+                    f"--init-adapter {path}: {base} has rank {rank} there, and its LoRA delta is scaled by {scale:g}; "
                     f"--lora-rank {lora.rank} and --lora-alpha {lora.alpha:g} make it {lora.low_rank.scale:g}"
                 )
             for which, values in zip((A, B), pair, strict=True):

@@ -128,7 +128,7 @@ def _to_be_written(source: Readable, how: HowToWrite) -> Readable:
         how.tell(f"dropped, as they are not trained: {found.carried_summary or 'no tensors'}")
         return replace(source, checkpoint=found.dropping_untrained())
     if found.carried:
-        how.tell(f"carried over, as they are not trained: {found.carried_summary}")
+        how.tell(f"copied unchanged, as they are not trained: {found.carried_summary}")
     return source
 
 
@@ -142,9 +142,9 @@ def _prepare(source: Readable, out: Path, last: str, overwrite: bool) -> None:
         raise ExpertMeshError(f"{out}: is no directory; choose another")
     begun = bool(traces(out))
     if (out / last).exists() and not begun and not overwrite:
-        raise ExpertMeshError(f"{out}: is there already, and whole; choose another, or replace it with --overwrite")
+        raise ExpertMeshError(f"{out}: already exists, and is complete; choose another, or replace it with --overwrite")
     if out.exists() and not begun and not overwrite and any(out.iterdir()):
-        raise ExpertMeshError(f"{out}: holds other files; choose another, or replace it with --overwrite")
+        raise ExpertMeshError(f"{out}: contains other files; choose another, or replace it with --overwrite")
     try:
         if overwrite and out.exists() and not begun:
             empty_directory(out)
@@ -159,8 +159,8 @@ def _write(files: Sequence[OutputFile], out: Path, source: Readable, how: HowToW
         return write_files(files, out, source.make_reader, fingerprint, how.workers, how.show_progress)
     except OSError as error:
         raise ExpertMeshError(
-            f"{error.filename or out}: cannot be written: {error.strerror}; what is finished is kept: "
-            "the same command goes on from there"
+            f"{error.filename or out}: cannot be written: {error.strerror}; finished files are kept: "
+            "the same command resumes from there"
         ) from error
 
 

@@ -99,7 +99,7 @@ class Encoding:
 
     def __str__(self) -> str:
         scales = "exponents" if self.scale_dtype in ("U8", "F8_E8M0") else "scales"
-        return f"{_NAMES[self.codes]} with {scales} a block of {self.block[0]} x {self.block[1]}"
+        return f"{_NAMES[self.codes]} with {scales} per block of {self.block[0]} x {self.block[1]}"
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def decoded(infos: Mapping[str, TensorInfo], quantization: Any, transposed: bool
             _add_groups(name, scales_of[name], infos, transposed, found)
         elif name.endswith("_scale_inv") or (info.dtype == "U8" and name.endswith("_scales")):
             found.problems[name] = (
-                f"tensor {name} ({info.file}) holds scales of a tensor that is missing, or not encoded"
+                f"tensor {name} ({info.file}) has scales of a tensor that is missing, or not quantized"
             )
         else:
             found.infos[name] = info
@@ -221,8 +221,8 @@ def _add_matrix(
         found.problems[scales_name] = _wrong_dtype(scales_name, scales)
     elif block is None:
         found.problems[scales_name] = (
-            f"tensor {scales_name} ({scales.file}) has shape {list(scales.shape)}, which is not that of a scale for "
-            f"each block of {name}, {list(shape)}"
+            f"tensor {scales_name} ({scales.file}) has shape {list(scales.shape)}, which is not that of one scale "
+            f"per block of {name}, {list(shape)}"
         )
     else:
         encoding = Encoding(codes, block, scales.dtype)

@@ -144,7 +144,9 @@ def check_apart(out: Path, read: Iterable[Path]) -> None:
         entries = [entry for entry in path.iterdir() if entry.is_file()] if path.is_dir() else []
         for each in (path, *entries):
             if any(place.is_relative_to(within) for place in _places(each)):
-                raise ExpertMeshError(f"{out}: holds {path}, which is to be read; choose another directory to write to")
+                raise ExpertMeshError(
+                    f"{out}: contains {path}, which is to be read; choose another directory to write to"
+                )
 
 
 def _places(path: Path) -> Iterator[Path]:

@@ -43,7 +43,7 @@ def explain_model(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     """What two differing sets of a model's facts have in common, in words; empty where that is nothing."""
     configs = [{name: value for name, value in facts.items() if name.startswith(CONFIG)} for facts in (one, other)]
     if configs[0] == configs[1] and one.keys() & other.keys() == configs[0].keys():
-        return f"the same {CONFIG}, and files of other names, which may hold the same weights in another form"
+        return f"the same {CONFIG}, and files of other names, which may contain the same weights in another form"
     return ""
 
 

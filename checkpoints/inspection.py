@@ -73,10 +73,10 @@ def describe(path: Path, heads: Heads, list_tensors: bool) -> Iterator[str]:
     yield f"path        {path}"
     yield f"form        {_form(path)}"
     yield f"family      {heads.model_type}"
-    yield f"numbers     {sum(sizes.values()):,}, of them {experts:,} in tensors of experts"
+    yield f"elements    {sum(sizes.values()):,}, of them {experts:,} in tensors of experts"
     yield f"tensors     {len(heads.stored):,}: " + ", ".join(f"{n:,} {dtype}" for dtype, n in dtypes.items())
     for encoding, count in encodings.items():
-        yield f"encoded     {count:,} as {encoding}"
+        yield f"quantized   {count:,} as {encoding}"
     yield f"files       {len(heads.files):,}, {sum(file.stat().st_size for file in heads.files) / 1e9:,.2f} GB"
     if list_tensors:
         for name, info in heads.stored.items():
@@ -88,24 +88,24 @@ def describe_model(readable: Readable, without_tensors: str | None = None) -> It
     whether the checkpoint is whole."""
     checkpoint, names = readable.checkpoint, readable.names
     num_experts, top_k = names.shape.num_experts, names.shape.top_k
-    yield f"experts     {num_experts} in each of {names.num_moe_layers} layers, {top_k} a token"
+    yield f"experts     {num_experts} in each of {names.num_moe_layers} layers, top-{top_k} routing"
     total = sum(prod(shape) for name, shape in names.parameters.items() if name not in names.buffers)
     experts = sum(prod(names.parameters[name]) for name in names.experts)
     yield f"parameters  {total:,}, of them {experts:,} in experts"
-    yield f"active      {active_parameters(total, experts, names.shape):,} for a token"
+    yield f"active      {active_parameters(total, experts, names.shape):,} per token"
     held = ", ".join(f"{total // n:,} at ep {n}" for n in divisors(num_experts))
-    yield f"on a rank   {held} (as many ranks as ep, all else sharded over them)"
+    yield f"per rank    {held} (with as many ranks as ep, non-expert parameters sharded over them)"
     if checkpoint.carried:
-        yield f"carried     {checkpoint.carried_summary}; not trained, they go along"
+        yield f"carried     {checkpoint.carried_summary}; not trained, copied unchanged"
     if without_tensors is not None:
         yield f"no tensors  of {without_tensors}"
     if checkpoint.left_out:
-        yield f"left out    {len(checkpoint.left_out):,} tensors that only say how activations were rounded"
+        yield f"left out    {len(checkpoint.left_out):,} tensors of activation quantization scales"
     if checkpoint.problems:
-        yield "whole       no:"
+        yield "complete    no:"
         yield from (f"  {problem}" for problem in checkpoint.problems)
     else:
-        yield "whole       yes"
+        yield "complete    yes"
 
 
 def with_claims_checked(readable: Readable) -> tuple[Readable, str | None]:

@@ -93,7 +93,7 @@ def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) ->
                 name, first_row = piece.tensor.name, piece.rows.start - piece.tensor.regions[0].rows.start
                 sums[name] = add_sums(sums.get(name, 0), row_sum(piece.data, first_row))
             if not _all_finite(written):
-                raise ExpertMeshError(f"{piece.file}: tensor {piece.tensor.name} holds values that are not finite")
+                raise ExpertMeshError(f"{piece.file}: tensor {piece.tensor.name} has values that are not finite")
     for copy in checkpoint.tied_copies:
         _check_copy(copy, shards, reader)
     reader.close()

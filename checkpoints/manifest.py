@@ -363,7 +363,7 @@ def _check_coverage(source: ModelSource, tensors: list[DiskTensor], names: Names
                 break
             end = part.stop
         if end != rows_of(shape):
-            raise ExpertMeshError(f"{source.path}: rows from {end} on of {name} are missing")
+            raise ExpertMeshError(f"{source.path}: {name} is missing from dim-0 index {end} on")
 
 
 def export_table(exported: Iterable[OutputTensor]) -> list[dict[str, Any]]:
@@ -381,7 +381,7 @@ def exported_from(table: Sequence[dict[str, Any]], names: Names) -> list[OutputT
     dtypes = {str(entry["name"]): entry["dtype"] for entry in table}
     matched = names.match(shapes)
     if matched.problems or matched.untrained or len(shapes) != len(table):
-        raise ValueError("what it says that an export holds is not this model")
+        raise ValueError("the export that it describes is not of this model")
     if not all(dtype in DTYPE_NAMES for dtype in dtypes.values()):
         raise ValueError("it has a dtype that no export has")
     return [OutputTensor(tensor, dtypes[tensor.name]) for tensor in matched.tensors + matched.tied_copies]

@@ -211,7 +211,9 @@ class Names:
             for parameter, _ in wanted.parts:
                 missing, repeated = _gaps(covered[parameter], self.parameters[parameter])
                 if repeated:
-                    problems[names[-1]] = f"tensor {names[-1]} repeats rows of {parameter} that another one holds"
+                    problems[names[-1]] = (
+                        f"tensor {names[-1]} repeats dim-0 slices of {parameter} that are also in another tensor"
+                    )
                 elif missing:
                     name = self._missing_name(
                         target,
@@ -379,7 +381,9 @@ def _regions(piece: _Piece, wanted: _Target, problems: dict[str, str]) -> Iterat
     ((name, expert), *_) = wanted.parts
     if expert is None:
         if piece.stacked or any(len(run) != size for run, size in zip(box[1:], wanted.shape[1:], strict=True)):
-            problems[piece.name] = f"tensor {piece.name} holds columns of {name}; this version reads rows alone"
+            problems[piece.name] = (
+                f"tensor {piece.name} is split along another dim than 0 of {name}; this version reads dim-0 slices only"
+            )
         else:
             yield Region(name, box[0] if wanted.shape else range(1))
         return
@@ -407,7 +411,9 @@ def _expert_region(
     if most < least:
         return
     if any(len(box[d]) != wanted.shape[d] for d in others):
-        problems[piece.name] = f"tensor {piece.name} holds columns of {name}; this version reads rows alone"
+        problems[piece.name] = (
+            f"tensor {piece.name} is split along another dim than 0 of {name}; this version reads dim-0 slices only"
+        )
         return
     first = number * expert.rows_an_expert
     yield Region(

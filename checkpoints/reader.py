@@ -205,7 +205,7 @@ class SafetensorsReader:
         scales = scale_values(self._stored_scales(info, index, rows, columns), encoding.scale_dtype)
         if not scales.isfinite().all():
             path = self.checkpoint.source.path / place.file
-            raise ExpertMeshError(f"{path}: tensor {place.name} holds scales that are not finite")
+            raise ExpertMeshError(f"{path}: tensor {place.name} has scales that are not finite")
         return scales
 
     def _stored_scales(self, info: TensorInfo, index: tuple[int, ...], rows: range, columns: range) -> Array:

@@ -202,7 +202,7 @@ def resolve_model(model: str, flag: str = "--model") -> Path:
         raise
     except Exception as error:
         raise ExpertMeshError(
-            f"{flag} {model}: no such directory, and not to be had from the hub "
+            f"{flag} {model}: no such directory, and not available from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from error
 
@@ -266,7 +266,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, or a number without end
         raise ExpertMeshError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ExpertMeshError(f"{file}: holds a {type(content).__name__}, not an object")
+        raise ExpertMeshError(f"{file}: contains a {type(content).__name__}, not an object")
     return content
 
 
@@ -355,7 +355,9 @@ def read_headers(path: Path) -> dict[str, TensorInfo]:
             infos[name] = info
     for name, file in (weight_map or {}).items():
         if name not in infos:
-            raise ExpertMeshError(f"{path / INDEX_NAME}: tensor {name} is said to be in {file}, which does not hold it")
+            raise ExpertMeshError(
+                f"{path / INDEX_NAME}: tensor {name} is said to be in {file}, which does not contain it"
+            )
     return infos
 
 
@@ -413,5 +415,5 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 infos[name] = TensorInfo(file.name, shape, dtype, offset)
                 offset += prod(shape) * DTYPE_BYTES[dtype]
     except (SafetensorError, OSError) as error:
-        raise ExpertMeshError(f"{file}: not a whole safetensors file: {error}") from error
+        raise ExpertMeshError(f"{file}: not a complete safetensors file: {error}") from error
     return infos

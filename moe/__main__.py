@@ -3,30 +3,49 @@
 Each is built from its default config on the meta device, with our experts in place of its own, and run there once;
 nothing is downloaded, and no memory held. `--table` prints, in Markdown, which ways of training each supports, and
 takes directories, config.json files and ids of the hub as well, of which it reads config.json alone.
-"?" is a family whose default config makes no model: ask about one of its models.
 """
 
-import argparse
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
 from moe.command import run_command
+from moe.errors import ExpertMeshError
+from moe.parser import Parser
 from moe.terminal import ends_with_reader, folded
+
+_DESCRIPTION = """\
+One line per model family: its class, how many layers have experts, and whether
+it is supported, or why not. Each is built from its default config on the meta
+device and run there once; nothing is downloaded. --table prints, in Markdown,
+which ways of training each supports; "?" stands for a family whose default
+config makes no model, so ask about one of its models."""
 
 
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 2 after a mistake in the flags."""
-    parser = argparse.ArgumentParser(prog="python -m moe", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    families = commands.add_parser("families", help="a line each: class, layers with experts, supported or why not")
-    families.add_argument("family", nargs="*", help="model types; default: all that the installed transformers has")
+    parser = Parser(prog="python -m moe", description="Which model families can be trained here.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    families: Parser = commands.add_parser(
+        "families",
+        usage="%(prog)s [--table] [FAMILY ...]",
+        help="one line per family: class, layers with experts, supported or why not",
+        description=_DESCRIPTION,
+    )
+    families.add_argument(
+        "family", metavar="FAMILY", nargs="*", help="model types (default: all that the installed transformers has)"
+    )
     families.add_argument(
         "--table",
         action="store_true",
-        help="per family or model: full fine-tuning, LoRA, packing, context parallelism, a quantized base",
+        help="full fine-tuning, LoRA, packing, context parallelism, quantized base; FAMILY may also be a directory, a "
+        "config.json or a hub id",
     )
-    arguments = parser.parse_args(argv)
+    try:
+        arguments = parser.parse_args(argv)
+    except ExpertMeshError as error:
+        print(f"moe: error: {error}", file=sys.stderr)
+        return 2
 
     import transformers
 
@@ -53,8 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_support(names: Sequence[str], models: Collection[str]) -> int:
     """Exit code. models: those of the names that are no family's."""
     from transformers import CONFIG_MAPPING
-
-    from moe.errors import ExpertMeshError
 
     # of a higher floor, as only a run knows how it builds a model
     from sharding.planner.model_config import find_config

@@ -119,14 +119,14 @@ def _check_number(where: str, path: str, name: str, value: Any) -> None:
         bounds = next(((least, most) for pattern, least, most in _COUNTS if re.fullmatch(pattern, name)), None)
         if bounds is not None and not bounds[0] <= value <= bounds[1]:
             raise ExpertMeshError(
-                f"{where}: {path} is {_brief(value)}; it must be a whole number from {bounds[0]:,} to {bounds[1]:,}"
+                f"{where}: {path} is {_brief(value)}; it must be an integer from {bounds[0]:,} to {bounds[1]:,}"
             )
     for pattern, low, high in _RANGES:
         if re.fullmatch(pattern, name) and not low <= value <= high:  # not true of NaN
             raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; it must be a number from {low:g} to {high:g}")
     most_number = _MOST_NUMBER if isinstance(value, int) else math.inf if re.fullmatch(_LIMITS, name) else _MOST_FLOAT
     if abs(value) != math.inf and not abs(value) <= most_number:  # not true of NaN
-        raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; no model has such a number")
+        raise ExpertMeshError(f"{where}: {path} is {_brief(value)}; no model has that many")
 
 
 def _check_experts(raw: Mapping[str, Any], where: str) -> None:

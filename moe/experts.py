@@ -85,7 +85,7 @@ def read_layout(experts: Any, top_k: int, where: str) -> ExpertLayout:
     tensors = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters(recurse=False)}
     if set(tensors) != known:
         raise ExpertMeshError(
-            f"{where}: its experts hold {', '.join(sorted(tensors))} where {', '.join(sorted(known))} were to be "
+            f"{where}: its experts have {', '.join(sorted(tensors))} where {', '.join(sorted(known))} were "
             "expected; this kind of experts is not supported"
         )
     num_experts, *matrix = tensors[out]

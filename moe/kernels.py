@@ -187,7 +187,7 @@ def _check_rows(rows_RI: Tensor, other_width: int, flag: str, instead: str = "")
     elements = num_rows * max(width, other_width)
     if elements >= 2**31 and not computes_on_cpu(rows_RI):
         raise ExpertMeshError(
-            f"{flag} cannot take 2^31 elements; {num_rows} rows on this rank, {width} and {other_width} wide, have "
+            f"{flag} cannot take 2^31 elements; {num_rows} tokens on this rank, {width} and {other_width} wide, have "
             f"{elements}; use a smaller --per-device-train-batch-size (and a larger --gradient-accumulation-steps), or "
             f"a smaller --max-seq-length{instead}"
         )
@@ -262,7 +262,7 @@ def choose_kernel(name: str, needs: Needs, precision: Precision = "same") -> Ker
     if precision == "fp8":
         check_fp8(name, needs)
         is_cpu = needs.device_type == "cpu"
-        how = "emulated on a CPU" if is_cpu else "grouped, with a scale a row; MFU is of the rate in bf16"
+        how = "emulated on a CPU" if is_cpu else "grouped, with row-wise scales; MFU is of the bf16 peak"
         return KernelChoice(replace(FP8, low_rank=choose_kernel(name, needs).kernel.product), how)
     if name == "auto":
         name, why = _choose(needs)
@@ -279,7 +279,7 @@ def check_fp8(name: str, needs: Needs) -> None:
         ExpertMeshError: these experts cannot be computed in fp8 here, or not by `--expert-kernel name`.
     """
     if name not in ("auto", "torch-grouped"):
-        raise ExpertMeshError(f"{_FP8}: has products of its own; leave out --expert-kernel {name}")
+        raise ExpertMeshError(f"{_FP8}: has its own GEMMs; leave out --expert-kernel {name}")
     if needs.dtype != torch.bfloat16:
         raise ExpertMeshError(f"{_FP8}: everything else is computed in bf16; add --bf16")
     for width in (width for pair in needs.widths for width in pair):
@@ -305,7 +305,7 @@ def _choose(needs: Needs) -> tuple[str, str]:
     if _can_compute("torch-grouped", needs) and _has_grouped_mm():
         return "torch-grouped", f"one launch for all experts on {needs.device_type}"
     if _can_compute("megablocks-sparse", needs):
-        return "megablocks-sparse", "in grouped_mm this GPU would launch a matmul an expert"
+        return "megablocks-sparse", "in grouped_mm this GPU would launch one matmul per expert"
     if _can_compute("torch-grouped", needs):
         return "torch-grouped", "as megablocks-sparse is not installed, or does not suit these experts"
     widths = ", ".join(f"{d} and {f}" for d, f in needs.products)

@@ -196,8 +196,8 @@ def check_offsets(padded_rows: int, width: int, weight: Tensor) -> None:
     largest = max(padded_rows * max(width, weight.shape[1]), weight.numel())
     if largest >= 2**31:
         raise ExpertMeshError(
-            f"--expert-kernel megablocks-sparse reaches 2^31 elements of a tensor; with {padded_rows} rows and weights "
-            f"{tuple(weight.shape)} on this rank one has {largest}; use --expert-kernel loop, or fewer tokens"
+            f"--expert-kernel megablocks-sparse reaches 2^31 elements of a tensor; with {padded_rows} tokens and "
+            f"weights {tuple(weight.shape)} on this rank one has {largest}; use --expert-kernel loop, or fewer tokens"
         )
 
 

@@ -70,7 +70,7 @@ def _without_experts(model: nn.Module) -> str:
                 "cannot be sharded over ep. A later release of transformers may mark it; `python -m moe families` "
                 "lists what can be trained"
             )
-    return f"{name} has no mixture-of-experts layer with this config: nothing to share out over ep"
+    return f"{name} has no mixture-of-experts layer with this config: nothing to shard over ep"
 
 
 def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -119,7 +119,7 @@ def fp32_parameters(model: Any) -> dict[str, nn.Parameter]:
 def _check_alike(model: nn.Module) -> None:
     found = {(layer.shape.num_experts, layer.shape.top_k) for layer in moe_layers(model)}
     if len(found) > 1:
-        kinds = " and ".join(f"{experts} experts, {top_k} a token" for experts, top_k in sorted(found))
+        kinds = " and ".join(f"{experts} experts, top-{top_k} routing" for experts, top_k in sorted(found))
         raise ExpertMeshError(f"layers with {kinds} in one model are not supported")
 
 
@@ -215,7 +215,7 @@ def dropless_experts(experts: Any, top_k: int, where: str) -> DroplessExperts:
     """
     layout = read_layout(experts, top_k, where)
     if not 1 <= top_k <= layout.shape.num_experts:
-        raise ExpertMeshError(f"{where}: {top_k} experts a token, of {layout.shape.num_experts}")
+        raise ExpertMeshError(f"{where}: {top_k} experts per token, of {layout.shape.num_experts}")
     norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
     for name in list(experts._parameters):
         del experts._parameters[name]

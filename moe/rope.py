@@ -33,10 +33,10 @@ def _are_above_0(values: Any) -> bool:
 
 # (what it must be, in words; whether it is)
 _Kind = tuple[str, Callable[[Any], bool]]
-_FACTOR: _Kind = ("a number from 1 on", lambda value: _is_above_0(value) and value >= 1)
-_NUMBER: _Kind = ("a number above 0", _is_above_0)
-_NUMBERS: _Kind = ("a list of numbers above 0", _are_above_0)
-_COUNT: _Kind = ("a whole number from 1 on", lambda value: type(value) is int and 1 <= value < 2**31)
+_FACTOR: _Kind = ("a number of at least 1", lambda value: _is_above_0(value) and value >= 1)
+_NUMBER: _Kind = ("a positive number", _is_above_0)
+_NUMBERS: _Kind = ("a list of positive numbers", _are_above_0)
+_COUNT: _Kind = ("an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**31)
 _SWITCH: _Kind = ("true or false", lambda value: isinstance(value, bool))
 
 _NEEDED: dict[str, dict[str, _Kind]] = {
@@ -98,7 +98,7 @@ def read_rope_scaling(text: str, where: str = "--rope-scaling") -> RopeScaling:
             keys = ", ".join(_NEEDED[rope_type])
             raise ExpertMeshError(f"{where} {text:.80}: {rope_type} takes more than a factor: give JSON with {keys}")
         if rope_type in _NEEDED and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", factor):
-            raise ExpertMeshError(f"{where} {text:.80}: the factor must be a number from 1 on, as in {rope_type}:4")
+            raise ExpertMeshError(f"{where} {text:.80}: the factor must be a number of at least 1, as in {rope_type}:4")
         table = {"rope_type": rope_type, "factor": float(factor) if rope_type in _NEEDED else None}
         return RopeScaling({None: _checked(table, f"{where} {text:.80}")})
     try:

@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from moe import ExpertMeshError
 from moe.command import run_command
+from moe.parser import Parser
 from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded, terminal_width
 from moe.whole import whole
@@ -35,68 +36,96 @@ from sharding.planner.table import print_plans, sweep_columns
 from sharding.topology import Topology, check_cp_size, check_ep_size
 from sharding.torchrun import read_environment
 
+_EXAMPLES = """\
+examples:
+  python -m sharding plan --model DIR --gpus 16 --seq-length 4096
+  python -m sharding rehearse --model DIR --gpus 16 --ep-size 8 --bf16
+  python -m sharding mesh --world-size 16 --ep-size 8
+  torchrun --nproc-per-node 8 -m sharding mesh --ep-size 8 --check"""
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ExpertMeshError(message)
 
+def build_parser() -> Parser:
+    parser = Parser(prog="python -m sharding", description="Plan a run and check a cluster.", epilog=_EXAMPLES)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    plan = commands.add_parser(
+    plan: Parser = commands.add_parser(
         "plan",
-        help="memory, traffic and speed of every way to run a model; needs no weights",
-        epilog="Any other flag is train_ep.py's, as --adapter lora --base-dtype nf4, or --freeze experts.",
+        usage="%(prog)s --model DIR [options]",
+        help="memory, traffic and speed of every parallel layout; needs no weights",
+        description="Memory, traffic and speed of every parallel layout, from config.json alone.",
+        epilog="All other options are train_ep.py's: --adapter lora --base-dtype nf4, or\n--freeze experts.",
     )
-    plan.add_argument("--model", required=True, help="directory, config.json, or hub id")
-    plan.add_argument("--gpus", type=int, default=8, help="in all")
-    plan.add_argument("--gpus-per-node", type=int, default=8)
-    plan.add_argument("--gpu", default="H100", help=", ".join(DEVICES))
-    plan.add_argument("--gpu-memory", default="", help="of each, as 80GiB; default: the preset's")
-    plan.add_argument("--network", default="infiniband-ndr", help=f"between nodes: {', '.join(LINKS)}")
-    plan.add_argument("--seq-length", type=int, default=4096, help="tokens of a row")
+    plan.add_argument("--model", required=True, metavar="DIR", help="directory, config.json, or hub id")
+    plan.add_argument("--gpus", type=int, default=8, help="number of GPUs")
+    plan.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")
+    plan.add_argument("--gpu", default="H100", metavar="NAME", help=", ".join(DEVICES))
     plan.add_argument(
-        "--micro-batch", type=int, help="rows a rank's forward takes; default: 1 to 16 are tried, with --sweep 1"
+        "--gpu-memory", default="", metavar="SIZE", help="memory per GPU, as 80GiB (default: the GPU's own)"
     )
-    plan.add_argument("--gradient-accumulation-steps", type=int, default=1, help="forwards a step")
-    plan.add_argument("--optimizer", "--optim", default="adamw_torch_fused", help="as train_ep.py's --optim")
+    plan.add_argument("--network", default="infiniband-ndr", metavar="NAME", help=f"between nodes: {', '.join(LINKS)}")
+    plan.add_argument("--seq-length", type=int, default=4096, help="tokens per sequence")
+    plan.add_argument(
+        "--micro-batch", type=int, help="sequences per micro-batch, per rank (default: tries 1 to 16; with --sweep 1)"
+    )
+    plan.add_argument("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per optimizer step")
+    plan.add_argument(
+        "--optimizer", "--optim", default="adamw_torch_fused", metavar="NAME", help="as train_ep.py's --optim"
+    )
     plan.add_argument("--fp32", action="store_true", help="compute in fp32, not in bf16")
-    plan.add_argument("--tf32", action="store_true", help="with --fp32: its products in TF32")
+    plan.add_argument("--tf32", action="store_true", help="with --fp32: matmuls in TF32")
     plan.add_argument(
-        "--overlap-chunks", type=int, default=1, help="as train_ep.py's; where experts are on several GPUs"
+        "--overlap-chunks", type=int, default=1, help="chunks overlapping all-to-all with expert GEMMs, in EP layouts"
     )
-    plan.add_argument("--keep-expert-products", type=int, default=0, help="as train_ep.py's; where it is selective")
-    plan.add_argument("--cp-size", type=int, default=1, help="as train_ep.py's: GPUs that share each row")
-    plan.add_argument("--offload-activations", action="store_true", help="as train_ep.py's; where it checkpoints")
     plan.add_argument(
-        "--imbalance", type=float, default=1.2, help="tokens of the busiest expert over the mean (default 1.2)"
+        "--keep-expert-products",
+        type=int,
+        default=0,
+        help="layers whose first expert GEMMs' outputs selective checkpointing stores",
     )
-    plan.add_argument("--calibrate", type=Path, help="rates that `mesh --check --json FILE` measured, for --gpu's")
-    plan.add_argument("--top", type=int, default=12, help="rows of the table")
-    plan.add_argument("--json", action="store_true", help="everything as JSON, in place of the table")
-    plan.add_argument("--sweep", action="store_true", help="instead: 8 to 4,096 GPUs, with and without EP")
-    plan.add_argument("--no-cache", action="store_true", help="measure anew, and keep nothing in the cache directory")
-    plan.add_argument("--plot", type=Path, help="with --sweep: also draw it here, as SVG")
+    plan.add_argument("--cp-size", type=int, default=1, help="context-parallel ranks: each sequence is split over them")
+    plan.add_argument(
+        "--offload-activations", action="store_true", help="with checkpointing: layers' inputs in host memory"
+    )
+    plan.add_argument("--imbalance", type=float, default=1.2, help="load of the busiest expert over the mean")
+    plan.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="use the rates that `mesh --check --json FILE` measured, not --gpu's",
+    )
+    plan.add_argument("--top", type=int, default=12, help="lines of the table")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    plan.add_argument("--sweep", action="store_true", help="8 to 4,096 GPUs, with and without EP, instead of --gpus")
+    plan.add_argument("--no-cache", action="store_true", help="measure again, and write nothing to the cache directory")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="with --sweep: also draw it, as SVG")
 
     # its flags are its own and train_ep.py's, and are read where those are
-    commands.add_parser("rehearse", help="the real step of one rank, without a GPU: does it fit, what does it cost")
+    commands.add_parser("rehearse", help="dry-run one rank on fake tensors, without GPUs")
 
-    mesh = commands.add_parser("mesh", help="which ranks form which group, and whether they work")
-    mesh.add_argument("--world-size", type=int, help="ranks; default, under torchrun: its own")
-    mesh.add_argument("--ep-size", type=int, required=True)
-    mesh.add_argument("--cp-size", type=int, default=1, help="ranks that share each row")
-    mesh.add_argument("--dense-shard", choices=["full", "hybrid"], default="full")
-    mesh.add_argument("--gpus-per-node", type=int, help="default 8; under torchrun, its ranks a node")
-    mesh.add_argument("--num-experts", type=int, default=8, help="of the model")
-    mesh.add_argument("--check", action="store_true", help="under torchrun: exchange tokens through every group")
-    mesh.add_argument("--hidden-size", type=int, default=4096, help="with --check: numbers of one token's row")
-    mesh.add_argument("--timeout", type=int, default=60, help="with --check: seconds after which a group is given up")
+    mesh: Parser = commands.add_parser(
+        "mesh",
+        usage="%(prog)s --ep-size N [options]",
+        help="which ranks form which group; with --check, whether they work",
+        description="Which ranks form which process group; with --check, whether they work.",
+    )
+    mesh.add_argument("--world-size", type=int, help="number of ranks (default: torchrun's)")
+    mesh.add_argument("--ep-size", type=int, required=True, help="ranks that experts are sharded over")
+    mesh.add_argument("--cp-size", type=int, default=1, help="ranks that each sequence is split over")
+    mesh.add_argument(
+        "--dense-shard",
+        choices=["full", "hybrid"],
+        default="full",
+        help="non-expert parameters: full FSDP, or sharded within EP and replicated over DP (hybrid)",
+    )
+    mesh.add_argument("--gpus-per-node", type=int, help="GPUs per node (default: torchrun's ranks per node, else 8)")
+    mesh.add_argument("--num-experts", type=int, default=8, help="experts per layer")
+    mesh.add_argument("--check", action="store_true", help="under torchrun: exchange tokens in every group")
+    mesh.add_argument("--hidden-size", type=int, default=4096, help="with --check: elements per token")
+    mesh.add_argument("--timeout", type=int, default=60, help="with --check: seconds after which a group has failed")
     mesh.add_argument("--use-cpu", action="store_true", help="with --check: stay on the CPU, with gloo")
-    mesh.add_argument("--json", type=Path, help="with --check: write rates for `plan --calibrate` here")
+    mesh.add_argument(
+        "--json", type=Path, metavar="FILE", help="with --check: write rates for `plan --calibrate` to FILE"
+    )
     return parser
 
 
@@ -128,7 +157,7 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     if arguments.imbalance < 1:
         raise ExpertMeshError(f"--imbalance {arguments.imbalance:g}: the busiest expert has at least the mean, 1")
     if arguments.tf32 and not arguments.fp32:
-        raise ExpertMeshError("--tf32: says how products run in fp32, and this plan is for bf16; add --fp32")
+        raise ExpertMeshError("--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --fp32")
     hardware = preset(arguments.gpu, arguments.network)
     if arguments.calibrate is not None:
         measured = load_measured(arguments.calibrate)
@@ -235,11 +264,11 @@ def _sweep(
         print(json.dumps([{"arm": p.arm, "gpus": p.world_size, **p.plan.as_json()} for p in points], indent=1))
         return 0
     (rows,) = micro_batches
-    title = f"{arguments.model}, {cluster.hardware.name}, {rows} x {base.seq_length:,} tokens a GPU"
-    console.print(Text(folded(f"{title}: tokens/s of one with the best setting")))
+    title = f"{arguments.model}, {cluster.hardware.name}, {rows} x {base.seq_length:,} tokens per GPU"
+    console.print(Text(folded(f"{title}: tokens/s per GPU, with the best layout")))
     print_table(console, sweep_columns(points))
     if not all(point.plan.fits for point in points):
-        print(folded("GiB: no setting fits; the smallest takes so much"))
+        print(folded("GiB: no layout fits; the smallest takes this much"))
     print(f"{len(points)} points in {time.perf_counter() - begun:.1f} s")
     if arguments.plot is not None:
         with _writing("--plot", arguments.plot), whole(arguments.plot) as partial:
@@ -308,7 +337,7 @@ def _print_speeds(speeds: Sequence[Any], row_bytes: int) -> None:
         Column("group", [speed.name for speed in speeds], is_text=True),
         Column("ranks", [ranks_of(speed.ranks, most=8) for speed in speeds], is_text=True),
         Column(f"latency of\n{row_bytes:,} bytes", [f"{speed.latency * 1e6:,.0f} us" for speed in speeds]),
-        Column("GB/s\na rank", [f"{speed.bandwidth / 1e9:,.3f}" for speed in speeds]),
+        Column("GB/s\nper rank", [f"{speed.bandwidth / 1e9:,.3f}" for speed in speeds]),
         Column("", ["[red]slow[/]" if speed.is_slow else "" for speed in speeds], is_text=True),
     ]
     print_table(open_console(), columns)

@@ -99,7 +99,7 @@ def check_alike(
     ]
     said = differences(variants, [f"on {nodes_of(members, nodes)}" for members in owners])
     hint = explain(variants[0], variants[1])
-    raise ExpertMeshError(f"{what} are not alike on all nodes: {f'{hint}: ' * bool(hint)}{said}; {remedy}")
+    raise ExpertMeshError(f"{what} differ between nodes: {f'{hint}: ' * bool(hint)}{said}; {remedy}")
 
 
 def raise_at_start(ranks: Ranks, problem: str, seconds: float) -> None:

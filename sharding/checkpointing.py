@@ -75,7 +75,7 @@ def keep_products(model: Any, num_layers: int) -> None:
     for layer in layers[len(layers) - num_layers :]:
         if layer.mlp.kernel.product is None:
             raise ExpertMeshError(
-                f"--keep-expert-products {num_layers}: --expert-kernel {layer.mlp.kernel.name} computes them anew; use "
+                f"--keep-expert-products {num_layers}: --expert-kernel {layer.mlp.kernel.name} recomputes them; use "
                 "torch-grouped or loop"
             )
         layer.mlp.keeps_products = True

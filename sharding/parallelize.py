@@ -86,7 +86,7 @@ def place_experts(model: nn.Module, mesh: Mesh, overlap_chunks: int = 1) -> None
             if overlap_chunks > num_experts // ep_size:
                 raise ExpertMeshError(
                     f"--overlap-chunks {overlap_chunks}: at --ep-size {ep_size} a rank has {num_experts // ep_size} of "
-                    f"{num_experts} experts, and each part of the rows is that of whole experts; use at most "
+                    f"{num_experts} experts, and a chunk has the tokens of one expert at least; use at most "
                     f"{num_experts // ep_size}"
                 )
             layer.dispatcher = AllToAllDispatcher(num_experts, mesh.exchange, overlap_chunks)

@@ -47,9 +47,9 @@ def check_replicas(model: nn.Module, device: torch.device, step: int, also: Mapp
         named = "; ".join(f"{name} ({told})" for name, told in list(differing.items())[:NAMED])
         more = f"; and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
         raise ExpertMeshError(
-            f"--check-replicas: after step {step}, {len(differing)} of {len(tensors)} tensors are not the same on all "
-            f"ranks that hold them: {named}{more}; a device or its memory may be at fault: go on from the last "
-            "checkpoint with --resume auto, and if it is the same rank again, without its device"
+            f"--check-replicas: after step {step}, {len(differing)} of {len(tensors)} tensors differ between the "
+            f"ranks that replicate them: {named}{more}; a device or its memory may be at fault: resume from the last "
+            "checkpoint with --resume auto; if the same rank differs again, leave out its device"
         )
 
 

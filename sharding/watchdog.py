@@ -166,14 +166,14 @@ class Watchdog:
         end_as_cause(error, self.where(), self.notices)
 
     def _enters(self, index: int, layer: Any, inputs: Any) -> None:
-        again = ", again for its backward" if torch._C._current_graph_task_id() >= 0 else ""
+        again = ", recomputed for its backward" if torch._C._current_graph_task_id() >= 0 else ""
         self.at(f"forward of layer {index}{again}")
 
     def _leaves(self, index: int, layer: Any, inputs: Any, output: Any) -> None:
         out_BSD: Tensor = output[0] if isinstance(output, tuple) else output
         if out_BSD.requires_grad:
             out_BSD.register_hook(lambda grad: self.at(f"backward of layer {index}"))
-        self.at(f"what follows forward of layer {index}")
+        self.at(f"after the forward of layer {index}")
 
     def _watch(self) -> None:
         """In a thread: end the process once the main thread has stood still for too long."""
@@ -213,7 +213,7 @@ class Watchdog:
         self.notices.give_sign(OVER)
 
     def _miss(self, rank: int) -> NoReturn:
-        what = f"no sign of life for {SILENT_SECONDS:.0f} s: its process or machine has stopped"
+        what = f"no heartbeat for {SILENT_SECONDS:.0f} s: its process or machine has stopped"
         show(f"rank {self.rank}, in {self.where()}, misses rank {rank}: {what}")
         self.notices.post(Notice(rank, "error", what))
         time.sleep(FAREWELL_SECONDS)
@@ -234,7 +234,7 @@ class Watchdog:
             self.notices.post(Notice(self.rank, "stuck", f"no progress for {still:.0f} s in {self.where()}"))
             time.sleep(FAREWELL_SECONDS)
         except Exception:
-            show(f"rank {self.rank} stands still in {self.where()}, and cannot tell more:\n{traceback.format_exc()}")
+            show(f"rank {self.rank} hangs in {self.where()}, and cannot report more:\n{traceback.format_exc()}")
         finally:
             end_at_once(1)
 

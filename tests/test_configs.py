@@ -7,16 +7,17 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from transformers import CONFIG_MAPPING
 
 from moe import build_model, count_parameters, moe_layers, moe_shape
 from sharding import check_ep_size
 from sharding.planner.hardware import preset
+from sharding.planner.model_config import find_config, read_config
 from sharding.planner.search import Cluster, Plan, forecast
 from sharding.planner.table import summary
+from tests.published.models import CONFIGS as PUBLISHED_CONFIGS
 from training import TrainConfig, check_packing, choose_attention, parse_config
 from training.low_bit import LARGEST_BLOCK, block_size
 from training.rehearsal.cached import CachedMeasure
@@ -29,49 +30,44 @@ STATE_BYTES = {
 }  # fmt: skip
 """Of a parameter, its gradient and both moments."""
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+README = (ROOT / "configs" / "README.md").read_text()
+POSITIONS = re.compile(r"([\d,]+) positions a step on (\d+) GPUs")
+FORECAST = re.compile(r"# Forecast of (\d+) H100: ([\d.]+) GiB a GPU, ([\d,]+) tokens/s a GPU, ([\d.]+)% MFU")
+OPTIMIZERS = {
+    "adamw_torch_fused": "fp32 AdamW",
+    "adamw_torch_8bit": "8-bit AdamW",
+    "adamw_bf16": "all state in bf16",
+}
+IMBALANCE = 1.2
+"""Of the forecasts that the files state: tokens of the busiest expert over the mean, as `plan` has it by default."""
 RECIPES = [file.stem for file in CONFIGS if file.stem != "tiny"]
-QWEN3: dict[str, Any] = dict(hidden_size=2048, num_hidden_layers=48, vocab_size=151936)
-GPT_OSS: dict[str, Any] = dict(
-    hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64,
-    num_experts_per_tok=4, vocab_size=201088,
-)  # fmt: skip
-PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral_8x7b": ("mixtral", dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        num_local_experts=8, vocab_size=32000,
-    )),
-    "mixtral_8x22b": ("mixtral", dict(
-        hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48, num_key_value_heads=8,
-        num_local_experts=8, vocab_size=32768,
-    )),
-    "olmoe_7b": ("olmoe", dict(
-        hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,
-        num_experts=64, num_experts_per_tok=8, vocab_size=50304,
-    )),
-    "qwen3_30b_a3b": ("qwen3_moe", QWEN3 | dict(
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128,
-        num_experts_per_tok=8,
-    )),
-    "qwen3_next_80b_a3b": ("qwen3_next", QWEN3 | dict(
-        num_attention_heads=16, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16,
-        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, moe_intermediate_size=512,
-        shared_expert_intermediate_size=512, num_experts=512, num_experts_per_tok=10,
-    )),
-    "gpt_oss_20b": ("gpt_oss", GPT_OSS | dict(num_hidden_layers=24, num_local_experts=32)),
-    "gpt_oss_120b": ("gpt_oss", GPT_OSS | dict(num_hidden_layers=36, num_local_experts=128)),
-    "glm_4_5_air": ("glm4_moe", dict(
-        hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=46,
-        num_attention_heads=96, num_key_value_heads=8, head_dim=128, attention_bias=True, use_qk_norm=False,
-        n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1, vocab_size=151552,
-    )),
-    "deepseek_v3": ("deepseek_v3", dict(
-        hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=61,
-        num_attention_heads=128, num_key_value_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
-        qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
-        n_group=8, topk_group=4, first_k_dense_replace=3, vocab_size=129280,
-    )),
-}  # fmt: skip
-"""Model type and sizes, as each model's published config.json has them."""
+PUBLISHED = {
+    "deepseek_v3": "deepseek-v3",
+    "glm_4_5_air": "glm-4.5-air",
+    "gpt_oss_120b": "gpt-oss-120b",
+    "gpt_oss_20b": "gpt-oss-20b",
+    "mixtral_8x22b": "mixtral-8x22b",
+    "mixtral_8x7b": "mixtral-8x7b",
+    "olmoe_7b": "olmoe-1b-7b",
+    "qwen3_30b_a3b": "qwen3-30b-a3b",
+    "qwen3_next_80b_a3b": "qwen3-next-80b",
+}
+"""Of each recipe's model, the directory of its published config.json."""
+
+
+class Forecast(NamedTuple):
+    """memory: GiB a GPU. speed: tokens a second and GPU. mfu: in percent."""
+
+    gpus: float
+    memory: float
+    speed: float
+    mfu: float
+
+
+def forecast_in(text: str) -> Forecast:
+    """The one that a recipe's head states."""
+    ((*figures,),) = FORECAST.findall(text)
+    return Forecast(*(float(figure.replace(",", "")) for figure in figures))
 
 
 def text_of(name: str) -> str:
@@ -82,11 +78,20 @@ def config_of(name: str) -> TrainConfig:
     return parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--dataset", "d", "--model", "m"])
 
 
+def published(name: str) -> Path:
+    return PUBLISHED_CONFIGS / PUBLISHED[name]
+
+
+def gpus_of(name: str) -> int:
+    """The GPUs for which the file counts positions."""
+    ((_, gpus),) = POSITIONS.findall(text_of(name))
+    return int(gpus)
+
+
 @cache
 def model_of(name: str) -> Any:
     """On the meta device, built as train_ep.py builds it; once for all tests of a recipe."""
-    model_type, sizes = PUBLISHED[name]
-    hf, config = CONFIG_MAPPING[model_type](**sizes), config_of(name)
+    (hf, _), config = read_config(str(published(name))), config_of(name)
     return build_model(hf, choose_attention(config.attn_implementation, config.packing, hf))
 
 
@@ -138,39 +143,56 @@ def test_a_recipe_fits_its_model(name: str) -> None:
     # parameters without blocks have whole moments
     whole = sum(p.numel() for p in model.parameters() if block_size(p.shape) is None) / count_parameters(model).total
     assert whole < 0.02 or config.optim != "adamw_torch_8bit"
-    positions, gpus = re.findall(r"([\d,]+) positions a step on (\d+) GPUs", text_of(name))[0]
-    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * int(gpus)
+    ((positions, _),) = POSITIONS.findall(text_of(name))
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * gpus_of(name)
     assert f"{rows * config.max_seq_length:,}" == positions
 
 
-def planned_recipe(name: str) -> Plan:
-    """On as many H100 as the file counts positions for; the busiest expert has 1.2 times the mean."""
-    ((_, gpus),) = re.findall(r"([\d,]+) positions a step on (\d+) GPUs", text_of(name))
-    model_type, sizes = PUBLISHED[name]
-    config = config_of(name)
-    hf = CONFIG_MAPPING[model_type](**sizes)
-    measure = CachedMeasure(config, hf.to_dict(), lambda: hf, "cuda")
-    setting = setting_of(config, int(gpus), imbalance=1.2)
-    return forecast(measure, setting, Cluster(H100, 8, H100.device.memory))
+def planned_recipe(name: str, gpus: int) -> Plan:
+    """On so many H100; the busiest expert has IMBALANCE times the mean."""
+    config, file = config_of(name), find_config(str(published(name)))
+    measure = CachedMeasure(config, file.content, file.load, "cuda")
+    plan = forecast(measure, setting_of(config, gpus, imbalance=IMBALANCE), Cluster(H100, 8, H100.device.memory))
+    measure.save()
+    return plan
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_forecasts_that_the_comments_state(name: str) -> None:
-    plan = planned_recipe(name)
+    plan = planned_recipe(name, gpus_of(name))
     now = f"# Forecast of {plan.setting.world_size} H100: {summary(plan, H100)}"
-    pattern = r"# Forecast of (\d+) H100: ([\d.]+) GiB a GPU, ([\d,]+) tokens/s a GPU, ([\d.]+)% MFU"
-    found = re.findall(pattern, text_of(name))
-    assert found, now
-    gpus, memory, speed, share = (float(figure.replace(",", "")) for figure in found[0])
-    assert gpus == plan.setting.world_size
-    assert memory == pytest.approx(plan.memory.total / 2**30, rel=0.02), now
-    assert speed == pytest.approx(plan.tokens_per_second, rel=0.05), now
-    assert share == pytest.approx(100 * plan.share_of_peak(H100), rel=0.05), now
+    assert FORECAST.search(text_of(name)), now
+    stated = forecast_in(text_of(name))
+    assert stated.gpus == plan.setting.world_size
+    assert stated.memory == pytest.approx(plan.memory.total / 2**30, rel=0.02), now
+    assert stated.speed == pytest.approx(plan.tokens_per_second, rel=0.05), now
+    assert stated.mfu == pytest.approx(100 * plan.share_of_peak(H100), rel=0.05), now
 
 
 def test_the_recipes_are_those_of_the_table() -> None:
     assert sorted(PUBLISHED) == RECIPES
-    assert all(f"| `{file.name}` |" in (ROOT / "configs" / "README.md").read_text() for file in CONFIGS)
+    assert all(f"| `{file.name}` |" in README for file in CONFIGS)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_the_table_states(name: str) -> None:
+    """Parameters, the GPUs of 80 and of 192 GB on which it fits, ep size, optimizer, and whether rows are packed."""
+    (row,) = (line for line in README.splitlines() if line.startswith(f"| `{name}.yaml` |"))
+    config = config_of(name)
+    ((billions, gpus, ep_size),) = re.findall(r"\(([\d.]+) B(?: parameters)?\) on (\w+).*: ep (\d+),", row)
+    assert billions == f"{count_parameters(model_of(name)).total / 1e9:.1f}"
+    assert (number(gpus), int(ep_size)) == (gpus_of(name), config.ep_size)
+    assert OPTIMIZERS[config.optim] in row
+    assert ("rows not packed" in row) == (not config.packing)
+    assert planned_recipe(name, gpus_of(name)).memory.total <= 80 * 2**30
+    fewer = re.findall(r"or (\w+) of 192 GB", row)
+    assert bool(fewer) == ("192 GB" in text_of(name))
+    for gpus in fewer:
+        assert planned_recipe(name, number(gpus)).memory.total <= 192e9
+
+
+def number(word: str) -> int:
+    return {"eight": 8}.get(word) or int(word)
 
 
 @pytest.fixture

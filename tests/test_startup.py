@@ -1,5 +1,7 @@
 """Help, mistakes and looks at a checkpoint's heads import neither torch nor transformers, which take seconds to."""
 
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -23,9 +25,8 @@ PACKAGES = (moe, sharding, checkpoints, training, training.data, training.report
 
 def imported(*command: str) -> tuple[int, str, set[str]]:
     """(exit code, all that was said, which of HEAVY were imported) of `python COMMAND`."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    python, environment = [sys.executable, "-X", "importtime"], {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([*python, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "argparse" in modules, done.stderr
@@ -37,12 +38,14 @@ def imported(*command: str) -> tuple[int, str, set[str]]:
     [
         ["train_ep.py", "--help"],
         ["-m", "checkpoints", "--help"],
-        *(["-m", "checkpoints", name, "--help"] for name in ("convert", "export", "verify", "inspect")),
+        *(["-m", "checkpoints", name, "--help"] for name in ("convert", "export", "merge", "verify", "inspect")),
         ["-m", "sharding", "--help"],
         ["-m", "sharding", "plan", "--help"],
         ["-m", "sharding", "mesh", "--help"],
         ["-m", "sharding", "rehearse", "--help"],
         ["-m", "training.report", "--help"],
+        ["-m", "moe", "--help"],
+        ["-m", "moe", "families", "--help"],
         *(
             ["-c", f"from {entry.partition(':')[0]} import {(name := entry.partition(':')[2])}; {name}()", "--help"]
             for entry in CONSOLE_SCRIPTS.values()
@@ -54,6 +57,8 @@ def test_help(command: list[str]) -> None:
     code, told, heavy = imported(*command)
     assert code == 0
     assert "usage:" in told
+    assert max(map(len, told.splitlines())) <= 80
+    assert "_" not in "".join(re.findall(r"--[\w-]+", told))
     assert not heavy
 
 

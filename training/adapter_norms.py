@@ -50,7 +50,7 @@ def norms_line(norms: list[list[float]]) -> str:
         for layer, of_layer in enumerate(norms)
         if 0 in of_layer
     ]
-    told = f"adapters of experts: norm of B, mean of a layer {min(means):.3g} to {max(means):.3g}"
+    told = f"expert adapters: norm of B, mean per layer {min(means):.3g} to {max(means):.3g}"
     if not still:
         return f"{told}; every expert has learned"
     more = f"; and in {len(still) - LAYERS_NAMED} more layers" if len(still) > LAYERS_NAMED else ""

@@ -70,7 +70,7 @@ class LossAlarm:
         self.warned_at = step
         return (
             f"loss spike: {loss:.4f}, after a mean of {mean:.4f} with a standard deviation of {deviation:.4f}; if it "
-            f"does not come down again, resume from before it with a lower --learning-rate (now "
+            f"does not recover, resume from before it with a lower --learning-rate (now "
             f"{self.learning_rate:g}), a lower --max-grad-norm, or other data"
         )
 

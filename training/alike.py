@@ -133,12 +133,12 @@ def _compared(path: Path, name: str, there: Mapping[str, str], here: Mapping[str
         said = f"{hint}: {said}"
     which = "model" if name == "model" else "data"
     if which in config.allow_changed:
-        return f"goes on with another {name}, as --allow-changed says: {said}"
+        return f"resuming with a different {name}, as --allow-changed permits: {said}"
     settings = recorded_settings(path)
     began = settings.get("model" if which == "model" else "dataset")
     if name == "evaluation data":  # held out of the other where it has no data set of its own
         began = settings.get("eval_dataset") or began
     raise ExpertMeshError(
         f"--resume {path}: is of {'another model' if which == 'model' else f'other {name}'} (it began with {began}): "
-        f"{said}; take what it began with, or go on all the same with --allow-changed {which}"
+        f"{said}; use what it began with, or resume anyway with --allow-changed {which}"
     )

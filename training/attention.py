@@ -35,11 +35,11 @@ _BY_MASK = _SEE_ALL | {"sliding_attention", "chunked_attention"}
 """Kinds of layers that a mask keeps within a sample, or that look at each token by itself."""
 
 _STATE = (
-    "carry a state from one token to the next, also from one sample to the next in a packed row, and transformers' "
-    "PyTorch code for them does not begin it anew"
+    "carry a state from one token to the next, also from one sample to the next in a packed sequence, and "
+    "transformers' PyTorch code for them does not reset it"
 )
-_BLOCKS = "put a row's tokens together in blocks, whose ends are not the samples'"
-_CHOICE = "choose the tokens to attend to in the whole row, and choose others if other samples share it"
+_BLOCKS = "group a sequence's tokens in blocks, which cross the ends of samples"
+_CHOICE = "select the tokens to attend to in the complete sequence, and select others if it contains other samples"
 _NOT_APART = {
     r"linear_attention|mamba|conv|hybrid.*": _STATE,
     r".*compressed.*|.*_sparse": _BLOCKS,
@@ -104,7 +104,7 @@ def _why_not(model_type: str, kinds: set[str]) -> str:
     of_reason: dict[str, list[str]] = {}
     for kind in sorted(kinds):
         reasons = (reason for pattern, reason in _NOT_APART.items() if re.fullmatch(pattern, kind))
-        reason = next(reasons, "are not known to keep the samples of a packed row apart")
+        reason = next(reasons, "are not known to keep the samples of a packed sequence apart")
         of_reason.setdefault(reason, []).append(kind)
     return ", ".join(f"layers of {model_type} ({', '.join(found)}) {reason}" for reason, found in of_reason.items())
 

@@ -42,27 +42,27 @@ class Balance:
         """For a run's first lines."""
         parts = [f"balancing loss {self.weights.balance:g} ({self.origin})"]
         if self.weights.balance_per_layer:
-            parts.append("each layer by itself")
+            parts.append("each layer separately")
         if self.weights.z > 0:
             parts.append(f"z-loss {self.weights.z:g}")
         if self.bias_rate:
-            parts.append(f"router bias moves by {self.bias_rate:g} a step")
+            parts.append(f"router bias changes by {self.bias_rate:g} per step")
         elif self.bias_rate is not None:
-            parts.append("router bias stays")
+            parts.append("router bias constant")
         return "routers: " + ", ".join(parts)
 
     def remedy(self) -> str:
         """What to do about experts that are loaded unevenly."""
         if self.bias_rate is not None:
             if self.bias_rate == 0:
-                return f"have the router's bias move, by --router-bias-update-rate {BIAS_RATE:g}"
+                return f"update the router's bias, by --router-bias-update-rate {BIAS_RATE:g}"
             return f"raise --router-bias-update-rate (now {self.bias_rate:g})"
         if self.weights.balance == 0:
             return "switch the balancing loss on, by --router-aux-loss-coef 0.02 say"
         raised = f"raise --router-aux-loss-coef (now {self.weights.balance:g})"
         # however high its coefficient, the pooled loss asks nothing of layers that make up for one another
         per_layer = (
-            "" if self.weights.balance_per_layer else "balance each layer by itself, by --router-aux-loss-per-layer, "
+            "" if self.weights.balance_per_layer else "balance each layer separately, by --router-aux-loss-per-layer, "
         )
         return per_layer + raised
 

@@ -40,12 +40,12 @@ MOST_PROFILED = 32
 """Steps that --profile takes at most: a step of a large model is some hundred thousand events of its trace."""
 
 
-def _flag(default: Any, help: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help, **metadata})
+def _flag(group: str, default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"group": group, "help": help, **metadata})
 
 
-def _list(help: str, **metadata: Any) -> Any:
-    return field(default_factory=list, metadata={"help": help, **metadata})
+def _list(group: str, help: str, **metadata: Any) -> Any:
+    return field(default_factory=list, metadata={"group": group, "help": help, **metadata})
 
 
 def _checkpointing(text: str) -> str:
@@ -60,259 +60,379 @@ def _resume(text: str) -> str:
 
 @dataclass
 class TrainConfig:
-    """Every setting of a run. Each is a flag (`--ep-size` or `--ep_size`) and a key of the YAML file."""
+    """Every setting of a run. Each is a flag (`--ep-size`, also `--ep_size`) and a key of the YAML file.
+
+    `--help` prints them in this order, under the title of their group.
+    """
 
     model: str = _flag(
-        "", "Directory of a Hugging Face checkpoint, or a hub id.", aliases=["model_name_or_path"], scope="input"
-    )
-    dataset: list[str] = _list(
-        "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes.", scope="input"
-    )
-    tokenizer: str = _flag("", "Directory or hub id of the tokenizer, if not the model's own.", scope="input")
-    output_dir: str = _flag(
-        "output", "Where metrics.jsonl, config.yaml, report.html and the exported model (hf/) go.", scope="output"
-    )
-    overwrite_output_dir: bool = _flag(False, "Replace the results of an earlier run in --output-dir.")
-    max_seq_length: int = _flag(1024, "Longer samples are cut off at this many tokens; packed rows hold as many.")
-    rope_scaling: str = _flag(
+        "Model",
         "",
-        "Stretch rotary positions for rows longer than the model was trained with: linear:2, dynamic:2, yarn:4, or "
-        "JSON with keys of transformers' rope_parameters. In place of what the model has; exported in its config.",
+        "Directory of a Hugging Face checkpoint, or a hub id",
+        aliases=["model_name_or_path"],
+        scope="input",
+        metavar="DIR",
     )
-    packing: bool = _flag(False, "Put several samples into a row, each with positions and attention of its own.")
-    group_by_length: bool = _flag(False, "Put samples of like length into a batch, where they are not packed.")
-    preview: bool = _flag(False, "Print the first rows as the model sees them and what the data hold, and exit.")
-    chat_template: str = _flag(
-        "", f"Chat template: {', '.join(TEMPLATES)}, or a Jinja file. Default: the tokenizer's.", scope="input"
+    tokenizer: str = _flag(
+        "Model", "", "Directory or hub id of the tokenizer, if not the model's own", scope="input", metavar="DIR"
     )
-    prompt_template: str = _flag("", "Instead of a chat template: the text before the response, with {prompt} in it.")
-    train_on: TrainOn = _flag(
-        "assistant", "What has a loss: all, every assistant turn, the last one, or final: every one without reasoning."
-    )
-    dataset_config: str = _flag(
-        "", "Configuration of a directory with a dataset card, or of a hub data set.", aliases=["dataset_config_name"]
-    )
-    dataset_split: str = _flag("train", "Split of --dataset, where that is a directory with splits or a hub data set.")
-    messages_column: str = _flag("", "Column with the conversation, where it is not found by itself.")
-    prompt_column: str = _flag("", "Column with the prompt.")
-    response_column: str = _flag("", "Column with the response.")
-    system_column: str = _flag("", "Column with the system prompt.")
-    text_column: str = _flag("", "Column with plain text, all of which is trained on.")
-    sample_by: SampleBy = _flag("line", "A row of a .txt file: a line, a paragraph (up to a blank line) or all of it.")
-    dataset_num_proc: int | None = _flag(
-        None, "Processes that tokenise. Default: by the size of the data.", scope="node"
+    rope_scaling: str = _flag(
+        "Model",
+        "",
+        "RoPE scaling for sequences longer than the model was trained with: linear:2, dynamic:2, yarn:4, or JSON with "
+        "keys of transformers' rope_parameters. Replaces the model's own; exported in its config",
+        metavar="TYPE:X",
     )
 
-    ep_size: int = _flag(1, "Ranks that share out the experts; must divide the experts and the ranks.")
-    cp_size: int = _flag(
+    dataset: list[str] = _list(
+        "Data",
+        "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes",
+        scope="input",
+        metavar="FILE",
+    )
+    dataset_config: str = _flag(
+        "Data",
+        "",
+        "Configuration of a directory with a dataset card, or of a hub dataset",
+        aliases=["dataset_config_name"],
+        metavar="NAME",
+    )
+    dataset_split: str = _flag(
+        "Data", "train", "Split of --dataset, if that is a directory with splits or a hub dataset", metavar="NAME"
+    )
+    dataset_num_proc: int | None = _flag(
+        "Data", None, "Processes that tokenize (default: by the size of the data)", scope="node"
+    )
+    messages_column: str = _flag(
+        "Data", "", "Column with the conversation (default: found by its name)", metavar="NAME"
+    )
+    prompt_column: str = _flag("Data", "", "Column with the prompt", metavar="NAME")
+    response_column: str = _flag("Data", "", "Column with the response", metavar="NAME")
+    system_column: str = _flag("Data", "", "Column with the system prompt", metavar="NAME")
+    text_column: str = _flag("Data", "", "Column with plain text, all of which is trained on", metavar="NAME")
+    sample_by: SampleBy = _flag(
+        "Data", "line", "Record of a .txt file: a line, a paragraph (up to a blank line) or the file"
+    )
+    chat_template: str = _flag(
+        "Data",
+        "",
+        f"Chat template: {', '.join(TEMPLATES)}, or a Jinja file (default: the tokenizer's)",
+        scope="input",
+        metavar="NAME",
+    )
+    prompt_template: str = _flag(
+        "Data", "", "Instead of a chat template: the text before the response, containing {prompt}"
+    )
+    train_on: TrainOn = _flag(
+        "Data", "assistant", "Trained tokens: all; every assistant turn; last turn; final (without reasoning)"
+    )
+    max_seq_length: int = _flag("Data", 1024, "Truncate samples to this many tokens; length of packed sequences")
+    packing: bool = _flag(
+        "Data", False, "Pack several samples into one sequence, each with its own positions and attention"
+    )
+    group_by_length: bool = _flag("Data", False, "Batch samples of similar length, without --packing")
+    preview: bool = _flag(
+        "Data", False, "Print the first sequences as the model sees them and what the data contain, then exit"
+    )
+
+    ep_size: int = _flag(
+        "Parallelism",
         1,
-        "Ranks that share each row, for rows too long for one (context parallelism); must divide the ranks and the "
-        "attention heads.",
+        "Expert-parallel ranks: experts are sharded over them; must divide the number of experts and of ranks",
+    )
+    cp_size: int = _flag(
+        "Parallelism",
+        1,
+        "Context-parallel ranks: each sequence is split over them; must divide the number of ranks and of attention "
+        "heads",
     )
     dense_shard: DenseShard = _flag(
-        "full", "Shard what is no expert over all ranks, or over the ep ranks with a replica in each dp group."
+        "Parallelism", "full", "Non-expert parameters: full FSDP, or sharded within EP and replicated over DP (hybrid)"
     )
-    expert_kernel: str = _flag("auto", f"How experts are computed: auto, {', '.join(KERNEL_NAMES)}.")
-    expert_precision: Precision = _flag(
-        "same",
-        "What experts' products are computed in: as everything else, or in fp8 with a scale a row, for GPUs of compute "
-        "capability 9 (H100, H200); emulated on a CPU.",
+    overlap_chunks: int = _flag(
+        "Parallelism",
+        1,
+        "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off",
     )
-    attn_implementation: str = _flag(
-        "auto",
-        "Attention of the Hugging Face model. auto: sdpa, or where that would need a mask of row length squared or "
-        "knows no sinks, our own; eager where neither will do.",
+    ddp_timeout: int = _flag(
+        "Parallelism",
+        1800,
+        "Seconds after which a rank that makes no progress, or a collective that does not finish, ends the run",
     )
-    cross_entropy: CrossEntropy = _flag(
-        "auto",
-        "Logits of a part of the sequence at a time (chunked, or liger: liger-kernel's, for GPUs) or of all of it "
-        "(full). auto: liger on a GPU where it is installed, else chunked.",
-    )
-    cpu_matmul: CpuMatmul = _flag(
-        "auto", "Library of matrix products on a CPU in fp32. auto: by a probe at the start, kept when the run goes on."
-    )
+
     gradient_checkpointing: Checkpointing = _flag(
+        "Memory",
         "none",
-        "To save memory, compute each layer again in backward: all of it (full, also where no value is given), or all "
-        "but routing, all-to-alls and attention (selective).",
+        "Recompute each layer in backward: all of it (full, also without a value), or all but routing, all-to-alls "
+        "and attention (selective)",
         type=_checkpointing,
         choices=get_args(Checkpointing),
         nargs="?",
         const="full",
     )
-    reshard_after_forward: bool = _flag(
-        True, "Free each layer's gathered parameters after its forward; false keeps them until its backward."
-    )
-    overlap_chunks: int = _flag(
-        1,
-        "Parts in which a layer's rows travel to their experts, each beside another's products; of whole experts, so "
-        "at most as many as a rank has.",
-    )
     keep_expert_products: int = _flag(
-        0,
-        "Of so many layers selective checkpointing keeps experts' first products too: less computed again in backward, "
-        "for more memory.",
+        "Memory", 0, "Layers whose first expert GEMMs' outputs selective checkpointing stores"
     )
     offload_activations: bool = _flag(
-        False,
-        "With --gradient-checkpointing: keep each layer's input in host memory from forward to backward. Copied beside "
-        "computing on a GPU.",
+        "Memory", False, "With --gradient-checkpointing: offload each layer's input to host memory until its backward"
     )
-    compile: bool = _flag(False, "Compile attention and norms by torch.compile.", aliases=["torch_compile"])
-    bf16: bool = _flag(False, "Compute in bfloat16; parameters, gradients and optimizer state stay fp32.")
-    tf32: bool = _flag(
-        False, "Multiply fp32 matrices in TF32: faster, with 10 bits of mantissa; for GPUs from Ampere on."
+    offload: bool = _flag(
+        "Memory", False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU"
     )
-    use_cpu: bool = _flag(False, "Stay on the CPU even where there is a GPU.")
-    force: bool = _flag(False, "Start even where the memory forecast says that it cannot fit.")
-    ddp_timeout: int = _flag(
-        1800, "Seconds after which a rank that gets no further, or a collective that does not finish, ends the run."
+    reshard_after_forward: bool = _flag(
+        "Memory", True, "Free each layer's gathered parameters after its forward; off: after its backward"
     )
-    debug_ranks: list[int] = field(
-        default_factory=list,
-        metadata={"help": "Ranks on which breakpoint() and errors open a debugger; the others wait without limit."},
-    )
+    force: bool = _flag("Memory", False, "Start even if the memory forecast says that the model does not fit")
 
-    per_device_train_batch_size: int = _flag(8, "Rows a rank, or those that share rows, take in one forward.")
-    gradient_accumulation_steps: int = _flag(1, "Forwards and backwards a step.")
-    global_batch_size: int | None = _flag(
-        None, "Rows a step over all ranks, in as many forwards as it takes, in place of --gradient-accumulation-steps."
+    bf16: bool = _flag(
+        "Precision and kernels",
+        False,
+        "Compute in bfloat16; parameters, gradients and optimizer state stay fp32",
     )
-    num_train_epochs: float = _flag(1.0, "Passes over the data, where --max-steps is not given.")
-    max_steps: int = _flag(-1, "Steps; 0 only loads and exports.")
-    learning_rate: float = _flag(5e-5, "Peak learning rate.")
-    lr_scheduler_type: str = _flag("linear", f"Learning rate schedule: {', '.join(SCHEDULES)}.")
-    lr_scheduler_kwargs: str = _flag("", """More arguments of the schedule, as JSON: '{"min_lr": 1e-6}'.""")
-    warmup_steps: float = _flag(0, "Steps of warm-up; below 1, a share of all steps.")
-    warmup_ratio: float = _flag(0.0, "Warm-up as a share of all steps, in place of --warmup-steps.")
+    tf32: bool = _flag(
+        "Precision and kernels", False, "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere on"
+    )
+    expert_precision: Precision = _flag(
+        "Precision and kernels",
+        "same",
+        "Expert GEMMs: as everything else, or in fp8 with row-wise scales, on GPUs of compute capability 9 (H100, "
+        "H200); emulated on CPUs",
+    )
+    expert_kernel: str = _flag(
+        "Precision and kernels", "auto", f"Expert kernel: auto, {', '.join(KERNEL_NAMES)}", metavar="NAME"
+    )
+    attn_implementation: str = _flag(
+        "Precision and kernels",
+        "auto",
+        "Attention of the Hugging Face model. auto: sdpa; expertmesh's own if sdpa would need a mask of length squared "
+        "or has no sinks; eager if neither works",
+        metavar="NAME",
+    )
+    cross_entropy: CrossEntropy = _flag(
+        "Precision and kernels",
+        "auto",
+        "Logits of part of the sequence at a time (chunked; liger: by liger-kernel, on GPUs) or of all of it (full). "
+        "auto: liger on a GPU if installed, else chunked",
+    )
+    cpu_matmul: CpuMatmul = _flag(
+        "Precision and kernels",
+        "auto",
+        "Library of fp32 matmuls on a CPU. auto: by a probe at the start, kept on resume",
+    )
+    compile: bool = _flag(
+        "Precision and kernels", False, "Compile attention and norms with torch.compile", aliases=["torch_compile"]
+    )
+    use_cpu: bool = _flag("Precision and kernels", False, "Stay on the CPU even if there is a GPU")
+
+    per_device_train_batch_size: int = _flag(
+        "Batch and schedule", 8, "Sequences per micro-batch, per rank (or CP group)"
+    )
+    gradient_accumulation_steps: int = _flag("Batch and schedule", 1, "Micro-batches per optimizer step")
+    global_batch_size: int | None = _flag("Batch and schedule", None, "Sequences per optimizer step; sets accumulation")
+    num_train_epochs: float = _flag("Batch and schedule", 1.0, "Passes over the data, without --max-steps")
+    max_steps: int = _flag("Batch and schedule", -1, "Optimizer steps; -1: use epochs; 0: only load and export")
+    lr_scheduler_type: str = _flag(
+        "Batch and schedule", "linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME"
+    )
+    lr_scheduler_kwargs: str = _flag(
+        "Batch and schedule", "", """Arguments of the schedule: '{"min_lr": 1e-6}'""", metavar="JSON"
+    )
+    warmup_steps: float = _flag("Batch and schedule", 0, "Warm-up steps; below 1: fraction of all steps", metavar="N")
+    warmup_ratio: float = _flag("Batch and schedule", 0.0, "Warm-up as a fraction of all steps")
+    seed: int = _flag("Batch and schedule", 42, "Seed of the data order and of dropout and jitter")
+
     optim: Optimizer = _flag(
+        "Optimizer",
         "adamw_torch_fused",
-        "AdamW; with 8-bit state; with parameters, gradients and state in bf16, rounded stochastically; or Muon for "
-        "attention's and the experts' matrices, with AdamW for the rest.",
+        "AdamW; with 8-bit state; with parameters, gradients and state in bf16 and stochastic rounding; or Muon for "
+        "attention's and the experts' matrices, with AdamW for the rest",
     )
-    offload: bool = _flag(False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU.")
-    weight_decay: float = _flag(0.0, "Weight decay; norms and biases are exempt.")
-    adam_beta1: float = _flag(0.9, "AdamW's beta1.")
-    adam_beta2: float = _flag(0.999, "AdamW's beta2.")
-    adam_epsilon: float = _flag(1e-8, "AdamW's epsilon.")
-    max_grad_norm: float = _flag(1.0, "Clip the global gradient norm to this; 0 turns clipping off.")
+    learning_rate: float = _flag("Optimizer", 5e-5, "Peak learning rate")
+    weight_decay: float = _flag("Optimizer", 0.0, "Weight decay; norms and biases are exempt")
+    adam_beta1: float = _flag("Optimizer", 0.9, "AdamW's beta1")
+    adam_beta2: float = _flag("Optimizer", 0.999, "AdamW's beta2")
+    adam_epsilon: float = _flag("Optimizer", 1e-8, "AdamW's epsilon")
+    max_grad_norm: float = _flag("Optimizer", 1.0, "Clip the global gradient norm to this; 0: no clipping")
+
     router_aux_loss_coef: float | None = _flag(
-        None, "Weight of the load-balancing loss. Default: the model config's, if it sets output_router_logits, else 0."
+        "MoE routing",
+        None,
+        "Weight of the load-balancing loss (default: the model config's, if it sets output_router_logits, else 0)",
     )
     router_aux_loss_per_layer: bool = _flag(
+        "MoE routing",
         False,
-        "Balance every layer by itself. false, as in transformers: their sum, where one layer's surplus at an expert "
-        "makes up for another's lack.",
+        "Balance every layer separately; off, as in transformers: their sum, in which one layer's excess on an expert "
+        "offsets another's shortage",
     )
-    router_z_loss_coef: float = _flag(0.0, "Weight of the router z-loss.")
+    router_z_loss_coef: float = _flag("MoE routing", 0.0, "Weight of the router z-loss")
     router_bias_update_rate: float = _flag(
+        "MoE routing",
         0.0,
-        "Balance without a loss: after each update, move the routers' correction biases by so much towards even load; "
-        "for families that have them.",
+        "Auxiliary-loss-free balancing: change of the routers' correction biases per step, towards even load; for "
+        "families that have them",
     )
-    adapter: Adapter = _flag("none", "Train low-rank updates beside frozen weights (LoRA) in place of the weights.")
-    lora_rank: int = _flag(16, "Rank of the updates.", aliases=["lora_r"])
-    lora_alpha: float = _flag(32.0, "Updates are multiplied by alpha / rank.")
-    lora_dropout: float = _flag(0.0, "Chance that a number of the input is left out of an update.")
+    router_warn_steps: int = _flag(
+        "MoE routing", 100, "Warn of experts that get no tokens, or most of them, within N steps; 0: never"
+    )
+    router_warn_load: float | None = _flag(
+        "MoE routing",
+        None,
+        "Warn when the busiest expert exceeds X times the mean load (default: halfway from 1 to the greatest possible, "
+        "experts / experts per token)",
+    )
+
+    adapter: Adapter = _flag("LoRA and freezing", "none", "lora: train low-rank adapters beside the frozen weights")
+    lora_rank: int = _flag("LoRA and freezing", 16, "LoRA rank r", aliases=["lora_r"])
+    lora_alpha: float = _flag("LoRA and freezing", 32.0, "LoRA deltas are scaled by alpha / r")
+    lora_dropout: float = _flag("LoRA and freezing", 0.0, "Dropout on LoRA inputs")
     lora_targets: list[str] = field(
         default_factory=lambda: ["attention", "experts"],
         metadata={
-            "help": "What has adapters: attention, experts, router, shared-experts, dense-mlp, or regular expressions "
-            "that are found in names of linear layers."
+            "group": "LoRA and freezing",
+            "metavar": "NAME",
+            "help": "What gets adapters: attention, experts, router, shared-experts, dense-mlp, or regular expressions "
+            "searched for in names of linear layers; separated by commas or spaces",
         },
     )
-    use_rslora: bool = _flag(False, "Multiply updates by alpha / sqrt(rank).")
+    use_rslora: bool = _flag("LoRA and freezing", False, "Scale LoRA deltas by alpha / sqrt(r)")
     base_dtype: BaseDtype = _flag(
+        "LoRA and freezing",
         "auto",
-        "How the frozen weights beside adapters are held: as plain numbers; or the layers' matrices in fp8, with a "
-        "scale a row, or nf4, with one for 64 numbers, the rest as by auto. auto: bfloat16 with --bf16, else float32.",
+        "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA). auto: bf16 with --bf16, else fp32",
     )
     init_adapter: str = _flag(
-        "", "Begin with the adapter in a directory, which PEFT or an earlier run wrote.", scope="input"
+        "LoRA and freezing",
+        "",
+        "Start from the adapter in a directory, written by PEFT or an earlier run",
+        scope="input",
+        metavar="DIR",
     )
     adapter_format: AdapterFormat = _flag(
+        "LoRA and freezing",
         "auto",
-        "How experts' adapters are exported: a pair of tensors an expert, or PEFT's packed form. auto: as the model's "
-        "own checkpoint has its experts.",
+        "Exported experts' adapters: one pair of tensors per expert, or PEFT's packed form. auto: as the model's own "
+        "checkpoint stores its experts",
     )
-    merge: bool = _flag(False, "At the end, also export the model with the adapter's updates added to its weights.")
+    merge: bool = _flag("LoRA and freezing", False, "Also export the model with the adapter merged into its weights")
     freeze: list[str] = _list(
+        "LoRA and freezing",
         "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or regular expressions "
-        "that are found in parameters' names."
+        "searched for in names of parameters; separated by commas or spaces",
+        metavar="NAME",
     )
-    on_nonfinite: OnNonfinite = _flag(
-        "stop", "At a loss or gradient norm that is not finite: stop, or skip the update."
-    )
-    detect_anomaly: bool = _flag(False, "Name the first tensor that is not finite. Tests every module's output.")
-    check_replicas: int = _flag(
-        0,
-        "Every so many steps, and before each save, compare what several ranks hold copies of; 0: never. With "
-        "--dense-shard full that is only buffers.",
-    )
-    router_warn_steps: int = _flag(100, "Warn of experts that got no, or most, tokens in so many steps; 0: never.")
-    router_warn_load: float | None = _flag(
-        None,
-        "Load of the fullest expert over the mean that is warned of. Default: halfway from 1, even, to the greatest "
-        "there can be, experts / experts a token.",
-    )
-    profile: list[str] = _list(
-        "Steps to profile, counted from 1: 5, 5-7 or 5,9. Traces, and what each part of a step took, go to "
-        "OUTPUT_DIR/profile, and into the report."
-    )
-    profile_ranks: list[str] = field(
-        default_factory=lambda: ["0"], metadata={"help": "Ranks that --profile looks at: numbers, or all."}
-    )
-    deterministic: bool = _flag(False, "The same bits on each run of one arrangement, by slower algorithms on a GPU.")
-    seed: int = _flag(42, "Seed of the data order and of dropout and jitter.")
 
-    eval_dataset: list[str] = _list("Data to evaluate on, named as in --dataset.", scope="input")
-    eval_dataset_split: str = _flag("test", "Split of --eval-dataset, likewise.")
-    eval_ratio: float = _flag(0.0, "Share of --dataset to hold out and evaluate on, where --eval-dataset is not given.")
-    eval_steps: int = _flag(0, "Evaluate every so many steps; 0: after every epoch. Always at the end.")
+    eval_dataset: list[str] = _list(
+        "Evaluation", "Data to evaluate on, named as in --dataset", scope="input", metavar="FILE"
+    )
+    eval_dataset_split: str = _flag("Evaluation", "test", "Split of --eval-dataset, likewise", metavar="NAME")
+    eval_ratio: float = _flag(
+        "Evaluation", 0.0, "Fraction of --dataset held out for evaluation, without --eval-dataset"
+    )
+    eval_steps: int = _flag("Evaluation", 0, "Evaluate every N steps, and at the end; 0: after every epoch")
     per_device_eval_batch_size: int = _flag(
-        8, "Rows a rank, or those that share rows, take in one forward of an evaluation."
+        "Evaluation", 8, "Sequences per micro-batch of an evaluation, per rank (or CP group)"
     )
-    early_stopping_patience: int = _flag(0, "Stop after so many evaluations without a better loss; 0: never.")
-    early_stopping_threshold: float = _flag(0.0, "By how much a loss must be lower to count as better.")
-    load_best_model_at_end: bool = _flag(False, "Export the weights of the best evaluation, not the last ones.")
-    generate_steps: int = _flag(0, "Have the model answer a few prompts every so many steps; 0: never.")
-    generate_prompts: list[str] = _list("What it is asked. Default: questions from the data to evaluate (or train) on.")
-    generate_max_new_tokens: int = _flag(64, "Longest answer, in tokens.")
+    early_stopping_patience: int = _flag("Evaluation", 0, "Stop after N evaluations without a better loss; 0: never")
+    early_stopping_threshold: float = _flag("Evaluation", 0.0, "Least decrease of the loss that counts as better")
+    load_best_model_at_end: bool = _flag("Evaluation", False, "Export the weights of the best evaluation, not the last")
+    generate_steps: int = _flag("Evaluation", 0, "Generate samples for a few prompts every N steps; 0: never")
+    generate_prompts: list[str] = _list(
+        "Evaluation", "Their prompts (default: questions from the evaluation data, else the training data)"
+    )
+    generate_max_new_tokens: int = _flag("Evaluation", 64, "Longest sample generation, in tokens")
 
-    save_steps: int = _flag(500, "Save a training checkpoint every so many steps; 0 saves none.")
-    save_total_limit: int | None = _flag(None, "How many training checkpoints to keep. Default: all.")
-    async_save: bool = _flag(True, "Whether training goes on while a checkpoint is written.")
-    on_save_error: OnSaveError = _flag("stop", "What a checkpoint that cannot be written does to the run.")
+    output_dir: str = _flag(
+        "Checkpoints and export",
+        "output",
+        "Directory of metrics.jsonl, config.yaml, report.html, checkpoints/ and the exported model (hf/)",
+        scope="output",
+        metavar="DIR",
+    )
+    overwrite_output_dir: bool = _flag(
+        "Checkpoints and export", False, "Replace the results of an earlier run in --output-dir"
+    )
+    save_steps: int = _flag("Checkpoints and export", 500, "Save a training checkpoint every N steps; 0: never")
+    save_total_limit: int | None = _flag("Checkpoints and export", None, "Training checkpoints to keep (default: all)")
+    async_save: bool = _flag("Checkpoints and export", True, "Continue training while a checkpoint is written")
+    on_save_error: OnSaveError = _flag("Checkpoints and export", "stop", "If saving fails: stop or continue")
     resume: str = _flag(
+        "Checkpoints and export",
         "",
-        "Go on from a training checkpoint: its path, or auto for the newest whole one in --output-dir, if any.",
+        "Resume from a training checkpoint: its path, or auto for the newest complete one in --output-dir, if any",
         aliases=["resume_from_checkpoint"],
         type=_resume,
         scope="input",
+        metavar="DIR",
     )
     allow_changed: list[str] = _list(
-        "With --resume: go on though the model, or the data, are not those that the run began with: model, data."
+        "Checkpoints and export",
+        "With --resume: resume even if the model, or the data, differ from the run's own: model, data",
+        metavar="NAME",
     )
     elastic: bool = _flag(
-        False, "With --resume: take as large an --ep-size as the ranks allow, and keep the run's global batch."
-    )
-    trust_checkpoint_owner: bool = _flag(False, "Resume from another user's checkpoint; reading it can run their code.")
-
-    logging_steps: int = _flag(1, "Log every so many steps.")
-    report_to: list[str] = _list("Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none.")
-    run_name: str = _flag("expertmesh", "Name of the run in the trackers.")
-    export: bool = _flag(True, "Whether, at the end, to write the model in Hugging Face form to OUTPUT_DIR/hf.")
-    max_shard_size: str = _flag("5GB", "Size of an exported safetensors file.")
-    drop_untrained: bool = _flag(
+        "Checkpoints and export",
         False,
-        "Leave tensors that are not trained (vision tower, multi-token prediction) out of the export, and what "
-        "config.json says of them. Default: carry them over as they are.",
+        "With --resume: choose the largest --ep-size that the ranks allow, and keep the global batch size",
+    )
+    trust_checkpoint_owner: bool = _flag(
+        "Checkpoints and export", False, "Resume from another user's checkpoint; reading it can run their code"
+    )
+    export: bool = _flag(
+        "Checkpoints and export", True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf"
+    )
+    max_shard_size: str = _flag("Checkpoints and export", "5GB", "Size of an exported safetensors file", metavar="SIZE")
+    drop_untrained: bool = _flag(
+        "Checkpoints and export",
+        False,
+        "Leave tensors that are not trained (vision tower, multi-token prediction) out of the export and its "
+        "config.json, instead of copying them unchanged",
+    )
+
+    logging_steps: int = _flag("Logging and profiling", 1, "Log every N steps")
+    report_to: list[str] = _list(
+        "Logging and profiling", "Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none", metavar="NAME"
+    )
+    run_name: str = _flag("Logging and profiling", "expertmesh", "Name of the run in the trackers", metavar="NAME")
+    profile: list[str] = _list(
+        "Logging and profiling",
+        "Steps to profile, counted from 1: 5, 5-7 or 5,9. Traces and the cost of each part of a step go to "
+        "OUTPUT_DIR/profile, and into the report",
+        metavar="STEPS",
+    )
+    profile_ranks: list[str] = field(
+        default_factory=lambda: ["0"],
+        metadata={
+            "group": "Logging and profiling",
+            "metavar": "RANK",
+            "help": "Ranks that --profile profiles: numbers, or all",
+        },
+    )
+
+    on_nonfinite: OnNonfinite = _flag(
+        "Debugging", "stop", "At a loss or gradient norm that is not finite: stop, or skip the optimizer step"
+    )
+    detect_anomaly: bool = _flag(
+        "Debugging", False, "Name the first tensor that is not finite, by checking every module's output"
+    )
+    check_replicas: int = _flag(
+        "Debugging",
+        0,
+        "Every N steps, and before each save, compare replicated tensors across ranks; 0: never. With --dense-shard "
+        "full these are only buffers",
+    )
+    deterministic: bool = _flag("Debugging", False, "Bitwise reproducible per layout; slower on GPUs")
+    debug_ranks: list[int] = _list(
+        "Debugging",
+        "Ranks on which breakpoint() and errors open a debugger; the others wait without limit",
+        metavar="RANK",
     )
 
     def __post_init__(self) -> None:
-        # as PEFT's users write them: attention,experts; a comma within braces is a pattern's own
-        parts = [part for entry in self.lora_targets for part in re.split(r",(?![^{]*\})", entry)]
-        self.lora_targets = [part for part in parts if part]
+        self.lora_targets = _split(self.lora_targets)
+        if self.freeze and not _split(self.freeze):
+            raise ExpertMeshError("--freeze: names nothing; leave it out to train everything")
+        self.freeze = _split(self.freeze)
         self.profile = [part for entry in self.profile for part in entry.split(",") if part]
         self.profile_ranks = [part for entry in self.profile_ranks for part in entry.split(",") if part]
         for name, low in _AT_LEAST.items():
@@ -329,7 +449,7 @@ class TrainConfig:
                 "--lr-scheduler-type: " + _unknown("schedule", self.lr_scheduler_type, list(SCHEDULES))
             )
         if self.warmup_ratio > 1:
-            raise ExpertMeshError(f"--warmup-ratio {self.warmup_ratio}: is a share of all steps: 1 or less")
+            raise ExpertMeshError(f"--warmup-ratio {self.warmup_ratio}: is a fraction of all steps: at most 1")
         if self.warmup_ratio and self.warmup_steps:
             raise ExpertMeshError(
                 f"--warmup-ratio {self.warmup_ratio} and --warmup-steps {self.warmup_steps:g} are both given; "
@@ -349,12 +469,12 @@ class TrainConfig:
             )
         if self.offload_activations and self.gradient_checkpointing == "none":
             raise ExpertMeshError(
-                "--offload-activations: without checkpointing a layer keeps far more than its input; add "
+                "--offload-activations: without checkpointing, a layer stores far more than its input; add "
                 "--gradient-checkpointing full or selective"
             )
         if self.overlap_chunks > 1 and self.ep_size == 1:
             raise ExpertMeshError(
-                f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 no row travels; leave it out"
+                f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 there is no all-to-all; leave it out"
             )
         if not self.model:
             raise ExpertMeshError("--model is missing: the directory of a Hugging Face checkpoint")
@@ -367,9 +487,11 @@ class TrainConfig:
 
     def _check_combinations(self) -> None:
         if self.prompt_template and self.chat_template:
-            raise ExpertMeshError("--prompt-template and --chat-template: a row is written in one or the other")
+            raise ExpertMeshError("--prompt-template and --chat-template: a sample is written in one or the other")
         if self.packing and self.group_by_length:
-            raise ExpertMeshError("--packing and --group-by-length: packed rows have one length already; choose one")
+            raise ExpertMeshError(
+                "--packing and --group-by-length: packed sequences have one length already; choose one"
+            )
         if self.messages_column and (self.prompt_column or self.response_column or self.text_column):
             raise ExpertMeshError("--messages-column: give no prompt, response or text column beside it")
         if not 0 <= self.eval_ratio < 1:
@@ -382,7 +504,7 @@ class TrainConfig:
                     f"{_as_flag(name)}: there is nothing to evaluate on; give --eval-dataset or --eval-ratio"
                 )
         if self.generate_prompts and self.generate_steps == 0:
-            raise ExpertMeshError("--generate-prompts: when is it to answer them? Give --generate-steps")
+            raise ExpertMeshError("--generate-prompts: when are they used? Give --generate-steps")
         if self.early_stopping_threshold and self.early_stopping_patience == 0:
             raise ExpertMeshError("--early-stopping-threshold: nothing stops early without --early-stopping-patience")
         if self.global_batch_size is not None and self.gradient_accumulation_steps > 1:
@@ -391,12 +513,11 @@ class TrainConfig:
             raise ExpertMeshError("--adapter lora freezes everything but the adapters; leave out --freeze")
         if self.adapter != "none" and self.optim == "muon":
             raise ExpertMeshError(
-                "--optim muon: orthogonalises weights, and a low-rank update is no weight; with --adapter lora take "
-                "another"
+                "--optim muon: orthogonalizes weights, and LoRA's factors are none; with --adapter lora take another"
             )
         if self.adapter != "none" and self.router_bias_update_rate > 0:
             raise ExpertMeshError(
-                f"--router-bias-update-rate {self.router_bias_update_rate:g}: an adapter's files hold no router bias; "
+                f"--router-bias-update-rate {self.router_bias_update_rate:g}: an adapter's files have no router bias; "
                 "leave it out with --adapter lora"
             )
         if not self.lora_targets:
@@ -414,9 +535,9 @@ class TrainConfig:
             if name not in _MAY_CHANGE:
                 raise ExpertMeshError(f"--allow-changed {name}: give {' or '.join(_MAY_CHANGE)}")
         if self.allow_changed and not self.resume:
-            raise ExpertMeshError("--allow-changed: nothing is gone on from; give --resume, or leave it out")
+            raise ExpertMeshError("--allow-changed: nothing is resumed; give --resume, or leave it out")
         if self.elastic and not self.resume:
-            raise ExpertMeshError("--elastic: what is it to go on from? Give --resume auto")
+            raise ExpertMeshError("--elastic: nothing is resumed; give --resume auto")
         if self.detect_anomaly and self.compile:
             raise ExpertMeshError("--detect-anomaly: does not see into what --compile compiles; leave out one of them")
         if self.profile and self.compile:
@@ -434,11 +555,11 @@ class TrainConfig:
             raise ExpertMeshError("--expert-precision fp8: everything else is computed in bf16; add --bf16")
         if self.expert_kernel not in ("auto", "torch-grouped"):
             raise ExpertMeshError(
-                f"--expert-precision fp8: has products of its own; leave out --expert-kernel {self.expert_kernel}"
+                f"--expert-precision fp8: has its own GEMMs; leave out --expert-kernel {self.expert_kernel}"
             )
         if self.base_dtype in ("fp8", "nf4"):
             raise ExpertMeshError(
-                f"--expert-precision fp8: would round twice what --base-dtype {self.base_dtype} holds in few bits; "
+                f"--expert-precision fp8: would round twice what --base-dtype {self.base_dtype} quantizes; "
                 "leave out one of them"
             )
 
@@ -564,8 +685,21 @@ _AT_LEAST = {
 }
 
 
+def _split(entries: list[str]) -> list[str]:
+    """Entries that commas separate; a comma within braces belongs to a regular expression, as in `{1,2}`."""
+    return [part for entry in entries for part in re.split(r",(?![^{]*\})", entry) if part]
+
+
 # more than a hundred times what all settings take
 _MOST_YAML_BYTES = 2**20
+
+
+_EXAMPLE = """\
+example:
+  torchrun --nproc-per-node 8 train_ep.py --model mistralai/Mixtral-8x7B-v0.1 \\
+      --dataset data.jsonl --ep-size 8 --bf16 --output-dir out
+
+Underscores may stand for dashes. A switch also takes true or false."""
 
 
 def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
@@ -575,8 +709,14 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
         ExpertMeshError: an unknown flag or key (the nearest known one is named), or a value that will not do.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = FlagParser(TrainConfig, allow_abbrev=False, prog="train_ep.py")
-    parser.add_argument("--config", default=None, help="YAML file with defaults for the flags.")
+    parser = FlagParser(
+        TrainConfig,
+        prog="train_ep.py",
+        usage="%(prog)s --model DIR --dataset FILE... [options]",
+        description="Fine-tune a Hugging Face Mixture-of-Experts model with expert parallelism.",
+        epilog=_EXAMPLE,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with defaults for all options")
     parser.check_names(arguments)
     config_file = parser.parse_known_args(arguments)[0].config
     defaults = [] if config_file is None else _yaml_arguments(parser, Path(config_file))
@@ -611,7 +751,7 @@ def _yaml_arguments(parser: FlagParser, file: Path) -> list[str]:
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ExpertMeshError(f"--config {file}: cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ExpertMeshError(f"--config {file}: holds a {type(content).__name__}, not a table of settings")
+        raise ExpertMeshError(f"--config {file}: contains a {type(content).__name__}, not a table of settings")
     given: dict[str, str] = {}
     arguments: list[str] = []
     for key, value in content.items():

@@ -46,14 +46,18 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
         changes.append(f"--ep-size {ep_size} in place of {config.ep_size}")
     if cp_size != config.cp_size:
         more = config.cp_size // cp_size
-        changes.append(f"--cp-size {cp_size} in place of {config.cp_size}: a rank holds {more} times as much of a row")
+        changes.append(
+            f"--cp-size {cp_size} in place of {config.cp_size}: a rank gets {more} times as much of each sequence"
+        )
     forwards, asked = fitting.forwards(ranks.world_size), replace(config, cp_size=cp_size).forwards(ranks.world_size)
     if forwards != asked:
         rows = fitting.rows_a_step(ranks.world_size)
-        changes.append(f"{forwards} forwards a step in place of {asked}, for a global batch of {rows} rows as before")
+        changes.append(
+            f"{forwards} micro-batches per step in place of {asked}, for a global batch of {rows} sequences as before"
+        )
         if config.router_aux_loss_coef != 0:
             changes.append(
-                "a balancing loss, if there is one, is the mean over the forwards, and so not quite the same"
+                "a balancing loss, if there is one, is the mean over micro-batches, and so not quite the same"
             )
     return fitting, changes
 
@@ -71,6 +75,6 @@ def rows_a_step_before(resume: str, output_dir: Path) -> int | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ExpertMeshError(
-            f"--elastic: {output_dir / ENVIRONMENT} does not tell the global batch ({error!r}); "
+            f"--elastic: {output_dir / ENVIRONMENT} does not contain the global batch ({error!r}); "
             "give it, by --global-batch-size"
         ) from error

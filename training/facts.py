@@ -30,15 +30,15 @@ def first_lines(
     """Model, mesh, batch, memory, computation, `how` it is trained, and data."""
     lines = [
         f"{source.path}: {source.model_type}, {counts.total / 1e6:,.1f} M parameters, "
-        f"{counts.active / 1e6:,.1f} M active a token",
+        f"{counts.active / 1e6:,.1f} M active per token",
         _mesh(moe_shape(model).num_experts, topology, config, order),
         *memory.lines(),
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
         f"attention {_attention(model)}, cross-entropy {loss_head(model).kind}"
-        + (", fp32 products in TF32" if config.tf32 else "")
+        + (", fp32 matmuls in TF32" if config.tf32 else "")
         + (", compiled attention and norms" if config.compile else "")
         + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing")
-        + (", layers' inputs in host memory" if config.offload_activations else ""),
+        + (", activation offloading" if config.offload_activations else ""),
         *_rope(config, source),
         *how,
     ]
@@ -57,32 +57,33 @@ def untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:
     """
     if dropped:
         return f"not trained, and left out of the export: {carried}"
-    return f"not trained, and carried over to the export from {checkpoint.source.path}: {carried}"
+    return f"not trained, and copied unchanged to the export from {checkpoint.source.path}: {carried}"
 
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:
     world = topology.world_size
     is_short = order.global_batch_size < config.rows_a_forward(world) * config.forwards(world)
-    readers = f"{world} ranks" if config.cp_size == 1 else f"{topology.data_size} times {config.cp_size} ranks"
+    readers = f"{world} ranks" if config.cp_size == 1 else f"{topology.data_size} CP groups"
     return (
         f"{world} ranks: dp {topology.dp_size} x ep {topology.ep_size}, "
-        f"{num_experts // topology.ep_size} experts a rank, dense shard {topology.dense_shard}; "
-        + (f"{config.cp_size} ranks share each row; " if config.cp_size > 1 else "")
-        + f"global batch {order.global_batch_size} rows = {readers} x {config.per_device_train_batch_size} rows "
-        f"x {config.forwards(world)} forwards" + (", the last not full" if is_short else "")
+        f"{num_experts // topology.ep_size} experts per rank, dense shard {topology.dense_shard}; "
+        + (f"context parallel over {config.cp_size} ranks; " if config.cp_size > 1 else "")
+        + f"global batch {order.global_batch_size} sequences = {readers} x {config.per_device_train_batch_size} "
+        "sequences "
+        f"x {config.forwards(world)} micro-batches" + (", the last not full" if is_short else "")
     )
 
 
 def _attention(model: Any) -> str:
     used = inner_attention(model)
-    return "of our own, without masks" if used == OWN else used
+    return "expertmesh's own, without masks" if used == OWN else used
 
 
 def _rope(config: TrainConfig, source: ModelSource) -> list[str]:
     if source.rope is None:
         return []
     told = (
-        "an adapter's files hold no config: rope_scaling.json beside them tells merge and --init-adapter; who loads "
+        "an adapter's files have no config: rope_scaling.json beside them tells merge and --init-adapter; who loads "
         f"them otherwise must give the base {json.dumps(source.rope.settings)}"
     )
     return [*source.rope.lines, *([] if config.adapter == "none" else [told])]
@@ -92,13 +93,13 @@ def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:
     assert inputs.training is not None
     samples = inputs.training.samples
     lines = [f"{origin.name}: {describe(origin)}" for origin in samples.origins]
-    packed = f" packed into {len(inputs.training):,} rows" if config.packing else ""
+    packed = f" packed into {len(inputs.training):,} sequences" if config.packing else ""
     tokens = int(samples.lengths.sum())
     cut = int(samples.is_cut.sum())
     a_step = tokens / len(inputs.training) * min(order.global_batch_size, len(inputs.training))
     lines.append(
         f"{len(samples):,} samples{packed}, {tokens:,} tokens, {int(samples.targets.sum()) / tokens:.0%} of them "
-        f"trained on, about {a_step:,.0f} a step; {cut:,} samples cut at {config.max_seq_length} tokens; "
+        f"trained on, about {a_step:,.0f} per step; {cut:,} samples truncated at {config.max_seq_length} tokens; "
         f"chat template: {inputs.template}"
     )
     if inputs.evaluation is not None:
@@ -115,7 +116,7 @@ def _endless(origin: Origin, tokenizer: Any) -> str:
         remedy = "the chat template writes none there; another --chat-template may"
     return (
         f"warning: {origin.name}: in {origin.endless:,} samples no special token ends what is trained on, so that the "
-        f"model does not learn to end an answer: {remedy}"
+        f"model does not learn to end a response: {remedy}"
     )
 
 
@@ -130,6 +131,6 @@ def _too_long(inputs: Inputs, source: ModelSource) -> list[str]:
     scaling = advised_scaling(source.config, longest)
     return [
         f"warning: the longest sample has {longest:,} tokens, and the model knows {positions:,} positions; "
-        + ("" if scaling is None else f"--rope-scaling {scaling} stretches them, ")
-        + f"--max-seq-length {positions} cuts it"
+        + ("" if scaling is None else f"--rope-scaling {scaling} extends them, ")
+        + f"--max-seq-length {positions} truncates it"
     ]

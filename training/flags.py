@@ -1,22 +1,22 @@
 """Flags from a dataclass of settings, as transformers' `HfArgumentParser` makes them, which takes as long to import as
 the rest of transformers."""
 
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from argparse import _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from types import UnionType
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from moe import ExpertMeshError
+from moe.parser import Parser, Switch
 
-_TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
-
-class FlagParser(ArgumentParser):
-    """Has a flag for each field of a dataclass, spelled with dashes or underscores, and raises what is wrong.
+class FlagParser(Parser):
+    """Has a flag for each field of a dataclass.
 
     A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
-    a list takes one value or more. A field's metadata go to `add_argument`, but for "aliases", its other names, and
+    a list takes one value or more. A field's metadata go to `add_argument`, but for "group", the title in `--help`
+    under which the flag is printed (groups come in the order of their first fields), "aliases", its other names, and
     "scope", which says nothing to a parser.
 
     Attributes:
@@ -27,13 +27,14 @@ class FlagParser(ArgumentParser):
     """
 
     def __init__(self, settings: type, **arguments: Any):
-        super().__init__(formatter_class=ArgumentDefaultsHelpFormatter, **arguments)
+        super().__init__(**arguments)
         self.names: dict[str, str] = {}
+        groups: dict[str, _ArgumentGroup] = {}
         for setting in fields(settings):
-            self._add_flag(setting)
-
-    def error(self, message: str) -> NoReturn:
-        raise ExpertMeshError(message)
+            title = setting.metadata["group"]
+            if title not in groups:
+                groups[title] = self.add_argument_group(title)
+            self._add_flag(groups[title], setting)
 
     def check_names(self, arguments: Sequence[str]) -> None:
         """
@@ -51,29 +52,23 @@ class FlagParser(ArgumentParser):
 
     def takes_list(self, name: str) -> bool:
         """Whether a field has a list of values."""
-        return self._option_string_actions[f"--{name}"].nargs == "+"
+        return self._option_string_actions[_flag(name)].nargs == "+"
 
-    def _add_flag(self, setting: Field[Any]) -> None:
+    def _add_flag(self, group: _ArgumentGroup, setting: Field[Any]) -> None:
         arguments: dict[str, Any] = {"type": _value_type(setting), **setting.metadata}
         names = [setting.name, *arguments.pop("aliases", [])]
         self.names |= dict.fromkeys(names, setting.name)
-        arguments.pop("scope", None)
+        for other in ("group", "scope"):
+            arguments.pop(other, None)
         arguments["default"] = setting.default if setting.default_factory is MISSING else setting.default_factory()
         if arguments["type"] is bool:
-            arguments.update(type=_as_bool, nargs="?", const=True)
+            del arguments["type"]
+            arguments["action"] = Switch
         elif get_origin(arguments["type"]) is list:
             arguments.update(type=get_args(arguments["type"])[0], nargs="+")
         elif get_origin(arguments["type"]) is Literal:
             arguments.update(type=str, choices=get_args(arguments["type"]))
-        self.add_argument(*(flag for name in names for flag in _spellings("--", name)), **arguments)
-        if setting.default is True:
-            self.add_argument(
-                *_spellings("--no_", setting.name),
-                action="store_false",
-                dest=setting.name,
-                default=False,
-                help=setting.metadata["help"],
-            )
+        group.add_argument(*map(_flag, names), dest=setting.name, **arguments)
 
 
 def _value_type(setting: Field[Any]) -> Any:
@@ -84,11 +79,5 @@ def _value_type(setting: Field[Any]) -> Any:
     return setting.type
 
 
-def _spellings(prefix: str, name: str) -> list[str]:
-    return list(dict.fromkeys([prefix + name, (prefix + name).replace("_", "-")]))
-
-
-def _as_bool(text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
-        raise ArgumentTypeError(f"{text} is neither true nor false")
-    return text.lower() in _TRUE
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -130,7 +130,7 @@ class RunLog:
                 is_there = False
             if not is_there:
                 raise ExpertMeshError(
-                    f"--output-dir {self.output_dir}: was deleted, moved or replaced while the run was going on: "
+                    f"--output-dir {self.output_dir}: was deleted, moved or replaced during the run: "
                     f"{self.path.name} is no longer the file that it began"
                 )
 

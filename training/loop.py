@@ -170,7 +170,8 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
             log.line(f"compiled {compilation()} in the whole run")
         if enough:
             log.line(
-                f"stopped early: {best.since} evaluations in a row not better by {config.early_stopping_threshold:g}; "
+                f"stopped early: {best.since} consecutive evaluations not better by "
+                f"{config.early_stopping_threshold:g}; "
                 + (f"the best is {best.loss:.4f}, of step {best.step}" if best.step else "none had a finite loss")
             )
         _handle(_wait(run), run)
@@ -196,13 +197,13 @@ def _resume(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, pat
     if progress.step >= run.log.num_steps:
         run.log.line(_nothing_to_train(progress.step, run))
     if run.saver is not None and (later := run.saver.later_than(progress.step)):
-        run.log.line(f"the next checkpoint takes the place of those after this one, up to {later[0].name}")
+        run.log.line(f"warning: the next save deletes the newer checkpoints, up to {later[0].name}")
     return progress.step, progress.tokens, best
 
 
 def _nothing_to_train(step: int, run: Run) -> str:
     asked = "--max-steps" if run.config.max_steps >= 0 else "--num-train-epochs"
-    said = f"all {run.log.num_steps} steps of {asked} are made already: nothing is trained"
+    said = f"all {run.log.num_steps} steps of {asked} are done already: nothing is trained"
     if step > run.log.num_steps:
         said = f"warning: the run is at step {step} already, beyond the {run.log.num_steps} of {asked}; it stays there"
     return said + (f", and what is exported is the model of step {step}" if run.config.export else "")
@@ -267,12 +268,12 @@ def _evaluate(run: Run, done: int) -> float:
 def _generate(run: Run, done: int) -> None:
     prompts = run.prompts
     assert prompts is not None
-    run.watchdog.at("answers to prompts")
+    run.watchdog.at("sample generations")
     answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, _ends(run, prompts), run.ranks)
     texts = [prompts.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
     pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts.texts, texts, strict=True)]
     said = "".join(f"\n  {_short(pair['prompt'])!r} -> {_short(pair['text'])!r}" for pair in pairs)
-    run.log.event({"step": done, "generations": pairs}, f"step {done}: answers{said}")
+    run.log.event({"step": done, "generations": pairs}, f"step {done}: sample generations{said}")
 
 
 def _ends(run: Run, prompts: Prompts) -> Sequence[int]:
@@ -321,8 +322,8 @@ def _handle(problem: str | None, run: Run) -> None:
     if problem is None:
         return
     if run.config.on_save_error == "stop":
-        raise ExpertMeshError(f"{problem}; with --on-save-error continue, training goes on without it")
-    run.log.line(f"warning: {problem}; training goes on, and the checkpoint before it stays")
+        raise ExpertMeshError(f"{problem}; with --on-save-error continue, training continues without it")
+    run.log.line(f"warning: {problem}; training continues, and the checkpoint before it stays")
 
 
 def _order_facts(run: Run) -> dict[str, int]:

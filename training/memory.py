@@ -50,15 +50,15 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """The terms, and a warning where it will be close."""
-        before = f", on top of the {self.before / 2**30:,.2f} GiB that the process holds already" if self.before else ""
+        before = f", on top of the {self.before / 2**30:,.2f} GiB that the process uses already" if self.before else ""
         lines = [
-            f"memory a rank, forecast: {memory_terms(self.memory)}, in the {self.when}{before}; "
-            f"{self.available / 2**30:,.1f} GiB are there"
+            f"memory per rank, forecast: {memory_terms(self.memory)}, in the {self.when}{before}; "
+            f"{self.available / 2**30:,.1f} GiB are available"
         ]
         if self.total > NEAR * self.available:
             lines.append(
                 f"warning: that is {self.total / self.available:.0%} of the memory; "
-                "--gradient-checkpointing, a larger --ep-size, fewer rows or shorter ones would make it less"
+                "--gradient-checkpointing, a larger --ep-size, smaller micro-batches or shorter sequences reduce it"
             )
         return lines
 
@@ -77,9 +77,9 @@ class Forecast:
         # the gathered layers are as large on any number of ranks
         room = max(self.available - self.before - m.gathered, 1.0)
         raise ExpertMeshError(
-            f"--model does not fit: {said} = {needed / 2**30:,.1f} GiB a rank, and there are "
-            f"{self.available / 2**30:,.1f} GiB; use {ceil(m.lasting * world_size / room)} ranks or more, "
-            "--optim adamw_torch_8bit or adamw_bf16, or --offload; --force tries all the same"
+            f"--model does not fit: {said} = {needed / 2**30:,.1f} GiB per rank, of "
+            f"{self.available / 2**30:,.1f} GiB available; use {ceil(m.lasting * world_size / room)} ranks or more, "
+            "--optim adamw_torch_8bit or adamw_bf16, or --offload; --force tries anyway"
         )
 
 
@@ -90,7 +90,7 @@ class NoForecast:
     why: str
 
     def lines(self) -> list[str]:
-        return [f"memory a rank: there is no forecast: {self.why}"]
+        return [f"memory per rank: no forecast: {self.why}"]
 
     def check(self, world_size: int) -> None:
         """What is not known is not refused."""
@@ -134,7 +134,7 @@ def _peak(
 
 def beside(forecast: Forecast | NoForecast, measured: float) -> str:
     """What was measured, in bytes, next to what was forecast, in a line."""
-    told = f"memory a rank: peak {measured / 2**30:,.2f} GiB measured"
+    told = f"memory per rank: peak {measured / 2**30:,.2f} GiB measured"
     if isinstance(forecast, NoForecast):
         return told
     before = f" ({forecast.before / 2**30:,.2f} of them before the model was made)" if forecast.before else ""

@@ -45,7 +45,7 @@ class NonFiniteGuard:
             where = self.detector.first_nonfinite()
         if self.config.on_nonfinite == "stop":
             raise ExpertMeshError(
-                f"step {step}: {what}: training has diverged; the update was not made; {where}; try a lower "
+                f"step {step}: {what}: training has diverged; the optimizer step was skipped; {where}; try a lower "
                 "--learning-rate, more --warmup-steps, or --max-grad-norm 1; --on-nonfinite skip leaves such steps out"
             )
         self.skipped_in_a_row += 1

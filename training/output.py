@@ -107,8 +107,8 @@ def _check_taken(config: TrainConfig, output_dir: Path) -> None:
     taken = _results(output_dir) + sorted(path.name for path in (output_dir / CHECKPOINTS).glob("*"))
     if taken:
         raise ExpertMeshError(
-            f"--output-dir {output_dir}: already holds {', '.join(taken[:8])}; "
-            "choose another, go on with --resume auto, or replace them with --overwrite-output-dir"
+            f"--output-dir {output_dir}: already contains {', '.join(taken[:8])}; "
+            "choose another, resume with --resume auto, or replace them with --overwrite-output-dir"
         )
 
 

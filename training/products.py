@@ -29,7 +29,7 @@ class ProductLibraries:
     @property
     def line(self) -> str:
         """For the first lines of the log."""
-        return f"matrix products: {self} ({self.why})"
+        return f"CPU matmuls: {self} ({self.why})"
 
 
 def choose_products(config: TrainConfig, ranks: Ranks) -> ProductLibraries | None:
@@ -58,7 +58,7 @@ def _choose(config: TrainConfig) -> ProductLibraries:
         return ProductLibraries(_all("onednn"), "auto: no probe with --deterministic")
     earlier = _earlier(config)
     if earlier is not None:
-        return ProductLibraries(earlier, "auto: as this run began")
+        return ProductLibraries(earlier, "auto: as before the resume")
     ratios = probe_libraries()
     said = ", ".join(f"{product} {ratio:.2f}" for product, ratio in ratios.items())
     return ProductLibraries(faster_libraries(ratios), f"auto: onednn's speed over blas's in a probe: {said}")

@@ -70,8 +70,8 @@ def share_rows(model: Any, cp_size: int, packing: bool) -> None:
 
 def _refused(model: Any, which: str) -> ExpertMeshError:
     return ExpertMeshError(
-        f"--cp-size: layers of {type(model).__name__} {which} see other tokens otherwise than by attention, and those "
-        "of a shared row lie on several ranks; leave it out"
+        f"--cp-size: layers of {type(model).__name__} {which} see other tokens otherwise than by attention, and a "
+        "sequence's tokens are on several ranks; leave it out"
     )
 
 
@@ -159,7 +159,7 @@ def _try(model: Any, inner: str, cp_size: int, packing: bool) -> None:
             raise
         except Exception as error:
             raise ExpertMeshError(
-                f"--cp-size {cp_size}: {type(model).__name__} does not run on rows that ranks share: "
+                f"--cp-size {cp_size}: {type(model).__name__} does not run in context parallel: "
                 f"{type(error).__name__}: {error}; leave it out"
             ) from error
         finally:
@@ -167,8 +167,8 @@ def _try(model: Any, inner: str, cp_size: int, packing: bool) -> None:
             AttentionInterface.register(SHARED + inner, partial(shared_attention, inner))
     if heads % cp_size:
         raise ExpertMeshError(
-            f"--cp-size {cp_size} does not divide the {heads} attention heads of this model's layers, of which each "
-            f"rank that shares a row takes some; use {either(divisors(heads))}"
+            f"--cp-size {cp_size} does not divide the {heads} attention heads of this model's layers, which a CP "
+            f"group divides; use {either(divisors(heads))}"
         )
     layers, text_config = decoder_layers(model), model.config.get_text_config()
     kinds = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or ()
@@ -261,8 +261,8 @@ def _of_heads(module: Any, name: str, value: Any, num_heads: int, group: RowGrou
     if isinstance(value, Tensor) and value.shape == (num_heads,):
         return _mine(value, group)
     raise ExpertMeshError(
-        f"--cp-size {group.size}: {type(module).__name__} gives its attention {name}, of which it is not known how "
-        "ranks that share a row would share it; leave --cp-size out"
+        f"--cp-size {group.size}: {type(module).__name__} gives its attention {name}, and it is not known how "
+        "to split that over a CP group; leave --cp-size out"
     )
 
 
@@ -272,7 +272,8 @@ def _mask_of_heads(module: Any, mask: Any, num_heads: int, length: int, group: R
     if mask.shape[-1] not in (1, length):
         raise ExpertMeshError(
             f"--cp-size {group.size}: {type(module).__name__} gives its attention a mask of {mask.shape[-1]} "
-            f"positions, made otherwise than by transformers' mask functions, where whole rows have {length}; leave "
+            "positions, made otherwise than by transformers' mask functions, where complete sequences have "
+            f"{length}; leave "
             "--cp-size out"
         )
     return _mine(mask.transpose(0, 1), group).transpose(0, 1) if mask.shape[1] == num_heads > 1 else mask

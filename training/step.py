@@ -135,12 +135,12 @@ def train_step(
     figures = compute_gradients(model, batches, weights)
     at("the gradient norm")
     result = replace(figures, grad_norm=clip_grad_norm(model, mesh, max_grad_norm))
-    at("the optimizer's update")
+    at("the optimizer step")
     if result.is_finite:
         before_update()
         optimizer.step()
         outdate_working_weights(model)
         if bias_update is not None:
             bias_update.step(result.routing)
-    at("what follows the update")
+    at("after the optimizer step")
     return result

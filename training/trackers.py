@@ -101,7 +101,7 @@ class Trackers:
                 tracker.log(values, step=step)
             except Exception as error:
                 self.accelerator.trackers.remove(tracker)
-                self.say(f"warning: --report-to {tracker.name}: {error}; it is told nothing more")
+                self.say(f"warning: --report-to {tracker.name}: {error}; nothing more is sent to it")
 
     def finish(self) -> None:
         """End them; not by accelerator.end_training(), which would also end the process group."""

@@ -39,7 +39,7 @@ def check_carried(path: Path, checkpoint: Checkpoint) -> None:
     problem = _problem(recorded, checkpoint, path)
     if problem is not None:
         raise ExpertMeshError(
-            f"{path}: its exports carry over {len(recorded['tensors']):,} tensors that are not trained, but {problem}; "
+            f"{path}: its exports copy {len(recorded['tensors']):,} tensors that are not trained, but {problem}; "
             "give --model the model that the run began with, or leave them out with --drop-untrained"
         )
 
@@ -70,7 +70,7 @@ def with_carried(
     found, problem = _find(checkpoint, recorded, path, directory)
     if problem is None:
         return replace(checkpoint, carried=found)
-    said = f"{path}: exports carry over {len(recorded['tensors']):,} tensors that are not trained, but {problem}"
+    said = f"{path}: exports copy {len(recorded['tensors']):,} tensors that are not trained, but {problem}"
     if strict:
         raise ExpertMeshError(f"{said}; say with --base where that model is now, or do without by --drop-untrained")
     return replace(checkpoint, problems=[*checkpoint.problems, said])

@@ -89,14 +89,14 @@ def read_marker(path: Path) -> dict[str, Any]:
         ExpertMeshError: it is missing, damaged, or of another format or version.
     """
     if not (path / MARKER).is_file():
-        raise ExpertMeshError(f"{path}: has no {MARKER}: not a whole training checkpoint")
+        raise ExpertMeshError(f"{path}: has no {MARKER}: not a complete training checkpoint")
     marker = read_json(path / MARKER)
     if marker.get("format") != FORMAT or marker.get("version") != VERSION:
         raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version {VERSION}")
     check_seal(marker, path / MARKER)
     check_fields(marker, _FIELDS, path / MARKER)
     if f"state/{METADATA}" not in marker["files"]:
-        raise ExpertMeshError(f"{path / MARKER}: does not list state/{METADATA}: not a whole training checkpoint")
+        raise ExpertMeshError(f"{path / MARKER}: does not list state/{METADATA}: not a complete training checkpoint")
     return marker
 
 

@@ -59,7 +59,7 @@ def open_training(path: Path, any_owner: bool, strict: bool = True, base: Path |
     check_owner(path, any_owner)
     if marker.get("base") is not None:
         raise ExpertMeshError(
-            f"{path}: holds adapters alone, and not the model beside which they were trained; resume from it, with "
+            f"{path}: contains only adapters, not the base model; resume from it, with "
             "--max-steps at its step, to export them"
         )
     for file, described in marker["files"].items():

@@ -34,7 +34,7 @@ def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path
     with raise_together(), write_errors(directory):
         if dist.get_rank() == 0 and directory.is_dir():
             skipped = sweep(directory)
-            warnings = [f"{directory / name} is not whole and is skipped" for name in skipped]
+            warnings = [f"{directory / name} is not complete and is skipped" for name in skipped]
             names = [([str(path) for path in whole_checkpoints(directory)], warnings)]
         elif dist.get_rank() == 0:
             names = [([], [])]
@@ -46,7 +46,7 @@ def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path
             return candidate, warnings
         warnings.append(f"{problem}; it is skipped for the one before it")
     if candidates:
-        raise ExpertMeshError("--resume auto: no checkpoint is whole: " + "; ".join(warnings))
+        raise ExpertMeshError("--resume auto: no checkpoint is complete: " + "; ".join(warnings))
     return None, warnings
 
 

@@ -97,7 +97,7 @@ def _measure(
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise ExpertMeshError(
-            f"mesh --check: the {name} group of ranks {', '.join(map(str, ranks))} does not answer: {reason}; "
+            f"mesh --check: the {name} group of ranks {', '.join(map(str, ranks))} failed: {reason}; "
             "look at these ranks' network, and at NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME"
         ) from error
     return GroupSpeed(name, ranks, latency, sent / seconds)

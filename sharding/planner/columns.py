@@ -55,7 +55,7 @@ def print_table(console: Console, columns: Sequence[Column]) -> None:
         kept = [column for column in kept if not column.is_constant]
         if same:
             values = "; ".join(f"{column.called} {column.cells[0]}" for column in same)
-            console.print(folded(f"in all rows: {values}"))
+            console.print(folded(f"in all lines: {values}"))
         while _width(console, kept) > width and any(column.spare for column in kept):
             most = max(column.spare for column in kept)
             kept = [column for column in kept if column.spare < most]

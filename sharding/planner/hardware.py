@@ -113,7 +113,7 @@ def products_in(hardware: Hardware, bf16: bool, tf32: bool, fp8: bool) -> Hardwa
     """
     device = hardware.device
     if fp8 and not device.fp8:
-        raise ExpertMeshError(f"--expert-precision fp8: of {hardware.name} no rate of products in fp8 is known")
+        raise ExpertMeshError(f"--expert-precision fp8: no fp8 matmul rate is known of {hardware.name}")
     matrix = device.matrix if bf16 else device.matrix / TF32_SLOWDOWN if tf32 else device.fp32
     return replace(hardware, device=replace(device, matrix=matrix))
 
@@ -121,13 +121,13 @@ def products_in(hardware: Hardware, bf16: bool, tf32: bool, fp8: bool) -> Hardwa
 def _check_rates(table: dict[str, Any]) -> None:
     """
     Raises:
-        ValueError: a rate, size or share is no number above 0, or too large to reckon with.
+        ValueError: a rate, size or share is not a positive number, or too large to reckon with.
     """
     for name, value in table.items():
         # no memory is told of what is no GPU
         least = 0 if name in ("latency", "memory", "fp8") else 1e-30
         if not isinstance(value, int | float) or not least <= value < 1e30:
-            raise ValueError(f"{name} is no number above 0")
+            raise ValueError(f"{name} is not a positive number")
 
 
 def save_measured(hardware: Hardware, file: Path) -> None:

@@ -334,6 +334,8 @@ def _said(act: Act) -> str:
 
 
 def _name(name: Name) -> str:
-    return {"root": "embedding and head", "layer": f"layer {name.layer}", "experts": f"layer {name.layer}'s experts"}[
-        name.kind
-    ]
+    return {
+        "root": "embedding and LM head",
+        "layer": f"layer {name.layer}",
+        "experts": f"layer {name.layer}'s experts",
+    }[name.kind]

@@ -22,7 +22,7 @@ def picture(topology: Topology, gpus_per_node: int, num_experts: int, width: int
     ep, dp, world = topology.ep_size, topology.dp_size, topology.world_size
     nodes = -(-world // gpus_per_node)
     data = "" if topology.cp_size == 1 else f" = data {topology.data_size} x cp {topology.cp_size}"
-    where = f"{gpus_per_node} a node, {nodes} node{'s' * (nodes > 1)}"
+    where = f"{gpus_per_node} per node, {nodes} node{'s' * (nodes > 1)}"
     lines = [f"{world} ranks = dp {dp} x ep {ep}{data}, {where}", ""]
     columns = MOST_COLUMNS
     grid = _grid(topology, gpus_per_node, num_experts, columns)
@@ -35,12 +35,12 @@ def picture(topology: Topology, gpus_per_node: int, num_experts: int, width: int
     lines += ["", *_groups("ep", "all-to-all of tokens", replicas, gpus_per_node, width)]
     if topology.cp_size > 1:
         readers = [range(start, start + topology.cp_size) for start in range(0, world, topology.cp_size)]
-        lines += _groups("cp", "share rows, attention by heads", readers, gpus_per_node, width)
-    lines += _groups("dp", "the same experts, sharded among them", sharers, gpus_per_node, width)
+        lines += _groups("cp", "each sequence split over them, attention by heads", readers, gpus_per_node, width)
+    lines += _groups("dp", "the same experts, sharded over them", sharers, gpus_per_node, width)
     if topology.dense_shard == "hybrid":
-        lines.append("dense parameters: sharded within each ep group, a replica in each; summed up over the dp groups")
+        lines.append("non-expert parameters: sharded within each ep group, replicated over dp")
     else:
-        lines += _groups("all", "dense parameters, sharded among them", [range(world)], gpus_per_node, width)
+        lines += _groups("all", "non-expert parameters, sharded over them", [range(world)], gpus_per_node, width)
     return lines
 
 
@@ -77,9 +77,9 @@ def experts_of(ep_index: int, here: int) -> str:
 
 def _groups(name: str, what_for: str, groups: Sequence[range], gpus_per_node: int, width: int | None) -> list[str]:
     crossing = sum(spans_nodes(group, gpus_per_node) for group in groups)
-    where = "every one inside a node" if crossing == 0 else f"{crossing} of them cross nodes"
+    where = "all within a node" if crossing == 0 else f"{crossing} of them cross nodes"
     if len(groups) == 1:
-        where = "crosses nodes" if crossing else "inside a node"
+        where = "crosses nodes" if crossing else "within a node"
     each = f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(groups[0])}"
     lines = [f"{name}: {each} ({what_for}), {where}"]
     for index in _shown(range(len(groups)), MOST_GROUPS):

@@ -50,7 +50,7 @@ def find_config(model: str) -> ConfigFile:
     except (OSError, ValueError, RecursionError) as error:
         raise ExpertMeshError(f"--model {model} cannot be read: {_reason(error)}") from error
     if not isinstance(content, dict):
-        raise ExpertMeshError(f"--model {model} cannot be read: holds a {type(content).__name__}, not a table")
+        raise ExpertMeshError(f"--model {model} cannot be read: contains a {type(content).__name__}, not a table")
     check_config(content, model)
     return ConfigFile(file, model, content)
 

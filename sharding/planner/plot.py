@@ -41,7 +41,7 @@ def draw(points: Sequence[Point], title: str) -> str:
         body.append(f'<rect x="{LEFT + 190 * number}" y="32" width="12" height="4" fill="{COLOURS[arm]}"/>')
         body.append(f'<text x="{LEFT + 190 * number + 18}" y="38">{arm}</text>')
     bottom = TOP + HEIGHT + 40
-    body.append(f'<text x="{LEFT}" y="{bottom}">GPUs; tokens a second a GPU; hollow: does not fit</text>')
+    body.append(f'<text x="{LEFT}" y="{bottom}">GPUs; tokens/s per GPU; hollow: does not fit</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 40}" height="{bottom + 16}" '
         'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'

@@ -152,7 +152,7 @@ def _named(micro_batches: Sequence[int]) -> list[tuple[str, int]]:
     return [("--micro-batch", n) for n in micro_batches]
 
 
-ARMS = ("EP inside a node", "EP across nodes", "FSDP only")
+ARMS = ("EP within a node", "EP across nodes", "FSDP only")
 SWEPT = tuple(2**exponent for exponent in range(3, 13))
 """Numbers of GPUs."""
 

@@ -40,7 +40,7 @@ def print_plans(
         say(line)
     print_table(console, ranked(plans[:top], cluster))
     fitting = sum(plan.fits for plan in plans)
-    say(f"{fitting} of {len(plans)} settings fit; shown: {min(top, len(plans))}\n")
+    say(f"{fitting} of {len(plans)} layouts fit; shown: {min(top, len(plans))}\n")
     best = plans[0]
     say(f"the first: {summary(best, cluster.hardware)}")
     for line in parts(best):
@@ -80,23 +80,23 @@ def _speed(plan: Plan | None) -> str:
 def assumptions(name: str, model: ModelParameters, setting: Setting, cluster: Cluster) -> list[str]:
     hardware = cluster.hardware
     return [
-        f"{name}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active a token",
-        f"{setting.world_size} GPUs, {cluster.gpus_per_node} a node, {cluster.memory / GIB:,.1f} GiB each",
+        f"{name}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active per token",
+        f"{setting.world_size} GPUs, {cluster.gpus_per_node} per node, {cluster.memory / GIB:,.1f} GiB each",
         f"{hardware.name}, attained: "
         f"{hardware.device.matrix * hardware.matrix_share / 1e12:,.4g} TFLOP/s, "
         f"{hardware.device.memory_bandwidth * hardware.memory_share / 1e9:,.4g} GB/s memory, "
         f"{hardware.inside.bandwidth * hardware.link_share / 1e9:,.3g} GB/s inside and "
         f"{hardware.between.bandwidth * hardware.link_share / 1e9:,.3g} between nodes",
-        f"rows of {setting.seq_length:,} tokens, {setting.accumulation} forwards a step, "
+        f"sequences of {setting.seq_length:,} tokens, {setting.accumulation} micro-batches per step, "
         f"{_dtype(setting)}, {setting.optimizer}; "
-        f"the busiest expert has {setting.imbalance:g} x the mean",
+        f"the busiest expert has {setting.imbalance:g} x the mean load",
     ]
 
 
 def _dtype(setting: Setting) -> str:
     if setting.bf16:
         return "bf16"
-    return "fp32 with products in TF32" if setting.tf32 else "fp32"
+    return "fp32 with TF32 matmuls" if setting.tf32 else "fp32"
 
 
 def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
@@ -117,7 +117,7 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
         Column("ep", [str(s.ep_size) for s in settings]),
         Column("dense", [s.dense_shard for s in settings], is_text=True),
         Column("check-\npoint", [s.checkpointing for s in settings], "checkpoint", is_text=True),
-        Column("rows", [str(s.micro_batch) for s in settings]),
+        Column("seqs", [str(s.micro_batch) for s in settings]),
         Column("state", gib(m.lasting for m in memories), spare=4),
         Column("activ.", gib(m.activations for m in memories), spare=3),
         Column("gathered", gib(m.gathered for m in memories), spare=5),
@@ -134,7 +134,7 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
 def summary(plan: Plan, hardware: Hardware) -> str:
     """What it takes and gives, in a line."""
     return (
-        f"{plan.memory.total / GIB:.1f} GiB a GPU, {plan.tokens_per_second:,.0f} tokens/s a GPU, "
+        f"{plan.memory.total / GIB:.1f} GiB per GPU, {plan.tokens_per_second:,.0f} tokens/s per GPU, "
         f"{plan.share_of_peak(hardware):.1%} MFU"
     )
 
@@ -142,11 +142,11 @@ def summary(plan: Plan, hardware: Hardware) -> str:
 def parts(plan: Plan) -> list[str]:
     """The best plan, opened up."""
     t = plan.time
-    pace = "" if t.device >= t.host else f"; the host, which calls it all, takes {t.host:.2f} s and sets the pace"
+    pace = "" if t.device >= t.host else f"; the host takes {t.host:.2f} s to launch it, and is the bottleneck"
     return [
         f"peak at {plan.when}: {memory_terms(plan.memory)}",
         f"step: {t.matrices:.2f} s matrices + {t.elementwise:.2f} elementwise + {t.all_to_alls:.2f} all-to-alls + "
-        f"{t.exposed:.2f} of {t.sharding:.2f} sharding not hidden + {t.update:.2f} update = {t.device:.2f} s{pace}",
+        f"{t.exposed:.2f} of {t.sharding:.2f} FSDP not overlapped + {t.update:.2f} update = {t.device:.2f} s{pace}",
     ]
 
 
@@ -154,12 +154,12 @@ def sent(plan: Plan) -> list[Column]:
     """What a rank sends in a step, a row a kind of collective."""
     told = [t for t in plan.traffic if t.total >= 1e5]
     return [
-        Column("a rank sends", [t.kind for t in told], is_text=True),
+        Column("sent per rank", [t.kind for t in told], is_text=True),
         Column("of", [t.what for t in told], spare=1, is_text=True),
         Column("over", [t.group for t in told], is_text=True),
-        Column("times\na step", [f"{t.times:,}" for t in told], spare=2),
+        Column("times\nper step", [f"{t.times:,}" for t in told], spare=2),
         Column("MB\neach", [f"{t.sent / 1e6:,.2f}" for t in told], spare=2),
-        Column("GB\na step", [f"{t.total / 1e9:,.2f}" for t in told]),
+        Column("GB\nper step", [f"{t.total / 1e9:,.2f}" for t in told]),
     ]
 
 
@@ -205,11 +205,11 @@ def what_would_fit(plan: Plan, memory: float) -> str:
     """Of a plan that is too large: by how much, and what would shrink it."""
     over = plan.memory.total - memory
     lasting = plan.memory.lasting
-    advice = "more GPUs, --optimizer adamw_torch_8bit or adamw_bf16, or shorter rows"
+    advice = "more GPUs, --optimizer adamw_torch_8bit or adamw_bf16, or shorter sequences"
     if lasting > memory:
         needed = -(-int(lasting * plan.setting.world_size) // int(memory))
         advice = f"at least {needed} GPUs, or --optimizer adamw_torch_8bit or adamw_bf16"
     return (
-        f"even the smallest setting takes {plan.memory.total / GIB:,.1f} GiB, {over / GIB:,.1f} more than there are; "
+        f"even the smallest layout takes {plan.memory.total / GIB:,.1f} GiB, {over / GIB:,.1f} more than available; "
         f"use {advice}"
     )

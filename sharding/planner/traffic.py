@@ -71,7 +71,7 @@ def step_traffic(run: Run, balance: bool = False) -> list[Traffic]:
     for act in run.acts:
         for traffic in _of_act(act, run):
             times[traffic] += forwards
-    times[Traffic("numbers of tokens", "all-reduce", "all", 1, all_reduce(world, forwards * 3 * 8))] = 1
+    times[Traffic("token counts", "all-reduce", "all", 1, all_reduce(world, forwards * 3 * 8))] = 1
     times[Traffic("losses", "all-reduce", "all", 1, all_reduce(world, 3 * 8))] = 1
     times[Traffic("gradient norm", "all-reduce", "all", 1, all_reduce(world, 8))] = 1
     if balance:
@@ -81,7 +81,7 @@ def step_traffic(run: Run, balance: bool = False) -> list[Traffic]:
 
 
 def _of_act(act: Act, run: Run) -> Iterator[Traffic]:
-    what = {"root": "embedding, head", "layer": "layers", "experts": "experts"}[act.unit.kind]
+    what = {"root": "embedding, LM head", "layer": "layers", "experts": "experts"}[act.unit.kind]
     unit, group = run.units[act.unit], group_of(act.unit, run.setting)
     if act.doing == "gather":
         yield Traffic(what, "all-gather", group, 1, all_gather(unit))

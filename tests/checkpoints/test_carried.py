@@ -68,7 +68,7 @@ def test_a_vision_tower_and_predictors_go_there_and_back(
     source, untrained = multimodal
     shards, back = tmp_path / "shards", tmp_path / "back"
     assert run("convert", source, shards, "--ep-size", 2, "--max-shard-size", "30KB") == 0
-    assert f"carried over, as they are not trained: {len(untrained)} tensors" in capsys.readouterr().out
+    assert f"copied unchanged, as they are not trained: {len(untrained)} tensors" in capsys.readouterr().out
     assert len(list(shards.glob("carried-*.safetensors"))) > 1
     assert run("export", shards, back, "--max-shard-size", "50KB") == 0
     assert_same_bits(read(back), read(source))
@@ -162,7 +162,7 @@ def _without(path: Path, prefix: str) -> None:
 @pytest.mark.parametrize(
     ("prefix", "claim"),
     [
-        (VISION, "whole no: config.json claims a Qwen3_5MoeForConditionalGeneration, which lacks"),
+        (VISION, "complete no: config.json claims a Qwen3_5MoeForConditionalGeneration, which lacks"),
         (f"{VISION}patch_embed.proj.bias", "lacks 1 tensors: model.visual.patch_embed.proj.bias (1)"),
         (PREDICTOR, "no tensors of layers for multi-token prediction, which config.json claims: mtp_num_hidden_layers"),
     ],
@@ -333,7 +333,7 @@ def test_a_hub_id(
     capsys.readouterr()
     for command in (("verify", "x/y", source), ("inspect", "x/y"), ("export", "x/y", tmp_path / "no")):
         assert run(*command) == 2
-        assert f"{command[0]} x/y: no such directory, and not to be had from the hub" in capsys.readouterr().err
+        assert f"{command[0]} x/y: no such directory, and not available from the hub" in capsys.readouterr().err
 
 
 def test_verify_names_what_differs(

@@ -154,14 +154,14 @@ def test_inspect(tiny_model: Path, shards: Path, capsys: pytest.CaptureFixture[s
     tensors = read(tiny_model)
     total = sum(tensor.numel() for tensor in tensors.values())
     experts = sum(tensor.numel() for name, tensor in tensors.items() if ".experts." in name)
-    numbers = f"numbers     {total:,}, of them {experts:,} in tensors of experts"
+    numbers = f"elements    {total:,}, of them {experts:,} in tensors of experts"
     assert numbers in told
     assert run("inspect", tiny_model) == 0
     of_source = capsys.readouterr().out
     assert "Hugging Face directory" in of_source
     assert numbers in of_source
     assert f"tensors     {len(tensors)}: {len(tensors)} float32" in of_source
-    assert "whole" not in told + of_source, "which is not known without the model"
+    assert "complete" not in told + of_source, "which is not known without the model"
 
 
 def test_inspect_with_its_model(
@@ -169,14 +169,14 @@ def test_inspect_with_its_model(
 ) -> None:
     assert run("inspect", shards, "--check") == 0
     told = capsys.readouterr().out
-    assert "experts     8 in each of 2 layers, 2 a token" in told
+    assert "experts     8 in each of 2 layers, top-2 routing" in told
     model = tiny_mixtral()
     total = model.num_parameters()
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert f"parameters  {total:,}, of them {experts:,} in experts" in told
-    assert f"active      {total - experts * 6 // 8:,} for a token" in told
-    assert f"on a rank   {total:,} at ep 1, {total // 2:,} at ep 2" in told
-    assert "whole       yes" in told
+    assert f"active      {total - experts * 6 // 8:,} per token" in told
+    assert f"per rank    {total:,} at ep 1, {total // 2:,} at ep 2" in told
+    assert "complete    yes" in told
     assert "checksums   match" in told
     assert run("inspect", tiny_model, "--check") == 0
     assert "checksums   none in this form" in capsys.readouterr().out
@@ -186,12 +186,12 @@ def test_inspect_with_its_model(
     del tensors["lm_head.weight"]
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, tmp_path / "model" / "model.safetensors")
-    assert run("inspect", tmp_path / "model") == 0, "the heads are sound"
+    assert run("inspect", tmp_path / "model") == 0, "the headers are sound"
     capsys.readouterr()
     assert run("inspect", tmp_path / "model", "--check") == 1
     told = capsys.readouterr().out
     assert "carried     1 tensors (0.0 MB): model.layers.0.self_attn.rotary_emb (1)" in told
-    assert "whole       no:" in told
+    assert "complete    no:" in told
     assert "  tensor lm_head.weight is missing" in told
 
 
@@ -277,7 +277,7 @@ def test_a_changed_source_is_converted_anew(tiny_model: Path, tmp_path: Path) ->
         (["convert", "/no/such", "{out}", "--ep-size", "2"], "convert /no/such: no such directory"),
         (["convert", "{model}", "{model}", "--ep-size", "2"], "which is to be read"),
         (["export", "{shards}", "{shards}"], "which is to be read"),
-        (["convert", "{model}", "{shards}", "--ep-size", "2"], "is there already, and whole"),
+        (["convert", "{model}", "{shards}", "--ep-size", "2"], "already exists, and is complete"),
         (["export", "/no/such", "{out}"], "/no/such: no such directory"),
         (["export", "{shards}", "{out}", "--max-shard-size", "x"], "--max-shard-size x"),
         (["export", "{shards}", "{out}", "--workers", "0"], "--workers 0"),

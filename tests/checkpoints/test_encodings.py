@@ -165,18 +165,18 @@ def test_shards_keep_the_encoding(
     assert run("convert", sources[name], tmp_path / "ep2", "--ep-size", 2) == 0
     assert run("convert", tmp_path / "ep2", tmp_path / "ep4", "--ep-size", 4) == 0
     assert run("convert", sources[name], tmp_path / "wide", "--ep-size", 2, "--dtype", "bfloat16") == 0
-    assert "widened" not in capsys.readouterr().out
+    assert "dequantized" not in capsys.readouterr().out
     stored = {path: sum(file.stat().st_size for file in (tmp_path / path).glob("ep-*")) for path in ("ep2", "wide")}
     assert stored["ep2"] < {"fp8": 0.7, "mxfp4": 0.5, "partly fused": 0.9}[name] * stored["wide"]
     for path in ("ep2", "ep4", "wide"):
         assert_same(content(tmp_path / path), want)
         assert run("inspect", tmp_path / path, "--check") == 0
         said = capsys.readouterr().out
-        assert ("encoded" in said) == (path != "wide")
+        assert ("quantized   " in said) == (path != "wide")
         assert "quantization_config" not in (tmp_path / path / "config.json").read_text()
     assert run("export", tmp_path / "ep4", tmp_path / "hf") == 0
     assert run("verify", sources[name], tmp_path / "hf") == 0
-    assert "the same bits" in capsys.readouterr().out
+    assert "bitwise equal" in capsys.readouterr().out
 
 
 def test_blocks_of_two_experts_are_widened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_blocks_of_two_experts_are_widened(tmp_path: Path, capsys: pytest.Captur
     save_fp8(tiny_model("deepseek_v3", seed=1, moe_intermediate_size=12), tmp_path / "model")
     assert run("convert", tmp_path / "model", tmp_path / "ep2", "--ep-size", 2) == 0
     said = capsys.readouterr().out
-    assert "widened to bfloat16" in said
+    assert "dequantized to bfloat16" in said
     assert "mlp.w1" in said
     assert "self_attn" not in said
     assert_same(content(tmp_path / "ep2"), content(tmp_path / "model"))
@@ -246,11 +246,11 @@ def test_inspect_says_how_it_is_stored(sources: dict[str, Path], capsys: pytest.
         assert run("inspect", sources[name], "--check") == 0
         said = capsys.readouterr().out
         numbers[name] = said
-        assert "whole       yes" in said
-    assert "float8_e4m3 with scales a block of 8 x 8" in numbers["fp8"]
-    assert "float4_e2m1 with exponents a block of 1 x 32" in numbers["mxfp4"]
+        assert "complete    yes" in said
+    assert "float8_e4m3 with scales per block of 8 x 8" in numbers["fp8"]
+    assert "float4_e2m1 with exponents per block of 1 x 32" in numbers["mxfp4"]
     model = tiny_model("gpt_oss", seed=1, intermediate_size=64)
-    assert f"numbers     {sum(p.numel() for p in model.parameters()):,}" in numbers["mxfp4"]
+    assert f"elements    {sum(p.numel() for p in model.parameters()):,}" in numbers["mxfp4"]
 
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -301,16 +301,16 @@ def flat_codes(tensors: Tensors) -> None:
 
 
 DAMAGE: dict[Callable[[Tensors], None], str] = {
-    nan: "_scale_inv holds scales that are not finite",
-    infinite: "_scale_inv holds scales that are not finite",
+    nan: "_scale_inv has scales that are not finite",
+    infinite: "_scale_inv has scales that are not finite",
     without_scales: "_scale_inv are missing",
-    without_codes: "_scale_inv .* holds scales of a tensor that is missing",
+    without_codes: "_scale_inv .* has scales of a tensor that is missing",
     scales_of_another_shape: r"_scale_inv .* has shape \[5, 7\]",
     scales_of_three_dims: r"_scale_inv .* has shape \[1, 3, 4\]",
     empty_scales: r"_scale_inv .* has shape \[0, 4\]",
     whole_numbers_for_scales: "_scale_inv .* has dtype I64; scales have one of F32",
-    scales_beside_plain: "_scale_inv .* holds scales of a tensor that is missing, or not encoded",
-    nan_codes: "holds values that are not finite",
+    scales_beside_plain: "_scale_inv .* has scales of a tensor that is missing, or not quantized",
+    nan_codes: "has values that are not finite",
     flat_codes: "no matrix",
 }
 
@@ -336,9 +336,9 @@ GROUPS = "model.layers.0.mlp.experts.down_proj"
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: t[f"{GROUPS}_scales"].view(-1)[5:6].fill_(255), "_scales holds scales that are not finite"),
+        (lambda t: t[f"{GROUPS}_scales"].view(-1)[5:6].fill_(255), "_scales has scales that are not finite"),
         (lambda t: t.pop(f"{GROUPS}_scales"), "_scales is missing"),
-        (lambda t: t.pop(f"{GROUPS}_blocks"), "_scales .* holds scales of a tensor that is missing"),
+        (lambda t: t.pop(f"{GROUPS}_blocks"), "_scales .* has scales of a tensor that is missing"),
         (lambda t: t.update({f"{GROUPS}_scales": t[f"{GROUPS}_scales"][:, :-1].contiguous()}), "its blocks ask for"),
         (lambda t: t.update({f"{GROUPS}_blocks": t[f"{GROUPS}_blocks"][..., :8].contiguous()}), "the last size is 16"),
         (lambda t: t.update({f"{GROUPS}_scales": t[f"{GROUPS}_scales"].float()}), "has dtype F32; scales have"),

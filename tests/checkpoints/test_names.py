@@ -251,7 +251,7 @@ PROBLEMS: dict[str, tuple[Change, str, str]] = {
         f"has shape [{WIDTH - 1}, {HIDDEN}]; the config asks for [{WIDTH}, {HIDDEN}]",
     ),
     "fused and by themselves": (
-        lambda hub, own: {**hub, f"{FUSED}.down_proj": own[f"{FUSED}.down_proj"]}, "", "repeats rows of",
+        lambda hub, own: {**hub, f"{FUSED}.down_proj": own[f"{FUSED}.down_proj"]}, "", "repeats dim-0 slices of",
     ),
 }  # fmt: skip
 

@@ -170,7 +170,7 @@ def test_two_torchruns_with_unlike_weights(nodes: Path) -> None:
         finally:
             process.kill()
         assert process.returncode != 0
-        assert errors.count("train_ep.py: error: the files of --model are not alike on all nodes: ") == 1, errors
+        assert errors.count("train_ep.py: error: the files of --model differ between nodes: ") == 1, errors
         assert "model.safetensors" in errors
         assert "exitcode  : 2" in errors
 

@@ -242,7 +242,7 @@ def test_damage_is_found_by_file_and_an_older_one_taken(
     shutil.copytree(saved, out / "checkpoints" / "step-00000004")
     (out / "checkpoints" / "step-00000006").mkdir()
     told = run(ranks, world_size, [*argv, "--resume", "auto", "--no-export"])
-    assert "step-00000006 is not whole and is skipped" in told
+    assert "step-00000006 is not complete and is skipped" in told
     assert f"step-00000005/{name}" in told
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [5, 6]
 
@@ -478,7 +478,7 @@ def test_other_weights_or_data_are_not_resumed(
     assert checkpoints_main(["convert", str(tiny_model), str(tmp_path / "shards"), "--ep-size", "2"]) == 0
     cases: dict[str, tuple[Path, Path, list[str], str]] = {
         "model": (tmp_path / "model", tiny_data, [], "is of another model"),
-        "form": (tmp_path / "shards", tiny_data, [], "which may hold the same weights in another form"),
+        "form": (tmp_path / "shards", tiny_data, [], "which may contain the same weights in another form"),
         "order": (tiny_model, tmp_path / "reversed.jsonl", [], "the same samples in another order"),
         "data": (tiny_model, tmp_path / "other.jsonl", [], "is of other data"),
         "targets": (tiny_model, tiny_data, ["--train-on", "all"], "of which others are trained on"),
@@ -511,7 +511,7 @@ def test_a_run_beyond_its_steps_says_so(
 ) -> None:
     for steps, told in (
         (3, "the run is at step 4 already, beyond the 3 of --max-steps"),
-        (SAVE_AT, "all 4 steps of --max-steps are made already: nothing is trained"),
+        (SAVE_AT, "all 4 steps of --max-steps are done already: nothing is trained"),
     ):
         out = tmp_path / str(steps)
         stop_at_checkpoint(finished, out)
@@ -530,4 +530,4 @@ def test_what_is_not_exported_is_saved(ranks: RankPool, tiny_model: Path, tiny_d
         f"step-{step:08d}" for step in (STEPS, SAVE_AT)
     ]
     (said,) = ranks.run(_said, 1, [*argv, "--overwrite-output-dir", "--save-steps", "0"], join_group=False)
-    assert "nothing is kept of what was trained" in said
+    assert "the trained weights are not saved" in said

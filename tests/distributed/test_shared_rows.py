@@ -121,7 +121,7 @@ def test_ranks_and_heads_that_do_not_come_out_even(
     argv = ("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path / "out")
     for world_size, cp_size, said in (
         (2, 4, "--cp-size 4 does not divide the 2 ranks; use 1 or 2"),
-        (3, 3, "--cp-size 3 does not divide the 4 attention heads of this model's layers, of which each rank"),
+        (3, 3, "--cp-size 3 does not divide the 4 attention heads of this model's layers, which a CP group"),
     ):
         code, errors = start(ranks, world_size, *argv, "--cp-size", cp_size)[0]
         assert code == 2

@@ -127,7 +127,7 @@ def test_a_run_outlives_the_reader_of_its_output(
     argv += ["--ep-size", "2", "--max-steps", "3", *(["--preview"] if preview else [])]
     (code, said), (other_code, other_said) = ranks.run(run_unread, 2, argv, join_group=False)
     assert (code, other_code, other_said) == (0, 0, "")
-    note = f"train_ep.py: standard output is no longer read; the run goes on, see {tmp_path}/metrics.jsonl"
+    note = f"train_ep.py: standard output is no longer read; the run continues, see {tmp_path}/metrics.jsonl"
     assert said.count(note) == (not preview)
     if not preview:
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
@@ -150,7 +150,7 @@ def test_plain_python_and_torchrun(tiny_model: Path, tiny_data: Path, tmp_path: 
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert "step 2/2" in done.stdout
-        assert "matrix products: " in done.stdout
+        assert "CPU matmuls: " in done.stdout
     assert_equal_weights(read(tmp_path / "2" / "hf"), read(tmp_path / "1" / "hf"))
     assert "cpu_matmul" in json.loads((tmp_path / "2" / "environment.json").read_text())
 
@@ -341,10 +341,10 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "choice": (_flags("--dense-shard", "half"), ["--dense-shard", "half", "hybrid"]),
     "kernel": (_flags("--expert-kernel", "magic"), ["--expert-kernel magic is unknown", "loop, torch-grouped"]),
     "unknown key": (_yaml("learning_rat: 1"), ["run.yaml", "unknown key learning_rat; did you mean learning_rate?"]),
-    "value of a key": (_yaml("ep_size: two"), ["run.yaml", "ep_size", "two"]),
+    "value of a key": (_yaml("ep_size: two"), ["run.yaml", "--ep-size", "two"]),
     "YAML": (_yaml("a: [1"), ["run.yaml", "cannot be read"]),
     "no model": (_flags("--model", "/no/such/model"), ["--model /no/such/model: no such directory"]),
-    "truncated file": (_truncate, ["model.safetensors", "not a whole safetensors file"]),
+    "truncated file": (_truncate, ["model.safetensors", "not a complete safetensors file"]),
     "missing file": (_index_to_missing, ["index.json", "model-00002-of-00002.safetensors", "no such file"]),
     "path out of the directory": (_index_to_outside, ["index.json", "lm_head.weight", "../secret.safetensors"]),
     "not finite": (_nan, ["model.layers.1.block_sparse_moe.experts.7.w3.weight", "not finite"]),
@@ -371,7 +371,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     "attention not installed": (_flags("--attn-implementation", "flash_attention_2"), ["flash_attention_2"]),
     "TF32 on a CPU": (_flags("--tf32"), ["--tf32 needs a GPU, and this run is on cpu; leave it out"]),
     "seed": (_flags("--seed", str(2**80)), [f"--seed {2**80}: must be below"]),
-    "all cut off": (_flags("--max-seq-length", "2"), ["no row has a token to learn within --max-seq-length 2"]),
+    "all cut off": (_flags("--max-seq-length", "2"), ["no record has a trained token within --max-seq-length 2"]),
     "schedule": (
         _flags("--lr-scheduler-type", "polynomial", "--learning-rate", "0"),
         ["--lr-scheduler-type polynomial"],
@@ -405,7 +405,7 @@ def test_results_are_not_overwritten(ranks: RankPool, tiny_model: Path, tiny_dat
     argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu"]
     ((code, errors),) = ranks.run(run_main, 1, argv, join_group=False)
     assert code == 2
-    assert "already holds hf, metrics.jsonl, config.yaml" in errors
+    assert "already contains hf, metrics.jsonl, config.yaml" in errors
     train(ranks, 1, tiny_model, tiny_data, tmp_path / "out", "--max-steps", "2", "--overwrite-output-dir")
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
 

@@ -299,7 +299,7 @@ def test_preview_trains_and_writes_nothing(ranks: RankPool, tiny_model: Path, ch
         (["--train-on", "some"], "--train-on"),
         (["--prompt-template", "x"], "has no {prompt} in it"),
         (["--text-column", "nothing"], "line 1 has the columns messages, but one of these is needed: nothing"),
-        (["--generate-prompts", "hi"], "--generate-prompts: when is it to answer them?"),
+        (["--generate-prompts", "hi"], "--generate-prompts: when are they used?"),
         (["--early-stopping-threshold", "0.1"], "nothing stops early without --early-stopping-patience"),
         (["--packing", "--attn-implementation", "flash_attention_2"], "with --packing use sdpa"),
         (["--warmup-steps", "2", "--lr-scheduler-type", "constant"], "constant knows no warm-up"),

@@ -280,7 +280,7 @@ def test_verify(
         return checkpoints_main(["verify", str(tmp_path / a / "adapter"), str(tmp_path / b / "adapter"), *flags])
 
     assert verify("one", "one") == 0
-    assert "the same bits" in capsys.readouterr().out
+    assert "bitwise equal" in capsys.readouterr().out
     assert verify("one", "two", "--rtol", "1e-4") == 0
     assert verify("one", "further", "--rtol", "1e-4") == 1
     assert "lora_B.weight: values differ" in capsys.readouterr().out
@@ -321,6 +321,6 @@ def test_broken_adapters_are_named(ranks: RankPool, models: dict[str, Path], tin
     assert "peft_type is 'IA3'" in refused(peft_type="IA3")
     assert "r is 0" in refused(r=0)
     assert "modules_to_save" in refused(modules_to_save=["lm_head"])
-    assert "its update is multiplied by 1; --lora-rank 4" in refused(lora_alpha=2 * RANK, alpha_pattern={})
+    assert "its LoRA delta is scaled by 1; --lora-rank 4" in refused(lora_alpha=2 * RANK, alpha_pattern={})
     attention = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     assert "has no adapter there; --lora-targets must name the same" in refused(attention)

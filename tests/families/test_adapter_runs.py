@@ -94,7 +94,7 @@ def test_what_does_not_belong_together_is_refused(
     assert "neither one of" in refused("--lora-targets", "layers.(0")
     assert "leave out --freeze" in refused("--freeze", "router")
     assert "--optim muon" in refused("--optim", "muon")
-    assert "hold no router bias" in refused("--router-bias-update-rate", "0.001")
+    assert "have no router bias" in refused("--router-bias-update-rate", "0.001")
     assert "--adapter-format per-expert" in train(
         ranks, 1, models["gpt_oss"], tiny_data, tmp_path / "g", "--ep-size", 1, "--adapter-format", "per-expert"
     )[0][1]  # fmt: skip

@@ -27,16 +27,16 @@ LEAK = 1e-4
 A, B, C, D, E, F, G = random_samples([13, 4, 27, 1, 9, 18, 3], vocabulary=290)
 ROWS = [[A, B, C], [D, E, F, G]]
 CARRIES = "carry a state from one token to the next"
-BLOCKS = "put a row's tokens together in blocks"
+BLOCKS = "group a sequence's tokens in blocks"
 REFUSED = {
-    "axk2": "choose the tokens to attend to in the whole row",
+    "axk2": "select the tokens to attend to in the complete sequence",
     "bailing_hybrid": CARRIES,
-    "deepseek_v32": "choose the tokens to attend to in the whole row",
+    "deepseek_v32": "select the tokens to attend to in the complete sequence",
     "deepseek_v4": BLOCKS,
-    "dots3_note": "choose the tokens to attend to in the whole row",
-    "glm_moe_dsa": "choose the tokens to attend to in the whole row",
+    "dots3_note": "select the tokens to attend to in the complete sequence",
+    "glm_moe_dsa": "select the tokens to attend to in the complete sequence",
     "granitemoehybrid": CARRIES,
-    "hy_v4": "choose the tokens to attend to in the whole row",
+    "hy_v4": "select the tokens to attend to in the complete sequence",
     "inkling_text": CARRIES,
     "jamba": CARRIES,
     "kimi_linear": CARRIES,

@@ -198,8 +198,8 @@ def test_the_first_lines_tell(ranks: RankPool, model: Path, tmp_path: Path) -> N
         found: str = ranks.run(first_lines, 1, [*flags, "--preview", *more], join_group=False)[0]
         return found
 
-    assert "tokens, and the model knows 32 positions; --rope-scaling yarn:3 stretches them" in told()
-    assert "knows 64 positions; --rope-scaling yarn:3 stretches them, --max-seq-length 64 cuts it" in told(
+    assert "tokens, and the model knows 32 positions; --rope-scaling yarn:3 extends them" in told()
+    assert "knows 64 positions; --rope-scaling yarn:3 extends them, --max-seq-length 64 truncates it" in told(
         "--rope-scaling", "linear:2"
     )
     stretched = told("--rope-scaling", "yarn:4", "--adapter", "lora")

@@ -72,7 +72,7 @@ def test_nothing_is_overwritten_unasked(
     flags = [] if resume is None else ["--resume", str(tmp_path / resume)]
     ((code, errors),) = ranks.run(run_main, 1, [*arguments, str(tmp_path / "out"), *flags], join_group=False)
     assert code == 2
-    assert "already holds" in errors
+    assert "already contains" in errors
     assert "--overwrite-output-dir" in errors
     assert tree(tmp_path) == {f"out/{held}": b"precious"}
 
@@ -83,7 +83,7 @@ def test_exported_model_is_not_replaced_by_a_restart(ranks: RankPool, tmp_path: 
     (tmp_path / "hf" / "config.json").write_text("precious")
     ((code, errors),) = ranks.run(run_main, 1, [*arguments, str(tmp_path), "--resume", "auto"], join_group=False)
     assert code == 2
-    assert "already holds hf" in errors
+    assert "already contains hf" in errors
     assert tree(tmp_path) == {"hf/config.json": b"precious"}
 
 
@@ -256,7 +256,7 @@ def test_directory_with_other_files_is_kept(small: Path, tmp_path: Path) -> None
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "film.mkv.part").write_text("precious")
     code, errors = checkpoints("export", small, tmp_path / "out")
-    assert (code, "holds other files" in errors) == (2, True)
+    assert (code, "contains other files" in errors) == (2, True)
     assert tree(tmp_path) == {"out/film.mkv.part": b"precious"}
 
 

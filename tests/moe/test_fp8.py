@@ -356,7 +356,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ExpertMeshError, match=f"compute capability 9 .* {found}"):
             of("cuda")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    assert of("cuda", "torch-grouped").why.endswith("MFU is of the rate in bf16")
+    assert of("cuda", "torch-grouped").why.endswith("MFU is of the bf16 peak")
     for kernel in ("loop", "megablocks-sparse", "megablocks-grouped"):
         with pytest.raises(ExpertMeshError, match=f"--expert-precision fp8: .* leave out --expert-kernel {kernel}"):
             of("cuda", kernel)

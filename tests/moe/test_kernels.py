@@ -180,7 +180,7 @@ def test_grouped_refuses_2_to_the_31_elements() -> None:
         return fused("torch-grouped")(rows_RD, torch.tensor([num_rows], device="meta"), *weights)
 
     with pytest.raises(
-        ExpertMeshError, match=r"149797 rows .* have 2147489792; use a smaller --per-device-train-batch"
+        ExpertMeshError, match=r"149797 tokens .* have 2147489792; use a smaller --per-device-train-batch"
     ):
         run(rows)
     assert run(fits).shape == (fits, 4096)
@@ -267,7 +267,7 @@ def test_choice_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe.megablocks.find_spec", lambda name: name if name in installed else None)
     choice = choose_kernel("auto", needs("cuda", 128, 256))
     assert choice.name == "megablocks-sparse"
-    assert choice.why == "auto: in grouped_mm this GPU would launch a matmul an expert"
+    assert choice.why == "auto: in grouped_mm this GPU would launch one matmul per expert"
     assert choose_kernel("auto", needs("cuda", 128, 64)).name == "torch-grouped"
     assert choose_kernel("megablocks-sparse", needs("cuda", 128, 128)).kernel is KERNELS["megablocks-sparse"]
     assert "TF32" in choose_kernel("megablocks-sparse", needs("cuda", 128, 128, torch.float32)).why

@@ -191,7 +191,7 @@ def test_experts_without_a_router_count_alone() -> None:
 def test_top_k_must_be_in_the_experts() -> None:
     theirs = tiny_mixtral().model.layers[0].mlp
     for top_k in (0, 9):
-        with pytest.raises(ExpertMeshError, match=f"here: {top_k} experts a token, of 8"):
+        with pytest.raises(ExpertMeshError, match=f"here: {top_k} experts per token, of 8"):
             dropless_experts(theirs.experts, top_k, "here")
     assert our_experts(theirs.experts, 8).shape.top_k == 8
 
@@ -286,7 +286,7 @@ def test_models_that_cannot_be_built() -> None:
         build_model(ViTConfig())
     with pytest.raises(ExpertMeshError, match=r"cannot build a model of type mixtral .* --attn-implementation nothing"):
         build_model(tiny_config(), "nothing")
-    with pytest.raises(ExpertMeshError, match=r"model\.layers\.0\.mlp\.experts: 0 experts a token, of 8"):
+    with pytest.raises(ExpertMeshError, match=r"model\.layers\.0\.mlp\.experts: 0 experts per token, of 8"):
         build_model(tiny_config(num_experts_per_tok=0))
     with pytest.raises(ExpertMeshError, match=r"transformers' MixtralForCausalLM does not run: .* not in range"):
         build_model(tiny_config(num_experts_per_tok=9))

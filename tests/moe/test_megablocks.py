@@ -28,7 +28,7 @@ def original_of(block: Any, mlp_impl: Any = "sparse") -> torch.nn.Module:
 
 
 def results(kernel: str, counts: list[int], width: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """The output and the gradients of rows and weights."""
+    """The output and the gradients of tokens and weights."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(counts), D)] + [(len(counts) * width, D)] * 3
     tensors = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -248,7 +248,7 @@ def test_sparse_refuses_tensors_past_its_offsets() -> None:
     """On the meta device: 150 000 rows of Mixtral 8x7B have 2^31 hidden activations."""
     rows = torch.empty(150_000, 4096, device="meta")
     counts, weight = torch.empty(8, dtype=torch.int64, device="meta"), torch.empty(8 * 14336, 4096, device="meta")
-    with pytest.raises(ExpertMeshError, match=r"151016 rows and weights \(114688, 4096\) on this rank"):
+    with pytest.raises(ExpertMeshError, match=r"151016 tokens and weights \(114688, 4096\) on this rank"):
         fused("megablocks-sparse")(rows, counts, weight, weight, weight)
 
 

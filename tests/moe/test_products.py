@@ -137,7 +137,7 @@ def test_grouped_refuses_2_to_the_31_elements(is_transposed: bool) -> None:
     weight = torch.empty(1, *((16, 1024) if is_transposed else (1024, 16)), dtype=torch.bfloat16, device="meta")
     weight_eOI = weight.transpose(1, 2) if is_transposed else weight
     x_RI = torch.empty(2**21, 16, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(ExpertMeshError, match="2097152 rows on this rank, 16 and 1024 wide"):
+    with pytest.raises(ExpertMeshError, match="2097152 tokens on this rank, 16 and 1024 wide"):
         product_of("torch-grouped")(x_RI, torch.tensor([2**21], device="meta"), weight_eOI)
     assert product_of("torch-grouped")(x_RI[1:], torch.tensor([2**21 - 1], device="meta"), weight_eOI).shape[1] == 1024
 

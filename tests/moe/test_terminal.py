@@ -132,12 +132,12 @@ class Terminal(io.StringIO):
 
 
 def test_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "on a rank   46,702,792,704 at ep 1, 24,155,230,208 at ep 2, /a/path/longer/than/forty/columns/is/whole"
+    line = "per rank    46,702,792,704 at ep 1, 24,155,230,208 at ep 2, /a/path/longer/than/forty/columns/is/whole"
     assert folded(line) == line, "a file or a pipe gets lines as they are"
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "40")
     assert folded(f"{line}\n\n  short").split("\n") == [
-        "on a rank   46,702,792,704 at ep 1,",
+        "per rank    46,702,792,704 at ep 1,",
         "    24,155,230,208 at ep 2,",
         "    /a/path/longer/than/forty/columns/is/whole",
         "",

@@ -90,7 +90,7 @@ def _refuse() -> None:
     raise dist.DistNetworkError("Connection reset by peer")
 
 
-@pytest.mark.parametrize("answer", [_refuse, threading.Event().wait], ids=["refuses", "does not answer"])
+@pytest.mark.parametrize("answer", [_refuse, threading.Event().wait], ids=["refuses", "failed"])
 def test_a_store_that_is_gone_holds_nobody_up(answer: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "STORE_SECONDS", 0.1)
     notices = Notices(Unreachable(answer), 0, 2)  # type: ignore[arg-type]

@@ -17,26 +17,14 @@ from sharding.planner.hardware import load_measured, save_measured
 from sharding.planner.mesh_picture import picture
 from tests.distributed.pool import RankPool
 from tests.families.configs import tiny_config
+from tests.published.models import CONFIGS
 from training import parse_config
 
-MIXTRAL_8X7B: dict[str, Any] = {
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
 
-
-@pytest.fixture(scope="module")
-def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("mixtral") / "config.json"
-    file.write_text(json.dumps(MIXTRAL_8X7B))
-    return file
+@pytest.fixture
+def config_file() -> Path:
+    """The published one of Mixtral 8x7B."""
+    return CONFIGS / "mixtral-8x7b" / "config.json"
 
 
 def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +36,7 @@ def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixt
         "dp",
         "ep",
         "dense",
-        "rows",
+        "seqs",
         "state",
         "activ.",
         "gathered",
@@ -96,7 +84,7 @@ def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["plan", "--model", str(config_file), "--sweep", "--plot", str(drawing)]) == 0
     out = capsys.readouterr().out
     assert "4,096" in out
-    assert "GiB: no setting fits" in out
+    assert "GiB: no layout fits" in out
     assert ElementTree.fromstring(drawing.read_text()).tag.endswith("svg")
 
 
@@ -105,7 +93,7 @@ def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         ([], 642.9, "bf16", "--bf16"),
         (["--fp32"], 43.55, "fp32", ""),
-        (["--fp32", "--tf32"], 321.4, "fp32 with products in TF32", "--tf32"),
+        (["--fp32", "--tf32"], 321.4, "fp32 with TF32 matmuls", "--tf32"),
     ],
 )
 def test_plan_in_a_precision(
@@ -129,7 +117,8 @@ def test_plan_in_a_precision(
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As wide, with few layers, whose state takes less than what they compute; and few experts, for few plans."""
     file = tmp_path_factory.mktemp("shallow") / "config.json"
-    file.write_text(json.dumps(MIXTRAL_8X7B | {"num_hidden_layers": 4, "num_local_experts": 2}))
+    published = json.loads((CONFIGS / "mixtral-8x7b" / "config.json").read_text())
+    file.write_text(json.dumps(published | {"num_hidden_layers": 4, "num_local_experts": 2}))
     return file
 
 
@@ -191,7 +180,7 @@ def test_plan_with_shared_rows_and_inputs_in_host_memory(
             ["--model", "CONFIG", "--cp-size", "64", "--gpus", "64"],
             "--cp-size 64 does not divide the 32 attention heads of this model's layers",
         ),
-        (["--model", "CONFIG", "--gpu", "A100", "--expert-precision", "fp8"], "no rate of products in fp8 is known"),
+        (["--model", "CONFIG", "--gpu", "A100", "--expert-precision", "fp8"], "no fp8 matmul rate is known"),
         (["--model", "/nowhere"], "--model /nowhere: no such file"),
         (["--model", "no/such-model"], "--model no/such-model is no directory, and the hub gives no config.json"),
         (["--model", "CONFIG", "--gpus", "0"], "--gpus 0: must be 1 or more"),
@@ -199,7 +188,7 @@ def test_plan_with_shared_rows_and_inputs_in_host_memory(
         (["--model", "CONFIG", "--gpu", "P100"], "--gpu P100 is unknown; use A100"),
         (
             ["--model", "CONFIG", "--tf32"],
-            "--tf32: says how products run in fp32, and this plan is for bf16; add --fp32",
+            "--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --fp32",
         ),
         (["--model", "CONFIG", "--network", "string"], "--network string is unknown"),
         (["--model", "CONFIG", "--gpu-memory", "much"], "--gpu-memory much: write it like"),
@@ -240,8 +229,8 @@ def test_other_families(tmp_path: Path, capsys: pytest.CaptureFixture[str], fami
 def test_picture_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mesh", "--world-size", "16", "--ep-size", "8", "--gpus-per-node", "8"]) == 0
     out = capsys.readouterr().out
-    assert "ep: 2 groups of 8 (all-to-all of tokens), every one inside a node" in out
-    assert "dp: 8 groups of 2 (the same experts, sharded among them), 8 of them cross nodes" in out
+    assert "ep: 2 groups of 8 (all-to-all of tokens), all within a node" in out
+    assert "dp: 8 groups of 2 (the same experts, sharded over them), 8 of them cross nodes" in out
     assert "  3 11   crosses nodes" in out
     assert main(["mesh", "--world-size", "16", "--ep-size", "3"]) == 2
     assert "--ep-size 3 does not divide the 8 experts" in capsys.readouterr().err
@@ -250,8 +239,9 @@ def test_picture_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_picture_of_shared_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mesh", "--world-size", "16", "--ep-size", "8", "--cp-size", "4", "--gpus-per-node", "2"]) == 0
     out = capsys.readouterr().out
-    assert "16 ranks = dp 2 x ep 8 = data 4 x cp 4, 2 a node" in out
-    assert "cp: 4 groups of 4 (share rows, attention by heads), 4 of them cross nodes\n  0 1 2 3   crosses" in out
+    assert "16 ranks = dp 2 x ep 8 = data 4 x cp 4, 2 per node" in out
+    assert "cp: 4 groups of 4 (each sequence split over them, attention by heads), 4 of them cross nodes\n" in out
+    assert "\n  0 1 2 3   crosses" in out
     assert main(["mesh", "--world-size", "16", "--ep-size", "8", "--cp-size", "3"]) == 2
     assert "--cp-size 3 does not divide the 16 ranks; use 1, 2, 4, 8 or 16" in capsys.readouterr().err
 
@@ -298,7 +288,7 @@ def test_plan_fits_the_terminal(
     assert set(re.findall(r"[\d.,]*\d", "\n".join(shown))) <= figures
     speeds = re.compile(r"\b\d,\d{3}(?= |$)", re.MULTILINE)
     assert len(speeds.findall("\n".join(shown))) == len(speeds.findall(piped)), "no tokens/s is lost"
-    is_whole = not any("left out" in line or "in all rows" in line for line in lines)
+    is_whole = not any("left out" in line or "in all lines" in line for line in lines)
     assert is_whole == (width >= (80 if flags == ["--sweep"] else 200))
 
 
@@ -307,9 +297,9 @@ def test_columns_that_are_the_same_in_all_rows_are_told_once(
 ) -> None:
     arguments = ["plan", "--model", str(config_file), "--gpus", "16", "--micro-batch", "1", "--top", "2"]
     lines = at_a_terminal(monkeypatch, 80, arguments)
-    assert sum(line.startswith("in all rows: fits yes; ") and "rows 1" in line for line in lines) == 1
+    assert sum(line.startswith("in all lines: fits yes; ") and "seqs 1" in line for line in lines) == 1
     (head,) = (line for line in lines if line.split()[:1] == ["dense"])
-    assert "rows" not in head.split()
+    assert "seqs" not in head.split()
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
@@ -330,7 +320,7 @@ def test_speeds_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) ->
         _print_speeds(speeds, 32768)
     lines = terminal.lines
     assert max(map(len, lines)) <= width
-    assert sum("123,456 us  234.500" in line for line in lines) == 2
+    assert sum("123,456 us   234.500" in line for line in lines) == 2
     assert sum("1 to 121 in steps of 8" in line for line in lines) == 1
     assert [line.split()[-1] for line in lines].count("slow") == 1
 

@@ -77,7 +77,7 @@ def test_dead_groups_are_named() -> None:
 def test_a_bias_is_to_move_where_there_is_one() -> None:
     tokens_LE = np.array([[0, 1, 1, 1]])
     (still,) = router_alarm(balance=0.0, bias_rate=0.0).check(10, tokens_LE)
-    assert "; have the router's bias move, by --router-bias-update-rate 0.001, or" in still
+    assert "; update the router's bias, by --router-bias-update-rate 0.001, or" in still
     (slow,) = router_alarm(balance=0.0, bias_rate=1e-4).check(10, tokens_LE)
     assert "; raise --router-bias-update-rate (now 0.0001), or" in slow
 
@@ -135,7 +135,7 @@ def test_without_a_balancing_loss_it_is_to_be_switched_on() -> None:
 
 def test_layers_pooled_are_to_be_balanced_by_themselves() -> None:
     (pooled,) = router_alarm(top_k=1).check(10, np.array([[0, 1, 1, 1]]))
-    assert "; balance each layer by itself, by --router-aux-loss-per-layer, raise --router-aux-loss-coef" in pooled
+    assert "; balance each layer separately, by --router-aux-loss-per-layer, raise --router-aux-loss-coef" in pooled
     (by_layer,) = router_alarm(top_k=1, per_layer=True).check(10, np.array([[0, 1, 1, 1]]))
     assert "; raise --router-aux-loss-coef" in by_layer
 

@@ -202,8 +202,8 @@ STRANGE = ["conv", "full_attention", "indexed_attention", "of_next_year"]
         (Lfm2MoeConfig(**LAYERS, layer_types=CONVOLUTIONS), r"layers of lfm2_moe \(conv\) carry a state"),
         (
             with_kinds(Lfm2MoeConfig(**LAYERS), STRANGE),
-            r"layers of lfm2_moe \(conv\) carry a state .*, layers of lfm2_moe \(indexed_attention\) choose the tokens "
-            r".*, layers of lfm2_moe \(of_next_year\) are not known to keep the samples of a packed row apart; leave",
+            r"layers of lfm2_moe \(conv\) carry a state .*, layers of lfm2_moe \(indexed_attention\) select the tokens "
+            r".*, layers of lfm2_moe \(of_next_year\) are not known to keep the samples of a packed sequence apart",
         ),
     ],
 )

@@ -39,14 +39,14 @@ def balance(family: str, changes: dict[str, Any] | None = None, **settings: Any)
             "qwen3_moe",
             {},
             {"router_aux_loss_coef": 0.01, "router_aux_loss_per_layer": True, "router_z_loss_coef": 0.001},
-            "routers: balancing loss 0.01 (--router-aux-loss-coef), each layer by itself, z-loss 0.001",
+            "routers: balancing loss 0.01 (--router-aux-loss-coef), each layer separately, z-loss 0.001",
         ),
-        ("deepseek_v3", {}, {}, "routers: balancing loss 0 (DeepseekV3ForCausalLM has none), router bias stays"),
+        ("deepseek_v3", {}, {}, "routers: balancing loss 0 (DeepseekV3ForCausalLM has none), router bias constant"),
         (
             "deepseek_v3",
             {},
             {"router_bias_update_rate": 0.001},
-            "routers: balancing loss 0 (DeepseekV3ForCausalLM has none), router bias moves by 0.001 a step",
+            "routers: balancing loss 0 (DeepseekV3ForCausalLM has none), router bias changes by 0.001 per step",
         ),
     ],
 )

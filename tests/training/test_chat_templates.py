@@ -715,8 +715,8 @@ def test_forms_of_tool_calls(tmp_path: Path, name: str, said: dict[str, Any]) ->
     ("calls", "said"),
     [
         ("add", "tool_calls is 'add', not a list of them"),
-        (["add"], "has the tool call 'add'; an object with name and arguments would do"),
-        ([{"function": {"arguments": {}}}], "an object with name and arguments would do"),
+        (["add"], "has the tool call 'add'; expected an object with name and arguments"),
+        ([{"function": {"arguments": {}}}], "expected an object with name and arguments"),
     ],
 )
 def test_tool_calls_that_cannot_be_read(calls: Any, said: str) -> None:

@@ -1,5 +1,6 @@
 """Flags, YAML, and what wins."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,9 +16,53 @@ from training.schedule import scheduler_arguments
 NEEDED = ["--model", "m", "--dataset", "d"]
 
 
+GROUPS = (
+    *("Model", "Data", "Parallelism", "Memory", "Precision and kernels", "Batch and schedule", "Optimizer"),
+    *("MoE routing", "LoRA and freezing", "Evaluation", "Checkpoints and export", "Logging and profiling", "Debugging"),
+)
+
+
+def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    return capsys.readouterr().out
+
+
 def test_both_spellings() -> None:
     assert parse_config([*NEEDED, "--learning-rate", "0.5"]).learning_rate == 0.5
     assert parse_config([*NEEDED, "--learning_rate=0.5"]).learning_rate == 0.5
+    assert parse_config([*NEEDED, "--prompt_template={prompt} a_b"]).prompt_template == "{prompt} a_b"
+    assert parse_config([*NEEDED, "--prompt-template", "--what_is {prompt}"]).prompt_template == "--what_is {prompt}"
+
+
+def test_help_has_every_flag_once_in_its_group(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: dict[str, list[str]] = {}
+    title = ""
+    for line in help_text(monkeypatch, capsys).splitlines():
+        if re.fullmatch(r"\w.*:", line):
+            title = line[:-1]
+        elif flag := re.match(r"  (?:-h, )?(--[a-z0-9-]+)", line):
+            printed.setdefault(title, []).append(flag[1])
+    groups: dict[str, list[str]] = {}
+    for setting in fields(TrainConfig):
+        groups.setdefault(setting.metadata["group"], []).append("--" + setting.name.replace("_", "-"))
+    assert tuple(groups) == GROUPS
+    assert list(printed.items()) == [("options", ["--help", "--config"]), *groups.items()]
+
+
+def test_help_is_plain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 80 columns, with one spelling, one line of usage, and no default that says nothing."""
+    text = help_text(monkeypatch, capsys)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.splitlines()[1] == ""
+    assert not re.search(r"--\w+_", text)
+    assert not re.search(r"default:\s*(None|False|True|\[\]|\))", text)
+    assert "--export, --no-export  " in text
+    assert "  --packing  " in text
+    assert "train_ep.py --model mistralai/" in text
 
 
 def test_yaml_gives_defaults_and_flags_win(tmp_path: Path) -> None:
@@ -81,7 +126,7 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         (["--bf16", "maybe"], "bf16"),
         (["--lr-scheduler-type", "cosin"], "--lr-scheduler-type: unknown schedule cosin; did you mean cosine?"),
         (["--warmup-ratio", "0.1", "--warmup-steps", "5"], "--warmup-ratio 0.1 and --warmup-steps 5 are both given"),
-        (["--warmup-ratio", "5"], "--warmup-ratio 5.0: is a share of all steps"),
+        (["--warmup-ratio", "5"], "--warmup-ratio 5.0: is a fraction of all steps"),
         (["--optim", "adam"], "invalid choice: 'adam'"),
         (["--gradient-checkpointing", "some"], "invalid choice: 'some'.*selective"),
         (["--expert-precision", "fp16"], "invalid choice: 'fp16'.*fp8"),
@@ -89,11 +134,13 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         (["--expert-precision", "fp8", "--bf16", "--expert-kernel", "loop"], "fp8: .* leave out --expert-kernel loop"),
         (
             ["--expert-precision", "fp8", "--bf16", "--adapter", "lora", "--base-dtype", "nf4"],
-            "--expert-precision fp8: would round twice what --base-dtype nf4 holds",
+            "--expert-precision fp8: would round twice what --base-dtype nf4 quantizes",
         ),
         (["--offload-activations"], "--offload-activations: .*; add --gradient-checkpointing full or selective"),
+        (["--freeze", ","], "--freeze: names nothing"),
+        (["--no-export", "true"], "--no-export: takes no value"),
         (["--lora-targets", ""], "--lora-targets: what is to have adapters?"),
-        (["--rope-scaling", "yarn"], "--rope-scaling yarn: the factor must be a number from 1 on, as in yarn:4"),
+        (["--rope-scaling", "yarn"], "--rope-scaling yarn: the factor must be a number of at least 1, as in yarn:4"),
         (["--profile", "5-"], "--profile 5-: give steps, counted from 1, and ranges of them: 5, 5-7 or 5,9"),
         (["--profile", "0"], "--profile 0: give steps, counted from 1"),
         (["--profile", "3", "9-5"], "--profile 3,9-5: 9-5 ends before it begins"),
@@ -145,6 +192,14 @@ def test_sizes() -> None:
 
 def test_schedules_are_those_of_transformers() -> None:
     assert [name.value for name in SchedulerType] == list(SCHEDULES)
+
+
+@pytest.mark.parametrize("flag", ["--lora-targets", "--freeze"])
+def test_lists_of_parts(flag: str) -> None:
+    """With commas, spaces or both; a comma within braces belongs to a regular expression."""
+    for words in (["router", "q{1,2}_proj", "norms"], ["router,q{1,2}_proj,norms"], ["router,", "q{1,2}_proj,norms"]):
+        config = parse_config([*NEEDED, flag, *words])
+        assert getattr(config, flag[2:].replace("-", "_")) == ["router", "q{1,2}_proj", "norms"]
 
 
 def test_switches() -> None:

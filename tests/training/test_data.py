@@ -431,7 +431,7 @@ def test_reasoning(tmp_path: Path, tokenizer: Any, answer: dict[str, Any]) -> No
     file = write(tmp_path / "data.jsonl", [{"messages": thinking(**answer)}])
     with pytest.raises(ExpertMeshError, match="line 1: the chat template leaves out the reasoning of message 2"):
         load(tokenizer, file)
-    with pytest.raises(ExpertMeshError, match="--prompt-template is for one question and its answer"):
+    with pytest.raises(ExpertMeshError, match="--prompt-template is for one prompt and its response"):
         load(tokenizer, file, options=PLAIN)
     untrained = thinking(**{**answer, "loss_weight": 0}) + TURNS[:1]
     file = write(tmp_path / "untrained.jsonl", [{"messages": untrained}])
@@ -452,7 +452,7 @@ def test_reasoning(tmp_path: Path, tokenizer: Any, answer: dict[str, Any]) -> No
         ({"content": [{"type": "tool_call", "value": "add(1)"}]}, "its tool_call is no JSON"),
         (
             {"content": [{"type": "tool_call", "value": '{"name": "add"}'}]},
-            "an object with name and arguments would do",
+            "expected an object with name and arguments",
         ),
         (
             {"content": [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}], "tool_calls": [CALL]},
@@ -503,7 +503,7 @@ def test_text_beside_tables_is_about_them(tmp_path: Path, tokenizer: Any) -> Non
     ("content", "said"),
     [
         (b"", "is empty"),
-        (b" \n\r\n\n", "has no rows"),
+        (b" \n\r\n\n", "has no records"),
         (b"good\nbad \xff\n", "line 2 is not UTF-8 text"),
         ("text".encode("utf-16"), "line 1 is not UTF-8 text"),
     ],
@@ -647,7 +647,7 @@ def test_prompt_template(tmp_path: Path, tokenizer: Any) -> None:
     assert [shown(tokenizer, s) for s in load(tokenizer, file, options=PLAIN)] == ["ab\n{cde</s>}", "\n{</s>}"]
     whole = replace(PLAIN, train_on="all")
     assert [shown(tokenizer, s) for s in load(tokenizer, file, options=whole)] == ["a{b\ncde</s>}", "\n{</s>}"]
-    with pytest.raises(ExpertMeshError, match=r"line 1: --prompt-template is for one question and its answer"):
+    with pytest.raises(ExpertMeshError, match=r"line 1: --prompt-template is for one prompt and its response"):
         load(tokenizer, write(tmp_path / "chat.jsonl", [{"messages": TURNS}]), options=PLAIN)
 
 
@@ -787,7 +787,7 @@ def test_truncation(tmp_path: Path, tokenizer: Any) -> None:
     assert [shown(tokenizer, s) for s in samples] == ["a\n{gh}", "\n{ghi}"]
     (origin,) = samples.origins
     assert (origin.rows, origin.cut, origin.without_target, origin.used) == (3, 3, 1, 2)
-    with pytest.raises(ExpertMeshError, match="no row has a token to learn within --max-seq-length 2"):
+    with pytest.raises(ExpertMeshError, match="no record has a trained token within --max-seq-length 2"):
         load(tokenizer, tmp_path / "data.jsonl", options=DataOptions(2, prompt_template="{prompt}{prompt}  "))
 
 
@@ -963,9 +963,9 @@ def test_weights(tmp_path: Path, tokenizer: Any) -> None:
     ("entries", "said"),
     [
         (["a.jsonl:0.5", "b.jsonl"], "a.jsonl has a weight and b.jsonl has none"),
-        (["a.jsonl:0"], "the weight 0 must be a number above 0"),
-        (["a.jsonl:-1"], "the weight -1 must be a number above 0"),
-        (["a.jsonl:nan"], "the weight nan must be a number above 0"),
+        (["a.jsonl:0"], "the weight 0 must be a positive number"),
+        (["a.jsonl:-1"], "the weight -1 must be a positive number"),
+        (["a.jsonl:nan"], "the weight nan must be a positive number"),
     ],
 )
 def test_bad_weights(entries: list[str], said: str) -> None:
@@ -980,7 +980,7 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
     texts = [shown(tokenizer, sample) for part in (train, held_out) for sample in part]
     assert sorted(texts) == sorted(shown(tokenizer, sample) for sample in samples)
     assert list(hold_out(samples, 0.1, seed=3)[1]) == list(held_out)
-    with pytest.raises(ExpertMeshError, match=r"--eval-ratio 0\.99: holds out all 20 samples"):
+    with pytest.raises(ExpertMeshError, match=r"--eval-ratio 0\.99: takes all 20 samples"):
         hold_out(samples, 0.99, seed=3)
 
 
@@ -992,12 +992,12 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
     [
         (b'{"text": "a"}\n[1, 2]\n', "data.jsonl: line 2 is no JSON object"),
         (b'\n{"text": "caf\xe9"}\n', "data.jsonl: line 2 is not UTF-8 text"),
-        (b" \n\n", "has no rows"),
-        (b"[]", "has no rows"),
+        (b" \n\n", "has no records"),
+        (b"[]", "has no records"),
         (b"", "is empty"),
         (b"{}", r"line 1 has the columns \(none\), but one of these is needed: messages; conversations; prompt"),
         (b'{"q": 1, "a": 2}', "line 1 has the columns q, a, but .*--prompt-column and --response-column"),
-        (b'[{"prompt": "a", "response": "b"}, {"prompt": "a"}]', "row 2 has no column 'response'.*found: prompt"),
+        (b'[{"prompt": "a", "response": "b"}, {"prompt": "a"}]', "record 2 has no column 'response'.*found: prompt"),
         (b'{"prompt": "a", "response": 3}', "line 1 response is 3, not text"),
         (b'{"messages": []}', r"line 1 messages is \[\], not a list of messages"),
         (b'{"messages": "hi"}', "line 1 messages is 'hi', not a list of messages"),
@@ -1008,7 +1008,7 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
         (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "a part that is none of text.*image"),
         (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "weight is 0.5; true or false"),
         (b'{"messages": [{"role": "judge", "content": "a"}]}', "line 1: the chat template refuses .*not judge"),
-        (b'{"messages": [{"role": "user", "content": "a"}]}', "no row has a token to learn"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "no record has a trained token"),
         (b'{"instruction": "a", "output": "b", "history": [1]}', "history has 1 for a pair"),
         (
             b'{"prompt": "a", "response": "b", "tools": "hammer"}',

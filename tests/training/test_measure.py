@@ -15,6 +15,7 @@ from sharding.planner.model_config import read_config
 from sharding.planner.order import Run
 from sharding.planner.traffic import step_traffic
 from tests.families.configs import tiny_config
+from tests.published.models import CONFIGS
 from tests.tiny import tiny_config as tiny_mixtral
 from training import TrainConfig
 from training.rehearsal import cached
@@ -26,7 +27,6 @@ from training.rehearsal.planning import planned, setting_of
 from training.rehearsal.world import Rehearsed, rehearse
 
 TOKENS = 256
-MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 H100 = preset("H100", "infiniband-ndr")
 
 
@@ -92,7 +92,7 @@ def test_memory_is_that_of_the_rehearsal(name: str) -> None:
 )
 def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -> None:
     """At which kernels take longer than their launch. What the host does once in a run, a rehearsal counts too."""
-    model_config, _ = read_config(str(MODELS / "mixtral_8x7b"))
+    model_config, _ = read_config(str(CONFIGS / "mixtral-8x7b"))
     model_config.num_hidden_layers = 4
     config = flags_of(max_seq_length=4096, gradient_checkpointing="selective", **flags)
     run = planned(config, model_config, world_size, is_kept=False, trained=1 - 1 / 4096)

@@ -22,7 +22,7 @@ def forecast_of(lasting: float, activations: float, available: float) -> Forecas
 
 def test_what_no_batch_fits_is_refused() -> None:
     with pytest.raises(
-        ExpertMeshError, match=r"parameters 10\.0 \+ the process itself 1\.0 = 11\.0 GiB a rank"
+        ExpertMeshError, match=r"parameters 10\.0 \+ the process itself 1\.0 = 11\.0 GiB per rank"
     ) as raised:
         forecast_of(10, 1, 9).check(world_size=4)
     assert "use 5 ranks or more" in str(raised.value)
@@ -69,7 +69,7 @@ def test_a_run_that_cannot_fit(ranks: RankPool, tiny_model: Path, tiny_data: Pat
     code, errors = ranks.run(run_with_little_memory, 2, argv, join_group=False)[0]
     assert code == 2
     assert "--model does not fit: " in errors
-    assert "--force tries all the same" in errors
+    assert "--force tries anyway" in errors
     for code, errors in ranks.run(
         run_with_little_memory, 2, [*argv, "--force", "--overwrite-output-dir"], join_group=False
     ):

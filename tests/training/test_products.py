@@ -46,7 +46,7 @@ def test_the_faster_is_taken_unless_one_is_asked_for(monkeypatch: pytest.MonkeyP
     assert str(choose(CONFIG)) == "onednn"
     assert "2.00" in choose(CONFIG).line
     assert str(choose(CONFIG, ratio=0.9)) == "blas"
-    assert choose(replace(CONFIG, cpu_matmul="blas")).line == "matrix products: blas (asked for)"
+    assert choose(replace(CONFIG, cpu_matmul="blas")).line == "CPU matmuls: blas (asked for)"
     assert str(choose(replace(CONFIG, deterministic=True), ratio=0.9)) == "onednn"
     monkeypatch.setattr(products, "has_onednn", lambda: False)
     assert str(choose(CONFIG)) == "blas"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from moe import training_flops
 from sharding.planner.cost import LAUNCH
 from sharding.planner.hardware import Device, Hardware, Link
 from sharding.planner.model_config import read_config
+from tests.published.models import CONFIGS
 from training import TrainConfig
 from training.rehearsal.kinds import whole_stack
 from training.rehearsal.ledger import Ledger, Part, event_seconds, ledger
@@ -21,7 +21,6 @@ from training.rehearsal.parts import Place
 from training.rehearsal.recorder import Event, Recorder
 from training.rehearsal.world import Rehearsed, _fused_attention, rehearse
 
-MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 TOKENS = 512
 HARDWARE = Hardware("a card", Device(1e12, 1e11, 1e9, 0), Link(1e8, 0), Link(1e8, 0), 1.0, 1.0, 1.0)
 
@@ -134,7 +133,7 @@ def test_products_in_fp8() -> None:
 
 def rehearsed(name: str, **settings: Any) -> tuple[Rehearsed, Any]:
     """Two full-width layers on 8 ranks."""
-    model_config, _ = read_config(str(MODELS / name))
+    model_config, _ = read_config(str(CONFIGS / name))
     model_config.num_hidden_layers = 2
     config = TrainConfig(
         model="-",
@@ -150,7 +149,7 @@ def rehearsed(name: str, **settings: Any) -> tuple[Rehearsed, Any]:
     return rehearse(config, model_config, world_size=8, rank=5), model_config
 
 
-@pytest.fixture(scope="module", params=["mixtral_8x7b", "qwen3_30b_a3b"])
+@pytest.fixture(scope="module", params=["mixtral-8x7b", "qwen3-30b-a3b"])
 def step(request: pytest.FixtureRequest) -> tuple[Rehearsed, Any]:
     return rehearsed(request.param)
 
@@ -172,7 +171,7 @@ def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> N
 
 def test_a_step_in_fp8() -> None:
     """As many FLOPs, of which the experts' are faster; rows are cast once for all products that take them so."""
-    (step, config), hardware = rehearsed("mixtral_8x7b", expert_precision="fp8"), replace(HARDWARE.device, fp8=2e12)
+    (step, config), hardware = rehearsed("mixtral-8x7b", expert_precision="fp8"), replace(HARDWARE.device, fp8=2e12)
     events = [event for event in step.recorder.events if event.place.part == "experts' products"]
     products = [event for event in events if event.is_fp8]
     casts = [event.name for event in events if event.name in ("_rows_kernel", "_columns_kernel")]

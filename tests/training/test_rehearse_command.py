@@ -51,9 +51,9 @@ def accounts(model: str, capsys: pytest.CaptureFixture[str], *flags: str) -> lis
 def test_it_says_all_of_a_step(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     said = told(model, capsys, "--gradient-accumulation-steps", "3", "--timeline", str(picture))
-    assert f"{LAYERS} layers, of which 5 run for all that are alike" in said
+    assert f"{LAYERS} layers, of which 5 run, one per kind" in said
     assert "\nfits: " in said
-    for name in ("optimizer state", "NCCL: ep, 8 ranks", "fragmentation", "CUDA's context", "tokens/s a GPU"):
+    for name in ("optimizer state", "NCCL: ep, 8 ranks", "fragmentation", "CUDA's context", "tokens/s per GPU"):
         assert name in said
     # there and back, forward and backward, at each layer of three forwards
     (line,) = (line.split() for line in said.splitlines() if "all-to-all" in line and line.startswith("ep"))
@@ -87,8 +87,8 @@ def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixtu
     assert last["memory"]["peak"] == pytest.approx(first["memory"]["peak"], rel=0.01)
     assert loaded["memory"]["peak"] > 1.02 * first["memory"]["peak"]
     said = told(model, capsys, "--ranks", "all", "--imbalance", "2")
-    assert "ranks rehearsed: 0: " in said
-    assert "come in the same order" in said
+    assert "ranks run: 0: " in said
+    assert "have the same order" in said
 
 
 def test_routing_as_a_run_has_recorded_it(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_what_fails_is_told_with_its_layer(
 
     monkeypatch.setattr(MixtralAttention, "forward", too_narrow)
     said = told(model, capsys, code=2)
-    assert said.startswith("sharding: error: the rehearsal fails in the forward of decoder layer 2, in model.layers.2.")
+    assert said.startswith("sharding: error: the dry run fails in the forward of decoder layer 2, in model.layers.2.")
     assert "63" in said
     assert said.count("\n") == 1
 

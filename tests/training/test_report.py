@@ -307,7 +307,7 @@ def test_command_line_as_a_module(tmp_path: Path) -> None:
 def test_broken_config_is_named(tmp_path: Path) -> None:
     make_run(tmp_path, [training(1)])
     (tmp_path / "config.yaml").write_text("- a\n- list\n")
-    with pytest.raises(ExpertMeshError, match=r"config\.yaml: holds a list, not a table"):
+    with pytest.raises(ExpertMeshError, match=r"config\.yaml: contains a list, not a table"):
         write_report(tmp_path)
 
 

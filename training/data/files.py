@@ -53,7 +53,7 @@ def _parse_entry(flag: str, entry: str) -> DatasetSpec:
         return DatasetSpec(entry, None)
     weight = float(tail)
     if not (math.isfinite(weight) and weight > 0):
-        raise ExpertMeshError(f"{flag} {entry}: the weight {tail} must be a number above 0")
+        raise ExpertMeshError(f"{flag} {entry}: the weight {tail} must be a positive number")
     return DatasetSpec(name, weight)
 
 
@@ -67,7 +67,7 @@ class RowSource:
 
 
 def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy = "line") -> RowSource:
-    """The records of a file, or of a split of a directory (see `split_files`) or of a hub data set.
+    """The records of a file, or of a split of a directory (see `split_files`) or of a hub dataset.
 
     Raises:
         ExpertMeshError: there is no such file, directory or data set, or its kind is unknown. What is wrong within a
@@ -116,7 +116,7 @@ def _saved_by_datasets(flag: str, directory: Path, split: str) -> RowSource:
     try:
         saved = datasets.load_from_disk(str(directory))
     except Exception as error:
-        raise ExpertMeshError(f"{flag} {directory}: cannot be read as a saved data set: {error}") from error
+        raise ExpertMeshError(f"{flag} {directory}: cannot be read as a saved dataset: {error}") from error
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
             raise ExpertMeshError(f"{flag} {directory}: has no split {split!r}; found: {', '.join(map(str, saved))}")
@@ -131,7 +131,7 @@ def _hub(flag: str, name: str, config: str, split: str) -> RowSource:
         loaded = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:
         raise ExpertMeshError(
-            f"{flag} {name}: no such file or directory, and split {split!r} of a hub data set of that name cannot be "
+            f"{flag} {name}: no such file or directory, and split {split!r} of a hub dataset of that name cannot be "
             f"loaded: {type(error).__name__}: {error}"
         ) from error
     return _rows_of(f"{flag} {name}", name, loaded)
@@ -140,7 +140,7 @@ def _hub(flag: str, name: str, config: str, split: str) -> RowSource:
 def _rows_of(place: str, name: str, dataset: Any) -> RowSource:
     def read() -> Iterator[PlacedRow]:
         for number, row in enumerate(dataset, start=1):
-            yield f"{place}: row {number}", row
+            yield f"{place}: record {number}", row
 
     return RowSource(name, dataset._fingerprint, read)
 
@@ -155,7 +155,7 @@ def _json_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
                 break
     if first.startswith(b"["):
         rows = _parse(file.read_bytes(), flag, file, "the file")
-        yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+        yield from ((f"record {number}", row) for number, row in enumerate(rows, start=1))
         return
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -182,9 +182,9 @@ def _parquet_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
             for batch in table.iter_batches(batch_size=1024):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"row {number}", row
+                    yield f"record {number}", row
     except (OSError, pyarrow.ArrowException) as error:
-        raise ExpertMeshError(f"{flag} {file}: cannot be read as Parquet after row {number}: {error}") from error
+        raise ExpertMeshError(f"{flag} {file}: cannot be read as Parquet after record {number}: {error}") from error
 
 
 def _csv_rows(flag: str, file: Path) -> Iterator[PlacedRow]:

@@ -160,7 +160,7 @@ def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation |
     missing = [column for column in data_format.columns if column not in row]
     if missing:
         found = ", ".join(map(str, row)) or "(none)"
-        raise RowError(f"has no column {missing[0]!r}, which the rows before it have; found: {found}")
+        raise RowError(f"has no column {missing[0]!r}, which the records before it have; found: {found}")
     return data_format.read(row, columns)
 
 
@@ -378,7 +378,7 @@ def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise RowError(f"{place}: has the tool call {call!r:.80}; an object with name and arguments would do")
+            raise RowError(f"{place}: has the tool call {call!r:.80}; expected an object with name and arguments")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -434,7 +434,7 @@ def _read_caller(text: str, place: str) -> _Content:
         raise RowError(f"{place} is no JSON ({error}): {written!r:.80}") from error
     calls = calls if isinstance(calls, list) else [calls]
     if not calls:
-        raise RowError(f"{place} has no call; an object with name and arguments would do")
+        raise RowError(f"{place} has no call; expected an object with name and arguments")
     return _Content("", thought[1].strip() if thought else "", tuple(calls))
 
 
@@ -445,7 +445,7 @@ def _read_call(text: str, place: str) -> dict[str, Any]:
     except ValueError as error:
         raise RowError(f"{place}: its tool_call is no JSON ({error}): {text!r:.80}") from error
     if not (isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call):
-        raise RowError(f"{place}: its tool_call is {text!r:.80}; an object with name and arguments would do")
+        raise RowError(f"{place}: its tool_call is {text!r:.80}; expected an object with name and arguments")
     return {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
 
 
@@ -458,7 +458,7 @@ def _override(turn: Mapping[str, Any], place: str) -> bool | None:
             continue
         if value not in (0, 1):
             raise RowError(
-                f"{place}: {key} is {value!r:.80}; true or false (1 or 0) would do: a message is trained on or not, "
+                f"{place}: {key} is {value!r:.80}; expected true or false (1 or 0): a message is trained on or not, "
                 "losses are not weighed"
             )
         return bool(value)

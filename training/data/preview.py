@@ -24,7 +24,7 @@ def print_preview(rows: Rows, order: DataOrder, tokenizer: Any, max_seq_length: 
     for index in order.global_batch(0)[:number]:
         row = rows[index]
         tokens = sum(len(sample.tokens) for sample in row)
-        console.print(Text(f"row {index}: {_count(len(row), 'sample')}, {tokens:,} tokens", style=_EDGE))
+        console.print(Text(f"sequence {index}: {_count(len(row), 'sample')}, {tokens:,} tokens", style=_EDGE))
         for place, sample in enumerate(row):
             if place:
                 console.print(
@@ -60,7 +60,7 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
     samples = rows.samples
     tokens, targets = int(samples.lengths.sum()), int(samples.targets.sum())
     cut = int(samples.is_cut.sum())
-    positions, kind = positions_in_batches(rows, order), "batches" if rows.groups is None else "packed rows"
+    positions, kind = positions_in_batches(rows, order), "batches" if rows.groups is None else "packed sequences"
     facts = {
         "samples": f"{len(samples):,}" + ("" if rows.groups is None else f" in {_count(len(rows), 'row')}"),
         "tokens": f"{tokens:,}; longest sample {int(samples.lengths.max()):,}",

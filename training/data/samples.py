@@ -134,7 +134,7 @@ def load_samples(
             or does not fit the chat template, or nothing is left to learn.
     """
     if not tokenizer.is_fast:
-        raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, which cannot tell where its tokens stand")
+        raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, which gives no offsets of its tokens")
     specs = parse_datasets(flag, entries)
     sources = [open_rows(flag, spec.name, options.hub_config, options.split, options.sample_by) for spec in specs]
     with filling_cache() as cache:
@@ -150,7 +150,7 @@ def hold_out(samples: Samples, ratio: float, seed: int) -> tuple[Samples, Sample
     """
     number = max(round(len(samples) * ratio), 1)
     if number >= len(samples):
-        raise ExpertMeshError(f"--eval-ratio {ratio}: holds out all {len(samples)} samples; none is left to train on")
+        raise ExpertMeshError(f"--eval-ratio {ratio}: takes all {len(samples)} samples; none is left to train on")
     order = _shuffled(len(samples), seed)
     return samples.select(sorted(order[number:])), samples.select(sorted(order[:number]))
 
@@ -216,7 +216,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
     learnable = targets.nonzero().flatten().tolist()
     if not learnable:
         raise ExpertMeshError(
-            f"{flag} {source.name}: no row has a token to learn within --max-seq-length {options.max_seq_length}"
+            f"{flag} {source.name}: no record has a trained token within --max-seq-length {options.max_seq_length}"
         )
     origin = Origin(
         source.name,
@@ -278,7 +278,7 @@ def _records(source: RowSource, flag: str, columns: Columns, counter: str = "") 
             raise ExpertMeshError(f"{place} has a lone surrogate, which is no character: its text was cut or damaged")
         yield {"place": place, "format": found.name, "is_plain": is_plain, "content": content}
     if found is None:
-        raise ExpertMeshError(f"{flag} {source.name}: has no rows")
+        raise ExpertMeshError(f"{flag} {source.name}: has no records")
 
 
 def _read(source: RowSource, flag: str) -> Iterator[PlacedRow]:
@@ -351,7 +351,7 @@ def _in_prompt_template(tokenizer: Any, is_plain: bool, said: dict[str, Any], op
     pair = (said["prompt"], said["text"]) if is_plain else Conversation(**said).as_prompt_and_response
     if pair is None:
         beside = ": it has tools, which only a chat template can write" if said["tools"] else ""
-        raise ValueError(f"--prompt-template is for one question and its answer; this row has more{beside}")
+        raise ValueError(f"--prompt-template is for one prompt and its response; this record has more{beside}")
     question, answer = (beginning(tokenizer, text, options.max_seq_length) for text in pair)
     prompt = prompt_tokens(tokenizer, options.prompt_template, question)
     response = _with_end(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])

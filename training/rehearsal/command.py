@@ -1,11 +1,8 @@
-"""Rehearse a training step before renting GPUs for it: `python -m sharding rehearse`.
+"""Dry-run one rank of a training step on fake tensors, without GPUs: `python -m sharding rehearse`.
 
-    python -m sharding rehearse --model DIR_OR_ID --gpus 256 --ep-size 64 --bf16 ...     # any flag of train_ep.py
-    python -m sharding rehearse --config configs/mixtral_8x7b.yaml --gpus 8 --timeline step.svg
-
-The real code of one rank (build, shard, forward, backward, clipping, update) runs with tensors that hold no memory: no
-GPU is needed, and no weights. Says whether it fits, what memory is for and when it is most, what is sent, how long a
-step would take, and what would fail. Every rate, and what NCCL and CUDA take, is assumed, and told.
+The real code of one rank (build, shard, forward, backward, clipping, optimizer step) runs with tensors that hold no
+memory: no GPU is needed, and no weights. Says whether it fits, what memory is for and when it peaks, what is sent, how
+long a step would take, and what would fail. Every rate, and what NCCL and CUDA take, is assumed, and printed.
 """
 
 import argparse
@@ -15,9 +12,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from moe import ExpertMeshError
+from moe.parser import Parser
 from moe.sizes import parse_size
 from moe.whole import whole
 from sharding.planner.hardware import DEVICES, LINKS, Hardware, load_measured, preset, products_in
@@ -25,42 +22,63 @@ from sharding.planner.model_config import read_config
 from training.config import TrainConfig, parse_config
 from training.rehearsal.told import Told, recorded, skewed
 
+_DESCRIPTION = """\
+Dry-run one rank on fake tensors, without GPUs. No weights are needed: --model
+is a directory with config.json, that file, or a hub id. The real code of a
+training step runs. Prints whether it fits, what memory is for and when it
+peaks, what is sent, how long a step would take, and what would fail. Rates, and
+what NCCL and CUDA take, are assumed."""
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ExpertMeshError(message)
+_EPILOG = """\
+All options of train_ep.py are taken too; those that do not change a step have
+no effect.
+
+examples:
+  python -m sharding rehearse --model DIR --gpus 256 --ep-size 64 --bf16
+  python -m sharding rehearse --config configs/mixtral_8x7b.yaml --gpus 8 \\
+      --timeline step.svg"""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Of the flags that train_ep.py has not."""
-    parser = _Parser(
+def build_parser() -> Parser:
+    """The parser of the flags that train_ep.py has not."""
+    parser = Parser(
         prog="python -m sharding rehearse",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="Besides, every flag of train_ep.py: see its --help. Those that change no step are left alone.",
+        usage="%(prog)s --model DIR [options]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
     )
-    parser.add_argument("--gpus", type=int, default=8, help="in all (default 8)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
-    parser.add_argument("--gpu", default="H100", help=f"{', '.join(DEVICES)} (default H100)")
-    parser.add_argument("--gpu-memory", default="", help="of each, as 80GiB; default: the preset's")
-    parser.add_argument("--network", default="infiniband-ndr", help=f"between nodes: {', '.join(LINKS)}")
-    parser.add_argument("--calibrate", type=Path, help="rates that `mesh --check --json FILE` measured, for --gpu's")
-    parser.add_argument("--rank", type=int, default=0, help="whose step (default 0)")
+    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")
+    parser.add_argument("--gpu", default="H100", metavar="NAME", help=", ".join(DEVICES))
+    parser.add_argument(
+        "--gpu-memory", default="", metavar="SIZE", help="memory per GPU, as 80GiB (default: the GPU's own)"
+    )
+    parser.add_argument(
+        "--network", default="infiniband-ndr", metavar="NAME", help=f"between nodes: {', '.join(LINKS)}"
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="use the rates that `mesh --check --json FILE` measured, not --gpu's",
+    )
+    parser.add_argument("--rank", type=int, default=0, help="rank to run (default: 0)")
     parser.add_argument(
         "--ranks",
         choices=["one", "all"],
         default="one",
-        help="all: one rank of each kind (the first, the last, the most loaded), and whether their collectives agree",
+        help="all: one rank of each kind (the first, the last, the most loaded), and whether their collectives match",
     )
     parser.add_argument(
-        "--imbalance", type=float, default=1.0, help="rows that the most loaded rank gets, over the mean (default 1)"
+        "--imbalance", type=float, default=1.0, help="tokens routed to the most loaded rank, over the mean"
     )
-    parser.add_argument("--routing", type=Path, help="instead: metrics.jsonl of a run, routed as its last line says")
-    parser.add_argument("--samples-per-row", type=int, default=8, help="with --packing (default 8)")
-    parser.add_argument("--every-layer", action="store_true", help="run them all, also those that are alike")
-    parser.add_argument("--timeline", type=Path, help="draw memory and streams over the step there, as SVG")
-    parser.add_argument("--json", action="store_true", help="everything as JSON, in place of the tables")
+    parser.add_argument(
+        "--routing", type=Path, metavar="FILE", help="instead: route as the last line of a run's metrics.jsonl"
+    )
+    parser.add_argument("--samples-per-row", type=int, default=8, help="with --packing: samples per sequence")
+    parser.add_argument("--every-layer", action="store_true", help="run all layers, also identical ones")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw memory and streams over the step, as SVG")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 
@@ -106,8 +124,8 @@ def main(argv: Sequence[str]) -> int:
     print_account(largest, config, where, hardware, told, arguments.gpus)
     if len(ranks) > 1:
         totals = ", ".join(f"{account.rank}: {account.fit.total / 2**30:,.1f} GiB" for account in accounts)
-        print(f"ranks rehearsed: {totals}; shown: the largest. Their {compared:,} collectives come in the same order.")
-    print(f"rehearsed in {time.time() - started:.0f} s")
+        print(f"ranks run: {totals}; shown: the largest. Their {compared:,} collectives have the same order.")
+    print(f"dry run took {time.time() - started:.0f} s")
     return 0 if largest.fit.is_enough else 1
 
 
@@ -120,11 +138,11 @@ def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
             f"--rank {arguments.rank}: of {arguments.gpus} GPUs the ranks are 0 to {arguments.gpus - 1}"
         )
     if arguments.routing is not None and arguments.imbalance != 1:
-        raise ExpertMeshError("--routing and --imbalance: both say where rows go; give one of them")
+        raise ExpertMeshError("--routing and --imbalance: both set where tokens go; give one of them")
     if arguments.gpus % config.ep_size:
         raise ExpertMeshError(f"--ep-size {config.ep_size} does not divide --gpus {arguments.gpus}")
     if config.use_cpu:
-        raise ExpertMeshError("--use-cpu: a rehearsal is of a run on GPUs; leave it out")
+        raise ExpertMeshError("--use-cpu: a dry run models GPUs; leave it out")
 
 
 def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:

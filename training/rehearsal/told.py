@@ -92,6 +92,6 @@ def _last_counts(file: Path) -> Sequence[Sequence[int]]:
         raise ExpertMeshError(f"--routing {file}: is no metrics.jsonl that can be read: {error}") from error
     is_table = isinstance(found, list) and all(isinstance(row, list) and row for row in found)
     if not is_table or not all(isinstance(n, int | float) and 0 <= n < 2**63 for row in found for n in row):
-        raise ExpertMeshError(f"--routing {file}: no line tells of expert_tokens; give metrics.jsonl of a training run")
+        raise ExpertMeshError(f"--routing {file}: no line has expert_tokens; give metrics.jsonl of a training run")
     counts_LE: Sequence[Sequence[int]] = found
     return counts_LE

@@ -170,7 +170,7 @@ def _shares_by_layer(model: Any, told: Told) -> list[tuple[float, ...]]:
 def _groups(mesh: Mesh) -> dict[str, str]:
     """What each process group is for, by its name; of one that is for several things, the one that has most ranks."""
     groups = {
-        mesh.exchange: "ep, rows",
+        mesh.exchange: "ep, tokens",
         mesh.dp.get_group(): "dp",
         mesh.ep.get_group(): "ep",
         mesh.all_ranks.get_group(): "all ranks",
@@ -194,7 +194,7 @@ def _naming_layers(recorder: Recorder) -> Iterator[None]:
     except Exception as error:
         layer = "" if recorder.layer is None else f" of decoder layer {recorder.layer}"
         where = f"{recorder.phase}{layer}{what_failed(error, recorder.parts)}"
-        raise ExpertMeshError(f"the rehearsal fails in the {where}") from error
+        raise ExpertMeshError(f"the dry run fails in the {where}") from error
 
 
 def what_failed(error: Exception, parts: Parts) -> str:
@@ -214,7 +214,7 @@ def _batch(config: TrainConfig, sharers: RowGroup | None, told: Told, fake: Fake
     rows, samples = config.per_device_train_batch_size, told.samples if config.packing else 1
     length = config.max_seq_length // samples
     if length < 2:
-        raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have nothing to learn")
+        raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have no trained token")
     here = -(-samples * length // config.cp_size)
     tokens, targets = rows * here, rows * here - max(rows * samples // config.cp_size, 1)
     shared = None

@@ -152,12 +152,12 @@ const CHARTS = [
   { title: "Router z-loss", note: "unweighted", series: { z_loss: "" }, smooth: true },
   {
     title: "Throughput",
-    note: "tokens a second, all ranks",
+    note: "tokens/s, all ranks",
     series: { tokens_per_second: "" },
     include: [0],
     smooth: true,
   },
-  { title: "Model FLOP/s", note: "TFLOP/s a rank", series: { tflops_per_second: "" }, include: [0], smooth: true },
+  { title: "Model FLOP/s", note: "TFLOP/s per rank", series: { tflops_per_second: "" }, include: [0], smooth: true },
   {
     title: "MFU",
     note: "model FLOP/s of the device's peak",
@@ -176,7 +176,7 @@ const CHARTS = [
     smooth: true,
   },
   {
-    title: "Experts without a token",
+    title: "Experts without tokens",
     note: "share of all layers' experts",
     series: { dead_experts: "" },
     include: [0],
@@ -184,7 +184,7 @@ const CHARTS = [
   },
   {
     title: "Router entropy",
-    note: "of the scores, nats a token, mean of the layers; band: lowest to highest layer",
+    note: "of the scores, nats per token, mean over layers; band: lowest to highest layer",
     series: { router_entropy: "" },
     include: evenEntropy,
     references: evenEntropy.map((value) => [value, "even, ln E"]),
@@ -564,7 +564,7 @@ function expertLoad() {
 const HUES = 8; // colours of parts in page.css; parts beyond them share one
 const BAR = 22; // pixels of a profile's bar, and of the space below it
 const SCALES = {
-  "Seconds a step": { figure: "seconds", a_step: true, format: seconds },
+  "Seconds per step": { figure: "seconds", a_step: true, format: seconds },
   "Memory at the steps' peak": { figure: "peak_bytes", a_step: false, format: bytes },
 };
 
@@ -630,7 +630,7 @@ function profileTable(profile, names, kindOf) {
   const steps = profile.steps.length;
   const all = Object.values(profile.parts).reduce((sum, figures) => sum + figures.seconds, 0) || 1;
   const row = (kind, cells) => element("tr", "", ...cells.map((cell) => element(kind, "", cell)));
-  const head = row("th", ["", "time a step", "share", "calls a step", "allocated a step", "at the peak"]);
+  const head = row("th", ["", "time per step", "share", "calls per step", "allocated per step", "at the peak"]);
   const rows = names
     .filter((name) => profile.parts[name])
     .sort((a, b) => (a === run.between) - (b === run.between) || profile.parts[b].seconds - profile.parts[a].seconds)

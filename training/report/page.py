@@ -177,5 +177,5 @@ def _read_table(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ExpertMeshError(f"{file}: cannot be read: {error}") from error
     if not isinstance(table, dict):
-        raise ExpertMeshError(f"{file}: holds a {type(table).__name__}, not a table")
+        raise ExpertMeshError(f"{file}: contains a {type(table).__name__}, not a table")
     return table

@@ -1,0 +1,91 @@
+"""`plan` and `rehearse` of published models as they stand on the hub: the smallest with each kind of layer."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from checkpoints.source import open_source
+from moe import count_parameters, moe_shape
+from sharding.__main__ import main
+from sharding.planner.model_config import read_config
+from tests.published.models import CONFIGS, MODELS
+from tests.test_configs import PUBLISHED
+
+GPUS = 16
+TOKENS = 1024
+LASTING = 4 + 4 + 8
+"""Bytes of a parameter, its gradient and AdamW's moments."""
+MOST_REHEARSED = 20
+"""Billions of parameters of the largest model that is rehearsed here."""
+
+
+def kinds(name: str) -> set[str]:
+    """Of its layers, and whether its attention has latent keys and values."""
+    config = read_config(str(CONFIGS / name))[0].get_text_config()
+    said: list[str] = getattr(config, "layer_types", None) or ["full_attention"]
+    # two names of the same
+    plain = {"attention", "full_attention"}
+    latent = {"latent_attention"} if getattr(config, "kv_lora_rank", None) else set()
+    return (set(said) - plain) | latent
+
+
+def billions(name: str) -> float:
+    return float(MODELS[name].total.billions)
+
+
+BY_SIZE = sorted(MODELS, key=billions)
+OF_RECIPES = {kind for name in PUBLISHED.values() for kind in kinds(name)}
+"""Planned and rehearsed with the recipes."""
+# where layers look experts up by token, a plan takes 100 CPU-seconds: it is left out
+OTHERS = {kind: name for name in reversed(BY_SIZE) if not MODELS[name].has_table for kind in kinds(name) - OF_RECIPES}
+PLANNED = [BY_SIZE[0], *OTHERS.values()]
+"""The smallest of all, which fits, and that with each kind of layer that no recipe's model has."""
+REHEARSED = [name for name in PLANNED if billions(name) <= MOST_REHEARSED]
+
+
+def told(capsys: pytest.CaptureFixture[str], command: str, name: str, *flags: str) -> tuple[int, str]:
+    code = main([command, "--model", str(CONFIGS / name), "--gpus", str(GPUS), *flags])
+    return code, capsys.readouterr().out
+
+
+def plans_of(capsys: pytest.CaptureFixture[str], name: str, *flags: str) -> tuple[int, Sequence[Any], str]:
+    """The exit code, all plans, and what is printed."""
+    flags = ("--micro-batch", "1", "--seq-length", str(TOKENS), *flags)
+    code, said = told(capsys, "plan", name, *flags)
+    _, plans = told(capsys, "plan", name, *flags, "--json")
+    return code, json.loads(plans), said
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, plans, said = plans_of(capsys, name)
+    model = open_source(CONFIGS / name).build()
+    counts, experts = count_parameters(model), moe_shape(model).num_experts
+    assert f"{counts.total / 1e9:,.2f} B parameters, {counts.active / 1e9:,.2f} B active" in said
+    assert {plan["ep"] for plan in plans} == {ep for ep in range(1, GPUS + 1) if GPUS % ep == 0 and experts % ep == 0}
+    assert (code == 0) == plans[0]["fits"] == ("\nrecommended" in said) == ("\nnothing fits" not in said)
+    multiplied = counts.active - model.get_input_embeddings().weight.numel()
+    for plan in plans:
+        assert plan["memory"]["total"] >= LASTING * counts.total / GPUS
+        assert plan["model_flops"] > 6 * multiplied * TOKENS * 0.98
+        assert plan["tokens_per_second_a_gpu"] > 0
+        assert plan["fits"] == (plan["memory"]["total"] <= 80 * 2**30)
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_a_rehearsal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It needs as much as is planned."""
+    flags = ["--bf16", "--per-device-train-batch-size", "1", "--max-seq-length", str(TOKENS)]
+    code, said = told(capsys, "rehearse", name, *flags, "--json")
+    (account,) = json.loads(said)
+    model = open_source(CONFIGS / name).build()
+    assert account["parameters"] == count_parameters(model).total
+    assert account["layers"][1] == model.config.get_text_config().num_hidden_layers
+    assert (code == 0) == account["fits"] == (account["needed_bytes"] <= 80 * 2**30)
+    _, plans, _ = plans_of(capsys, name)
+    (alike,) = (plan for plan in plans if (plan["ep"], plan["gradient_checkpointing"]) == (1, "none"))
+    # at most a layer's gathered parameters and a communicator's buffers apart, which weigh in a small model
+    assert alike["memory"]["total"] == pytest.approx(account["needed_bytes"], rel=0.01, abs=0.3 * 2**30)
+    assert alike["tokens_per_second_a_gpu"] == pytest.approx(account["tokens_per_second"], rel=0.12)
