@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING
 
+from sharding.planner.model_config import find_config
 from sharding.planner.search import Cluster, forecast
-from tests.test_configs import H100, PUBLISHED, RECIPES, ROOT, config_of, text_of
+from tests.test_configs import H100, IMBALANCE, RECIPES, ROOT, config_of, gpus_of, published
 from training.rehearsal.cached import CachedMeasure
 from training.rehearsal.planning import setting_of
 
@@ -24,7 +24,7 @@ def test_every_recipe_has_a_row() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_gpus_for_all_weights_are_the_recipes(name: str) -> None:
-    assert re.findall(r"positions a step on (\d+) GPUs", text_of(name)) == [str(TABLE[name][0])]
+    assert gpus_of(name) == TABLE[name][0]
 
 
 @pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
@@ -41,7 +41,6 @@ def test_adapters_do_not_fit_on_half_as_many(column: int) -> None:
 
 def fits(name: str, gpus: int, method: dict[str, Any]) -> bool:
     """Whether one sequence of the recipe's length per GPU does, with full checkpointing."""
-    model_type, sizes = PUBLISHED[name]
     config = replace(
         config_of(name),
         ep_size=min(8, gpus),
@@ -52,6 +51,6 @@ def fits(name: str, gpus: int, method: dict[str, Any]) -> bool:
         optim="adamw_torch_fused",
         **method,
     )
-    hf = CONFIG_MAPPING[model_type](**sizes)
-    measure = CachedMeasure(config, hf.to_dict(), lambda: hf, "cuda")
-    return forecast(measure, setting_of(config, gpus, imbalance=1.2), Cluster(H100, 8, H100.device.memory)).fits
+    file = find_config(str(published(name)))
+    measure = CachedMeasure(config, file.content, file.load, "cuda")
+    return forecast(measure, setting_of(config, gpus, imbalance=IMBALANCE), Cluster(H100, 8, H100.device.memory)).fits
