@@ -1,11 +1,12 @@
 """Which families of models can be trained here: `python -m moe families [FAMILY ...]`.
 
 Each is built from its default config on the meta device, with our experts in place of its own, and run there once;
-nothing is downloaded, and no memory held.
+nothing is downloaded, and no memory held. `--table` prints, in Markdown, which ways of training each supports, and
+takes directories, config.json files and ids of the hub as well, of which it reads config.json alone.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from moe.command import run_command
 from moe.errors import ExpertMeshError
@@ -15,7 +16,9 @@ from moe.terminal import ends_with_reader, folded
 _DESCRIPTION = """\
 One line per model family: its class, how many layers have experts, and whether
 it is supported, or why not. Each is built from its default config on the meta
-device and run there once; nothing is downloaded."""
+device and run there once; nothing is downloaded. --table prints, in Markdown,
+which ways of training each supports; "?" stands for a family whose default
+config makes no model, so ask about one of its models."""
 
 
 @ends_with_reader
@@ -25,12 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     families: Parser = commands.add_parser(
         "families",
-        usage="%(prog)s [FAMILY ...]",
+        usage="%(prog)s [--table] [FAMILY ...]",
         help="one line per family: class, layers with experts, supported or why not",
         description=_DESCRIPTION,
     )
     families.add_argument(
         "family", metavar="FAMILY", nargs="*", help="model types (default: all that the installed transformers has)"
+    )
+    families.add_argument(
+        "--table",
+        action="store_true",
+        help="full fine-tuning, LoRA, packing, context parallelism, quantized base; FAMILY may also be a directory, a "
+        "config.json or a hub id",
     )
     try:
         arguments = parser.parse_args(argv)
@@ -46,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     known = causal_families()
     unknown = [family for family in arguments.family if family not in known]
+    if arguments.table:
+        return print_support(arguments.family or known, unknown)
     if unknown:
         print(
             f"moe: error: {unknown[0]}: no causal mixture-of-experts model of transformers is called so; there are "
@@ -55,6 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for line in table(arguments.family or known):
         print(folded(line), flush=True)
+    return 0
+
+
+def print_support(names: Sequence[str], models: Collection[str]) -> int:
+    """Exit code. models: those of the names that are no family's."""
+    from transformers import CONFIG_MAPPING
+
+    # of a higher floor, as only a run knows how it builds a model
+    from sharding.planner.model_config import find_config
+    from training.support import markdown
+
+    try:
+        configs = [find_config(name).load() if name in models else CONFIG_MAPPING[name]() for name in names]
+    except ExpertMeshError as error:
+        print(f"moe: error: {str(error).removeprefix('--model ')}", file=sys.stderr)
+        return 2
+    for line in markdown(zip(names, configs, strict=True), "model"):
+        print(line, flush=True)
     return 0
 
 

@@ -224,6 +224,8 @@ class _StoredProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
         counts_e, codes, scales = ctx.saved_tensors
+        # of interleaved gate and up it arrives with gaps, which grouped_mm does not take
+        grad_RO = grad_RO.contiguous()
         grad_x_RI = _by_few(grad_RO, counts_e, codes, scales, ctx.storage, ctx.product, not ctx.is_transposed)
         return grad_x_RI, None, None, None, None, None, None, None
 

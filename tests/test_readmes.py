@@ -1,6 +1,7 @@
 """What the READMEs say of files, flags, commands and links is so, and each folder's README names all that is in it."""
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from benchmarks.plan_accuracy import cases
 from training import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -19,9 +21,10 @@ FOLDERS = sorted(
     for path in ROOT.iterdir()
     if path.is_dir() and not path.name.startswith(".") and (any(path.glob("*.py")) or any(path.glob("*.yaml")))
 )
-READMES = [ROOT / "README.md", *sorted(file for folder in FOLDERS for file in folder.rglob("README.md"))]
-FOREIGN_FLAGS = {"--numprocesses"}
-"""Of tools that are not ours, but for torchrun's: pytest-xdist."""
+READMES = [ROOT / "README.md", *sorted(file for folder in FOLDERS for file in folder.rglob("*.md"))]
+"""And the pages beside them."""
+FOREIGN_FLAGS = {"--numprocesses", "--extra-index-url"}
+"""Of tools that are not ours, but for torchrun's: pytest-xdist, pip."""
 
 
 def name_of(path: Path) -> str:
@@ -37,8 +40,12 @@ def code(readme: Path) -> list[str]:
 
 def commands(readme: Path) -> list[str]:
     """The lines of its blocks of shell code, those that end in a backslash joined with the next."""
-    blocks = re.findall(r"```sh\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for block in blocks(readme, "sh") for line in block.replace("\\\n", " ").splitlines()]
+
+
+def blocks(readme: Path, language: str) -> list[str]:
+    """Its blocks of code in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 def flags(text: str) -> list[str]:
@@ -177,4 +184,29 @@ def test_commands_exist(readme: Path) -> None:
 
 
 def test_the_root_readme_is_for_the_first_day() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 250
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_code_and_data_can_be_read(readme: Path) -> None:
+    for block in blocks(readme, "python"):
+        ast.parse(block)
+    for block in blocks(readme, "json"):
+        assert all(json.loads(line) for line in block.splitlines())
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_tables_have_as_many_cells_in_each_row(readme: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        assert len({row.count("|") for row in table.splitlines()}) == 1, table
+
+
+def test_the_planners_accuracy_is_told_alike() -> None:
+    """Of how many settings, on the root's page, on the planner's, and in the command."""
+    planner = (ROOT / "sharding" / "planner" / "README.md").read_text(encoding="utf-8")
+    told = r"all (\d+) settings of the command .*?memory within 5 % in\s(\d+), .*?bytes sent exact in (\d+)"
+    ((settings, within, exact),) = re.findall(told, planner, re.DOTALL)
+    assert int(settings) == int(within) == int(exact) == len(cases())
+    root = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"Against {settings} measured settings on CPU ranks, peak memory is within 5 %" in root

@@ -1,12 +1,18 @@
-"""The demo's tasks, and what it makes of a model that answers too few of them."""
+"""The demo's tasks, what it makes of a model that answers too few of them, and what the root README shows of it."""
 
+import contextlib
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+import train_ep
 from benchmarks import demo
+from tests.distributed.pool import RankPool
+from tests.test_readmes import ROOT, blocks
 
 
 def test_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
@@ -39,3 +45,30 @@ def test_fails_where_one_task_is_not_learnt(
     monkeypatch.setattr("sys.argv", ["demo", "--output-dir", str(tmp_path / "out")])
     assert demo.main() == code
     assert ("right after training: 84% of 'sum'" in capsys.readouterr().err) == bool(code)
+
+
+def test_the_root_readmes_example(ranks: RankPool, tmp_path: Path) -> None:
+    """Each line that it shows is one that the command prints, but for figures; in two steps in place of 400."""
+    model, data, run = tmp_path / "model", tmp_path / "train.jsonl", tmp_path / "run"
+    demo.make_inputs(model, data, num_rows=2000)
+    (shown,) = blocks(ROOT / "README.md", "text")
+    (command,) = (block for block in blocks(ROOT / "README.md", "sh") if "demo-run/model" in block)
+    argv = command.replace("\\\n", " ").partition("train_ep.py")[2].replace("configs/", f"{ROOT}/configs/").split()
+    argv = [word.replace("demo-run", str(tmp_path)) for word in argv]
+    argv += ["--use-cpu", "--max-steps", "2", "--logging-steps", "1"]
+    printed = ranks.run(_printed, 4, argv, join_group=False)[0].replace(str(tmp_path), "demo-run")
+    assert run.is_dir()
+    assert model.is_dir()
+    assert {_without_figures(line) for line in shown.splitlines()} <= set(map(_without_figures, printed.splitlines()))
+
+
+def _without_figures(line: str) -> str:
+    return re.sub(r"\d[\d,.]*(e[+-]\d+)?", "#", line)
+
+
+def _printed(argv: list[str]) -> str:
+    """Standard output of train_ep.py on this rank."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert train_ep.main(argv) == 0
+    return printed.getvalue()

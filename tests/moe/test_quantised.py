@@ -104,6 +104,24 @@ def test_experts_a_few_at_a_time(
     torch.testing.assert_close(x_1.grad, x_2.grad)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_gradient_with_gaps(is_transposed: bool) -> None:
+    """As that of interleaved gate and up has: `grouped_mm` takes none on a GPU, which a CPU would not tell."""
+    codes, scales, storage = stored(torch.randn(2 * 64, 64), "nf4")
+
+    def product(x_RI: torch.Tensor, counts_e: torch.Tensor, weight_eOI: torch.Tensor) -> torch.Tensor:
+        assert x_RI.is_contiguous()
+        return looped_product(x_RI, counts_e, weight_eOI)
+
+    x_RI, counts_e = torch.randn(5, 64, requires_grad=True), torch.tensor([2, 3])
+    grad_RO = torch.randn(5, 128)[:, ::2]
+    found: list[torch.Tensor] = []
+    for grad in (grad_RO, grad_RO.contiguous()):
+        out = stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed)
+        found += torch.autograd.grad(out, x_RI, grad)
+    assert torch.equal(*found)
+
+
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["fp8", "nf4"])

@@ -1,0 +1,129 @@
+"""`moe/MODELS.md` and the table of models in the root README: `python -m tests.families.models_page` writes them.
+
+Each family is tried with the tiny config that shows every kind of its layers, as default configs do not.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import transformers
+
+from moe.exceptions import UNSUPPORTED
+from moe.families import causal_families
+from tests.families.configs import tiny_config
+from tests.families.test_parity import FAMILIES as TRAINED
+from tests.published.models import CONFIGS, MODELS
+from training.support import METHODS, cells_of
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "moe" / "MODELS.md"
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+"""A table of Markdown."""
+INTRODUCTION = """\
+# Models
+
+Written by `python -m tests.families.models_page`; a test compares it with what the code says. One row per causal MoE
+family of transformers {version}. `python -m moe families --table [NAME ...]` makes the same table for the transformers
+that is installed, from its default configs, or for a directory, a config.json or a hub id.
+
+- **full**: all weights are trained. **LoRA**: adapters on attention and every expert (`--adapter lora`).
+  **quantized base**: LoRA beside frozen weights in fp8 or nf4 (`--base-dtype`). **packing**: several samples in a
+  sequence (`--packing`). **CP**: context parallelism (`--cp-size`), by 2 ranks.
+- **tested**: against the family's own class in transformers, on tiny random models, on CPUs. *training*: losses,
+  gradients and updated weights over several steps; *gradients*: loss and every gradient.
+- **no: ...** names the layers. *linear attention*, *mamba*, *conv* and *hybrid* carry a state from token to token, also
+  from one packed sample to the next; *compressed* and *sparse* ones put tokens together in blocks; *indexed attention*
+  chooses which of a sequence's tokens to see. None of them sees other tokens by attention alone, which is what CP
+  exchanges.
+- **models**: those whose config.json from the hub is tested (`tests/published`): parameters, active parameters, and
+  routing come out as published. Their weights were never loaded here.
+- Not supported, as transformers has no class for them that marks its experts: Llama 4. Kimi K2: write `"model_type":
+  "deepseek_v3"` in a copy of its config.json; the error says so.
+
+"""
+
+
+@cache
+def published_in(family: str) -> tuple[str, ...]:
+    """Names of the published models of a family."""
+    return tuple(name for name in MODELS if model_type_of(name) == family)
+
+
+@cache
+def model_type_of(name: str) -> str:
+    content = json.loads((CONFIGS / name / "config.json").read_text(encoding="utf-8"))
+    return str(content["model_type"])
+
+
+@cache
+def cells(family: str) -> tuple[str, ...]:
+    """What the table says of a family, one cell per method."""
+    if family in UNSUPPORTED:
+        return ("no",) * len(METHODS)
+    return tuple(cells_of(tiny_config(family)))
+
+
+def row(*entries: str) -> str:
+    return f"| {' | '.join(entries)} |\n"
+
+
+def introduction(version: str) -> str:
+    """What the page begins with."""
+    return INTRODUCTION.format(version=version)
+
+
+def reasons() -> str:
+    """What the page ends with: why families are not supported."""
+    return "".join(f"\n`{family}` is not supported: {reason}.\n" for family, reason in UNSUPPORTED.items())
+
+
+def row_of(family: str) -> str:
+    """A family's line of the page."""
+    tested = "training" if family in ("mixtral", *TRAINED) else "none" if family in UNSUPPORTED else "gradients"
+    return row(f"`{family}`", ", ".join(published_in(family)) or "-", *cells(family), tested)
+
+
+def page() -> str:
+    """What moe/MODELS.md holds."""
+    header = row("family", "models", *METHODS, "tested") + f"|{' --- |' * (len(METHODS) + 3)}\n"
+    rows = "".join(map(row_of, causal_families()))
+    return introduction(transformers.__version__) + header + rows + reasons()
+
+
+def rows_in(text: str) -> dict[str, tuple[str, ...]]:
+    """A page's cells, one per method, by family."""
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return {line[0].strip("`"): tuple(line[2:-1]) for line in lines}
+
+
+def short_table(text: str) -> str:
+    """The root README's, of a page: published models alone, those alike in one row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for family, found in rows_in(text).items():
+        if published_in(family):
+            alike.setdefault(found, []).extend(published_in(family))
+    rows = sorted(alike.items(), key=lambda entry: -len(entry[1]))
+    lines = [row("models", *METHODS), f"|{' --- |' * (len(METHODS) + 1)}\n"]
+    return "".join([*lines, *(row(", ".join(sorted(names)), *found) for found, names in rows)])
+
+
+def with_table(readme: str, table: str) -> str:
+    """A README with its table of models replaced."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return table if found[0].splitlines()[0] == table.splitlines()[0] else found[0]
+
+    return TABLE.sub(replaced, readme)
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    readme = ROOT / "README.md"
+    PAGE.write_text(page(), encoding="utf-8")
+    readme.write_text(with_table(readme.read_text(encoding="utf-8"), short_table(page())), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The root README's table of models and GPUs: recipes' numbers, and on how many the planner's forecast fits."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sharding.planner.model_config import find_config
+from sharding.planner.search import Cluster, forecast
+from tests.test_configs import H100, IMBALANCE, RECIPES, ROOT, config_of, gpus_of, published
+from training.rehearsal.cached import CachedMeasure
+from training.rehearsal.planning import setting_of
+
+METHODS: list[dict[str, Any]] = [{"adapter": "lora"}, {"adapter": "lora", "base_dtype": "nf4"}]
+"""Of the columns after the first, which is of the recipes."""
+ROW = re.compile(r"^\| \[`(\w+)`\]\([^)]*\) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
+TABLE = {name: tuple(map(int, gpus)) for name, *gpus in ROW.findall((ROOT / "README.md").read_text(encoding="utf-8"))}
+
+
+def test_every_recipe_has_a_row() -> None:
+    assert sorted(TABLE) == RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gpus_for_all_weights_are_the_recipes(name: str) -> None:
+    assert gpus_of(name) == TABLE[name][0]
+
+
+@pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_adapters_fit(name: str, column: int) -> None:
+    assert fits(name, TABLE[name][column], METHODS[column - 1])
+
+
+@pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
+def test_adapters_do_not_fit_on_half_as_many(column: int) -> None:
+    """Of one model: a forecast that took everything would pass the test before."""
+    assert not fits("glm_4_5_air", TABLE["glm_4_5_air"][column] // 2, METHODS[column - 1])
+
+
+def fits(name: str, gpus: int, method: dict[str, Any]) -> bool:
+    """Whether one sequence of the recipe's length per GPU does, with full checkpointing."""
+    config = replace(
+        config_of(name),
+        ep_size=min(8, gpus),
+        gradient_checkpointing="full",
+        keep_expert_products=0,
+        overlap_chunks=1,
+        per_device_train_batch_size=1,
+        optim="adamw_torch_fused",
+        **method,
+    )
+    file = find_config(str(published(name)))
+    measure = CachedMeasure(config, file.content, file.load, "cuda")
+    return forecast(measure, setting_of(config, gpus, imbalance=IMBALANCE), Cluster(H100, 8, H100.device.memory)).fits

@@ -1,0 +1,84 @@
+"""The table of models in `moe/MODELS.md`, and its short form in the root README, are what the code says."""
+
+import re
+
+import pytest
+import transformers
+
+from checkpoints.source import open_source
+from moe.__main__ import main
+from moe.exceptions import UNSUPPORTED
+from moe.families import causal_families
+from tests.families import test_packing, test_shared_rows
+from tests.families.models_page import (
+    PAGE,
+    introduction,
+    model_type_of,
+    reasons,
+    row_of,
+    rows_in,
+    short_table,
+)
+from tests.published.models import CONFIGS, MODELS
+from tests.test_readmes import ROOT
+from training.attention import kinds_not_by_mask
+from training.support import METHODS
+
+TEXT = PAGE.read_text(encoding="utf-8")
+ROWS = rows_in(TEXT)
+PACKING, CP = METHODS.index("packing"), METHODS.index("CP")
+
+
+@pytest.mark.parametrize("family", causal_families())
+def test_a_familys_row(family: str) -> None:
+    if family not in ROWS and written_for() != transformers.__version__:
+        pytest.skip(f"the page is of transformers {written_for()}, which has no {family}")
+    assert row_of(family) in TEXT
+
+
+def written_for() -> str:
+    (version,) = re.findall(r"of transformers ([\d.]+)\.", TEXT)
+    return str(version)
+
+
+def test_what_stands_around_the_table() -> None:
+    assert TEXT.startswith(introduction(written_for()))
+    assert TEXT.endswith(reasons())
+
+
+def test_the_root_readme_has_its_short_form() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert short_table(TEXT) in readme
+    supported = len(ROWS.keys() - UNSUPPORTED.keys())
+    assert f"{supported} of the {len(ROWS)} causal MoE families in transformers {written_for()} are supported" in readme
+    trained = TEXT.count(" | training |\n")
+    assert f"loss and gradients of {supported} families, and updated weights of {trained}, are" in readme
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a family by its default config, also one that makes no model, and of a directory."""
+    directory = str(CONFIGS / "granite-4.0-h-tiny")
+    assert main(["families", "--table", "mixtral", "qwen4_exp", directory]) == 0
+    _, _, mixtral, incomplete, granite = capsys.readouterr().out.splitlines()
+    assert mixtral == "| mixtral | yes | yes | yes | yes | yes |"
+    assert incomplete == "| qwen4_exp | ? | ? | ? | ? | ? |"
+    assert granite == f"| {directory} | yes | yes | no: linear attention | no: linear attention | yes |"
+    assert main(["families", "--table", "llama"]) == 2
+    assert capsys.readouterr().err.startswith("moe: error: llama: no such file or directory")
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_what_is_refused_is_what_the_tests_of_packing_and_cp_find(family: str) -> None:
+    cells = ROWS[family]
+    if family in UNSUPPORTED:
+        assert set(cells) == {"no"}
+        return
+    assert cells[PACKING].startswith("no") == (family in test_packing.REFUSED)
+    assert cells[CP].startswith("no") == (family in test_shared_rows.REFUSED)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_model_is_as_its_familys_row_says(name: str) -> None:
+    """Of a family with several kinds of layers a model might have some alone."""
+    refused = bool(kinds_not_by_mask(open_source(CONFIGS / name).config))
+    assert ROWS[model_type_of(name)][PACKING].startswith("no") == refused
