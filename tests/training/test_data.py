@@ -446,7 +446,7 @@ def test_reasoning(tmp_path: Path, tokenizer: Any, answer: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ({"content": "b", "loss_weight": 0.5}, "message 2: loss_weight is 0.5; true or false"),
+        ({"content": "b", "loss_weight": 0.5}, "message 2: loss_weight is 0.5; expected true or false"),
         ({"content": [{"type": "image_url", "value": "x"}]}, "part that is none of text, reasoning, tool_call"),
         ({"content": [{"type": "text", "value": 3}]}, "part that is none of text"),
         ({"content": [{"type": "tool_call", "value": "add(1)"}]}, "its tool_call is no JSON"),
@@ -1006,7 +1006,7 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
         (b'{"messages": [{"role": "user"}]}', r"message 1 has no content \(or value\); found: role"),
         (b'{"messages": [{"role": "user", "content": 3}]}', "message 1: content is 3, not text"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "a part that is none of text.*image"),
-        (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "weight is 0.5; true or false"),
+        (b'{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "weight is 0.5; expected true or false"),
         (b'{"messages": [{"role": "judge", "content": "a"}]}', "line 1: the chat template refuses .*not judge"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "no record has a trained token"),
         (b'{"instruction": "a", "output": "b", "history": [1]}', "history has 1 for a pair"),
@@ -1023,8 +1023,14 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
             "message 1: train_detail: parts of",
         ),
         (b'{"conversations": [{"from": "function_call", "value": "add(1)"}]}', "function_call is no JSON .*'add.1.'"),
-        (b'{"conversations": [{"from": "function_call", "value": "[]"}]}', "function_call has no call; an object"),
-        (b'{"conversations": [{"from": "function_call", "value": "[3]"}]}', "has the tool call 3; an object with name"),
+        (
+            b'{"conversations": [{"from": "function_call", "value": "[]"}]}',
+            "function_call has no call; expected an object",
+        ),
+        (
+            b'{"conversations": [{"from": "function_call", "value": "[3]"}]}',
+            "has the tool call 3; expected an object with name",
+        ),
         (b"[" * 100_000, "not valid JSON"),
         (b'[{"prompt": "a", "response": ', "the file is not valid JSON .*line 1 column 30"),
     ],
