@@ -1,5 +1,7 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`. Between two edits: `make check`, which is
-# lint, types and the tests that start no processes; and `make format`.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. `make test-rest` runs the tests that repeat
+# those of `make test` for more models and settings, `make test-all` both. Between two edits: `make check`, which is lint,
+# types and the tests that start no processes; and `make format`. `make test-floor` runs all under the lowest versions
+# supported, in an environment of its own (some 5 GB).
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,7 +14,7 @@ TORCH  ?= torch==2.13.0
 SOURCE         := $(abspath $(VENV)/megablocks)
 PIP_MEGABLOCKS := $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation
 
-.PHONY: install megablocks demo test check lint format clean
+.PHONY: install megablocks demo test test-rest test-all test-floor check lint format clean
 
 install: $(VENV)/.installed
 
@@ -46,10 +48,20 @@ demo: install
 
 # three at a time on two cores: one is with the tests that wait, for time limits and for ranks that are gone
 test: lint
-	$(RUN) $(PYTEST)
+	$(RUN) $(PYTEST) -m "not exhaustive"
+
+test-rest: install
+	$(RUN) $(PYTEST) -m exhaustive
+
+test-all: test test-rest
+
+# without the linters, which are the newest versions' alone
+test-floor:
+	PIP_CONSTRAINT=$(CURDIR)/tests/floor.txt $(MAKE) --no-print-directory VENV=.venv-floor TORCH=torch==2.11.0 install
+	$(RUN) .venv-floor/bin/python -m pytest --numprocesses 3 --dist worksteal
 
 check: lint
-	$(RUN) $(PYTEST) -m "not processes"
+	$(RUN) $(PYTEST) -m "not processes and not exhaustive"
 
 lint: install
 	$(BIN)/ruff check .

@@ -157,6 +157,7 @@ def planned_recipe(name: str, gpus: int) -> Plan:
     return plan
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_forecasts_that_the_comments_state(name: str) -> None:
     plan = planned_recipe(name, gpus_of(name))
@@ -174,6 +175,7 @@ def test_the_recipes_are_those_of_the_table() -> None:
     assert all(f"| `{file.name}` |" in README for file in CONFIGS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_the_table_states(name: str) -> None:
     """Parameters, the GPUs of 80 and of 192 GB on which it fits, ep size, optimizer, and whether rows are packed."""

@@ -9,6 +9,7 @@ from benchmarks.chaos import Run
 from benchmarks.network import can_make_networks
 
 
+@pytest.mark.exhaustive
 def test_short_form(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
     code = faults.main(["--short"], run_whole)
     printed = capfd.readouterr().out
@@ -18,6 +19,7 @@ def test_short_form(run_whole: Callable[[int, list[str]], Run], capfd: pytest.Ca
         assert (f"| {fault.what} | " in printed) == fault.in_short, name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not can_make_networks(), reason="needs root and network namespaces")
 def test_two_nodes(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
     """In network namespaces: the link between them is cut, which ends the run within its time limit, or slowed."""

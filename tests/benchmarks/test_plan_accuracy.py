@@ -1,8 +1,11 @@
 """The planner held against real runs, as its benchmark does it."""
 
+import pytest
+
 from benchmarks.plan_accuracy import MOST_ERROR, cases, error, run
 
 
+@pytest.mark.exhaustive
 def test_memory_and_bytes_of_a_real_run() -> None:
     named = "narrow, ep 2, selective, 2 x 512"
     ((number, case),) = ((number, case) for number, case in enumerate(cases()) if str(case) == named)

@@ -46,6 +46,7 @@ def shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("original", [True, False], ids=["per-expert", "fused"])

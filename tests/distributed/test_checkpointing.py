@@ -83,6 +83,7 @@ class Measured:
     grads: dict[str, Tensor]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("jitter", [0.0, 0.2])
 def test_what_is_repeated_and_held(ranks: RankPool, tmp_path: Path, jitter: float) -> None:
     save_model(tmp_path, num_hidden_layers=LAYERS, router_jitter_noise=jitter)

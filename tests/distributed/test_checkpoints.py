@@ -40,6 +40,7 @@ def round_trip(source: Path, out: Path, topology: Topology, max_shard_size: int 
     export_model(model, checkpoint, topology, out, max_shard_size)
 
 
+@pytest.mark.quick(8)
 # of dtype, names and size of files each two together on every arrangement, though not all three
 @pytest.mark.parametrize(
     ("original", "dtype", "max_shard_size"),

@@ -86,6 +86,7 @@ def _reference_grads(model: Any, case: Case) -> dict[str, torch.Tensor]:
     return in_our_layout(model, "grad")
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     "lengths", [[9], [2], [1], [2, 11], [1, 1, 30]], ids=["one row", "one target", "no target", "two rows", "uneven"]
 )
@@ -102,6 +103,7 @@ def test_fewer_rows_than_ranks(ranks: RankPool, models: Any, world_size: int, ep
 TIED = {"num_key_value_heads": 1, "tie_word_embeddings": True}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("topology", "changes"),
     [
@@ -129,6 +131,7 @@ def test_other_shapes(ranks: RankPool, models: Any, topology: Topology, changes:
 NOISY = {"router_jitter_noise": 0.2, "attention_dropout": 0.1}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "changes", "dtype"),
     [

@@ -116,6 +116,7 @@ FOUND = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("what", "world_size", "rank", "more"),
     [

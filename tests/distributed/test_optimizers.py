@@ -22,6 +22,7 @@ OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
 TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("num_experts", "world_size", "ep_size", "dense_shard"),
     [
@@ -51,6 +52,7 @@ def test_muon_is_torchs_on_every_experts_matrices(
     assert_same(found, reference(case), case)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16"])
 def test_low_bit_state_does_not_depend_on_the_arrangement(ranks: RankPool, tmp_path: Path, optim: str) -> None:
     """But for a value here and there that fp32 noise takes to the other side of a rounding."""
@@ -81,6 +83,7 @@ def decay_by_name(path: Path, optim: str) -> dict[str, float]:
     return {name: decays.pop(p) for name, p in model.named_parameters()}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16", "muon"])
 def test_resume(ranks: RankPool, tiny_data: Path, tmp_path: Path, optim: str) -> None:
     """From step 2 of 3: bit for bit on the same ranks, and on others as close as arrangements are."""

@@ -42,6 +42,7 @@ def case_of(kind: str, **settings: Any) -> Case:
     return replace(case, gradient_checkpointing=mode, settings={"ep_size": 2, **case.settings, **settings})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_stay(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """Of losses, gradients and routing, on two and on three of a rank's experts a part, with an FSDP unit of experts

@@ -66,6 +66,7 @@ def is_in(event: dict[str, Any], others: list[dict[str, Any]]) -> bool:
     return any(o["ts"] <= event["ts"] and event["ts"] + event["dur"] <= o["ts"] + o["dur"] for o in others)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [

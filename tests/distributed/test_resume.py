@@ -76,6 +76,7 @@ def finished(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path_factor
     return out
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "dense_shard"),
     [(4, 2, "full"), (4, 4, "full"), (4, 1, "full"), (1, 1, "full"), (2, 2, "full"), (4, 2, "hybrid")],
@@ -218,6 +219,7 @@ def test_export_gives_the_sharded_models_logits(
         assert relative_error(found[is_token], expected[is_token]) < 1e-5
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_found_by_file_and_an_older_one_taken(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path, damage: str
@@ -314,6 +316,7 @@ def run_main_and_signal(argv: list[str], metrics: Path, number: int) -> tuple[in
     return run_main(argv)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_preemption(
     ranks: RankPool, finished: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path, number: signal.Signals
@@ -394,6 +397,7 @@ def small_disk(finished: Path, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("background", ["--async-save", "--no-async-save"])
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
 def test_full_disk(

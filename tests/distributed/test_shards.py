@@ -80,6 +80,7 @@ def spoilt_by(damage: str, names: list[str]) -> list[str]:
     return names if damage == "byte in the middle" else names[list(DAMAGES).index(damage) % 3 :: 3]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("topology", "damage"),
     [

@@ -56,6 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("topology", "name"),
     [
@@ -69,6 +70,7 @@ def test_equals_one_process(ranks: RankPool, model: Path, topology: Topology, na
     assert_same(found, expected(name), CASES[name])
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_shared_rows(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Packed, evaluated, asked, saved; and resumed by ranks that share no rows, or share them among more."""
     common = (
@@ -97,6 +99,7 @@ def test_a_run_of_shared_rows(ranks: RankPool, tiny_model: Path, tiny_data: Path
     assert_equal_weights(read(tmp_path / "shared" / "hf"), read(tmp_path / "whole" / "hf"))
 
 
+@pytest.mark.exhaustive
 def test_elastic(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Three ranks in place of four share no row by fours, nor by twos: each reads rows of its own."""
     common = (

@@ -61,6 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_same_weights_of_any_shape(ranks: RankPool, tiny_data: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     save_model(tmp_path / "model", **changes)
@@ -172,6 +173,7 @@ def test_all_modes_at_once(ranks: RankPool, tiny_model: Path, tiny_data: Path, t
         assert max(relative_error(found[name], plain[name]) for name in plain) < 2e-2, products
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["same", "fp8"])
 def test_working_weights_that_are_kept(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, precision: str

@@ -83,6 +83,7 @@ def _our_logits(model: Path, adapter: Path, topology: Topology, case: Case) -> T
     return logits
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "form"), [*((name, "per-expert") for name in PER_EXPERT), *((name, "packed") for name in MODELS)]
 )
@@ -150,6 +151,7 @@ def logits_of_class(model: Any) -> Tensor:
     return logits
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 @pytest.mark.parametrize("name", WHOLE)
 def test_peft_loads_it_onto_the_named_class(
@@ -180,6 +182,7 @@ def test_peft_loads_it_onto_the_named_class(
     assert relative_error(logits_of_class(whole_model(tmp_path / "merged")), want) < 1e-5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", PER_EXPERT)
 def test_merged_bits(
     ranks: RankPool,
@@ -229,6 +232,7 @@ def differing(base: dict[str, Tensor], merged: dict[str, Tensor], adapter: dict[
     return wrong
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_goes_on_from_what_peft_made(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, name: str

@@ -43,6 +43,7 @@ def trained(*arguments: Any) -> dict[str, torch.Tensor]:
     return adapter
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_resumed_runs_end_alike(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, family: str
@@ -100,6 +101,7 @@ def test_what_does_not_belong_together_is_refused(
     )[0][1]  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "flags",
     [

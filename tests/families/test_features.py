@@ -27,11 +27,10 @@ from tests.distributed.test_replicas import find
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights, run_main
 from tests.families.configs import TEXT_IDS
 from tests.families.test_packing import REFUSED
-from tests.families.test_parity import FAMILIES as OTHERS
+from tests.tiers import REPRESENTATIVES, diagonal
 from tests.tiny import relative_error, save_tokenizer
 from training.optimizer import muon_parts
 
-FAMILIES = ["mixtral", *OTHERS]
 PAIR = Topology(2, 2)
 SAMPLES = random_samples([5 + (5 * i) % 9 for i in range(8)], vocabulary=TEXT_IDS)
 TOLERANCE = 1e-5
@@ -216,8 +215,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return saved
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("feature", "family"), diagonal(FEATURES, REPRESENTATIVES))
 def test_feature(
     ranks: RankPool, models: Callable[[str], Path], tiny_data: Path, tmp_path: Path, feature: str, family: str
 ) -> None:
@@ -252,7 +250,7 @@ MATRICES = {
 """Of each family, what Muon takes beside the experts: no router, gate of a single row, convolution, sink or bias."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_which_matrices_are_muons(family: str) -> None:
     model = on_meta(family)
     dense, experts = muon_parts(model)

@@ -96,6 +96,7 @@ def test_choices(ranks: RankPool, tmp_path: Path, family: str, how: str) -> None
     assert max(different) <= NOISE, different
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("family", ["deepseek_v4", "ernie4_5_moe", "hy_v4"])
 def test_two_ranks_as_one(ranks: RankPool, tmp_path: Path, family: str, how: str) -> None:

@@ -27,13 +27,14 @@ from tests.distributed.reference import (
 )
 from tests.distributed.test_packing import CAPACITY
 from tests.families.configs import TEXT_IDS, tiny_config, tiny_model
+from tests.tiers import REPRESENTATIVES, diagonal
 from tests.tiny import relative_error
 from training.attention import choose_attention
 from training.balance import LossWeights
 from training.data import Sample, collate, pack
 from training.step import compute_gradients
 
-FAMILIES = ["qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"]
+FAMILIES = REPRESENTATIVES[1:]
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 5e-5
 """AdamW's first steps follow the signs of gradients, also of single numbers that cancel but for noise."""
@@ -74,8 +75,7 @@ def expected(family: str, name: str) -> Figures:
     return reference(case_of(family, name), seed=1)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), diagonal(FAMILIES, CASES))
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights."""
     if name == "shared rows" and "linear_attention" in (getattr(tiny_config(family), "layer_types", None) or ()):

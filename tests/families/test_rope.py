@@ -62,6 +62,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_transformers_beyond_the_old_positions(ranks: RankPool, tmp_path: Path, case: str) -> None:
     family, text, parameters, positions = CASES[case]
@@ -189,6 +190,7 @@ def first_lines(argv: list[str]) -> str:
     return " ".join(said.getvalue().split())
 
 
+@pytest.mark.exhaustive
 def test_the_first_lines_tell(ranks: RankPool, model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "say", "response": "x" * 60}))

@@ -66,6 +66,7 @@ FROZEN: dict[str, tuple[Topology, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [name for name in FROZEN if name != "for Muon"])
 def test_frozen_parts_equal_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """Losses, gradient norms and weights; what is frozen has neither gradient nor optimizer state, and stays."""
@@ -104,6 +105,7 @@ STEPS, RATE = 6, 0.001
 BIAS = "e_score_correction_bias"
 
 
+@pytest.mark.exhaustive
 def test_bias_moves_alike_on_any_ranks(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     """After 6 steps every bit is the same: at (1,1), (4,2), (4,4), in one forward a step or several, with layers
     computed again in backward, and in a run that was resumed. It is exported in fp32 from a model in bf16."""

@@ -257,6 +257,7 @@ def chat_templates(watch: Watch, _: int, tokenizer_directory: Path) -> None:
         watch.refuse(f"{name!r:.50}", functools.partial(set_chat_template, tokenizer, name), "--chat-template")
 
 
+@pytest.mark.exhaustive
 def test_data_files(campaign: Callable[..., None], tokenizer_directory: Path) -> None:
     campaign(data_files, tokenizer_directory)
 
@@ -269,5 +270,6 @@ def test_tokenizer_files(campaign: Callable[..., None], tokenizer_directory: Pat
     campaign(tokenizer_files, tokenizer_directory)
 
 
+@pytest.mark.exhaustive
 def test_chat_templates(campaign: Callable[..., None], tokenizer_directory: Path) -> None:
     campaign(chat_templates, tokenizer_directory)

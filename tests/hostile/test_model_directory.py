@@ -139,10 +139,12 @@ def config_files(watch: Watch, num_cases: int, small: Path) -> None:
     fuzz(num_cases, changed_document(original), lambda document: attempt(f"{document!r:.2000}", dumped(document)))
 
 
+@pytest.mark.exhaustive
 def test_safetensors_files(campaign: Callable[..., None], small: Path) -> None:
     campaign(safetensors_files, small)
 
 
+@pytest.mark.exhaustive
 def test_index_files(campaign: Callable[..., None], in_parts: Path) -> None:
     campaign(index_files, in_parts)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import strategies as st
 
@@ -163,5 +164,6 @@ def test_model_names(campaign: Callable[..., None]) -> None:
     campaign(model_names)
 
 
+@pytest.mark.exhaustive
 def test_plans(campaign: Callable[..., None], small: Path) -> None:
     campaign(plans, small)

@@ -178,6 +178,7 @@ def _reseal(path: Path, name: str) -> None:
     (path / MARKER).write_bytes(dumped(seal(marker)))
 
 
+@pytest.mark.exhaustive
 def test_manifests(campaign: Callable[..., None], shards: Path) -> None:
     campaign(manifests, shards)
 
@@ -186,6 +187,7 @@ def test_markers(campaign: Callable[..., None], saved: Path) -> None:
     campaign(markers, saved)
 
 
+@pytest.mark.exhaustive
 def test_damaged_shards(campaign: Callable[..., None], shards: Path) -> None:
     campaign(damaged_shards, shards)
 
@@ -194,5 +196,6 @@ def test_damaged_states(campaign: Callable[..., None], saved: Path) -> None:
     campaign(damaged_states, saved)
 
 
+@pytest.mark.exhaustive
 def test_forged_states(campaign: Callable[..., None], saved: Path) -> None:
     campaign(forged_states, saved)

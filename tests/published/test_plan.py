@@ -58,6 +58,7 @@ def plans_of(capsys: pytest.CaptureFixture[str], name: str, *flags: str) -> tupl
     return code, json.loads(plans), said
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, plans, said = plans_of(capsys, name)
@@ -74,6 +75,7 @@ def test_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert plan["fits"] == (plan["memory"]["total"] <= 80 * 2**30)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", REHEARSED)
 def test_a_rehearsal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It needs as much as is planned."""

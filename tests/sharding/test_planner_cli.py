@@ -56,6 +56,7 @@ def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixt
     assert 16 % config.ep_size == 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("gpus", "fits"), [(8, False), (16, True), (64, True)])
 def test_16_bytes_a_parameter_need_more_than_8_gpus(
     config_file: Path, capsys: pytest.CaptureFixture[str], gpus: int, fits: bool
@@ -88,6 +89,7 @@ def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert ElementTree.fromstring(drawing.read_text()).tag.endswith("svg")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("flags", "rate", "precision", "command"),
     [
@@ -147,6 +149,7 @@ def test_plan_with_flags_of_a_run(config_file: Path, shallow: Path, capsys: pyte
         assert (kept[setting]["memory"]["total"] > plan["memory"]["total"]) == (setting[2] == "selective")
 
 
+@pytest.mark.exhaustive
 def test_plan_with_shared_rows_and_inputs_in_host_memory(
     config_file: Path, shallow: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,6 +216,7 @@ def test_a_directory_without_config(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_other_families(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
     tiny_config(family).save_pretrained(tmp_path)
@@ -266,6 +270,7 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, arguments: list[s
     return terminal.lines
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 @pytest.mark.parametrize("flags", [["--gpus", "16"], ["--gpus", "16", "--top", "40"], ["--sweep"]], ids=" ".join)
 def test_plan_fits_the_terminal(
@@ -386,6 +391,7 @@ def test_a_model_that_fails_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*plan, "--fp32"]) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_asks_how_many_tokens_a_mask_shows(tmp_path: Path) -> None:
     """All of them, for the forecast: the most that it could be."""
     tiny_config("qwen4_exp").save_pretrained(tmp_path)

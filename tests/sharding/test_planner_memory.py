@@ -44,6 +44,7 @@ def measure_lasting(world_size: int, flags: dict[str, Any], sizes: dict[str, Any
     )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("world_size", "flags", "sizes"),
     [
@@ -110,6 +111,7 @@ def plain_model(flags: dict[str, Any]) -> Any:
     return model.train()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_activations(mode: str) -> None:
     """What is allocated once forward is done: what layers keep, and what is around them."""

@@ -28,6 +28,7 @@ def count(world_size: int, flags: dict[str, Any], sizes: dict[str, Any]) -> dict
     return dict(counted.sent)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("world_size", "flags", "sizes"),
     [

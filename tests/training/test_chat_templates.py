@@ -520,6 +520,7 @@ def spans_or_refusal(tokenizer: Any, row: dict[str, Any], train_on: str) -> Any:
         return None
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
 def test_few_renderings_find_what_many_do(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans that are taken over from messages of the same kind are those that each message shows by itself."""

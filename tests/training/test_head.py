@@ -170,6 +170,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["chunked", "full"])
 @pytest.mark.parametrize("which", MODELS)
 def test_head_in_a_model(kind: str, which: str) -> None:
@@ -228,6 +229,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["chunked", "full"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_on_ranks(ranks: RankPool, model: Path, kind: str, checkpointing: Checkpointing) -> None:

@@ -68,6 +68,7 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     family, world_size, flags = SETTINGS[name]
@@ -79,6 +80,7 @@ def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     assert rehearsed.memory.state - steps <= state <= rehearsed.memory.state
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
@@ -106,6 +108,7 @@ def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -
     assert time.host == pytest.approx(account.host, rel=0.12)
 
 
+@pytest.mark.exhaustive
 def test_a_deep_stack_is_a_shallow_one_repeated() -> None:
     rehearsed, run = both(tiny_mixtral(num_hidden_layers=12), 16, ep_size=8, gradient_checkpointing="selective")
     assert len(run.measured.kinds) == 1
@@ -178,6 +181,7 @@ class _Noting(TrainConfig):
 NOTED: set[str] = set()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["not checkpointed", "hybrid", "LoRA beside nf4", "shared rows", "frozen"])
 def test_flags_that_are_read_are_part_of_a_files_name(name: str) -> None:
     family, world_size, changes = SETTINGS[name]

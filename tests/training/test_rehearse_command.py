@@ -81,6 +81,7 @@ def test_a_card_that_is_too_small(model: str, capsys: pytest.CaptureFixture[str]
     assert "does not fit: " in told(model, capsys, "--gpu-memory", "512MiB", code=1)
 
 
+@pytest.mark.exhaustive
 def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, last, loaded = accounts(model, capsys, "--ranks", "all", "--imbalance", "2")
     assert [account["rank"] for account in (first, last, loaded)] == [0, 15, 1]
@@ -118,6 +119,7 @@ def test_shares_of_recorded_and_of_skewed_routing(tmp_path: Path) -> None:
     assert skewed(1, 4, 2) == ()
 
 
+@pytest.mark.exhaustive
 def test_packed_rows_cost_fewer_pairs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flops = {
         samples: {
@@ -138,6 +140,7 @@ def test_offload_leaves_what_lasts_in_host_memory(model: str, capsys: pytest.Cap
     assert fit["tensors"] == account["memory"]["peak"] - fit["host"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_inputs_of_layers_in_host_memory(model: str, capsys: pytest.CaptureFixture[str], mode: str) -> None:
     flags = ["--gradient-checkpointing", mode, "--max-seq-length", "2048"]
