@@ -100,6 +100,7 @@ def test_every_key_is_known(name: str) -> None:
     assert config_of(name).ep_size in (4, 8)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "gpus", "said"),
     [
@@ -157,7 +158,7 @@ def planned_recipe(name: str, gpus: int) -> Plan:
     return plan
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_forecasts_that_the_comments_state(name: str) -> None:
     plan = planned_recipe(name, gpus_of(name))
@@ -250,6 +251,7 @@ if [ "$1" = show ]; then echo localhost; fi
 """
 
 
+@pytest.mark.exhaustive
 def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
     """With stand-ins for srun and scontrol: it trains, and a run that ends with 75 is put into the queue again."""
     (tmp_path / "bin").mkdir()

@@ -29,14 +29,14 @@ def test_gpus_for_all_weights_are_the_recipes(name: str) -> None:
     assert gpus_of(name) == TABLE[name][0]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_adapters_fit(name: str, column: int) -> None:
     assert fits(name, TABLE[name][column], METHODS[column - 1])
 
 
-@pytest.mark.quick(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
 def test_adapters_do_not_fit_on_half_as_many(column: int) -> None:
     """Of one model: a forecast that took everything would pass the test before."""

@@ -29,6 +29,7 @@ ROWS = rows_in(TEXT)
 PACKING, CP = METHODS.index("packing"), METHODS.index("CP")
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("family", causal_families())
 def test_a_familys_row(family: str) -> None:
     if family not in ROWS and written_for() != transformers.__version__:

@@ -137,6 +137,7 @@ def test_layers_beyond_the_last_from_shards(
     assert_same_bits(read(out / "hf"), beyond)
 
 
+@pytest.mark.exhaustive
 def test_an_adapter_merged(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     untrained = save_multimodal(model)

@@ -22,6 +22,7 @@ def common(tiny_model: Path, tiny_data: Path) -> list[object]:
     ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_goes_on_with_fewer_and_more_ranks(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
     """4 ranks, then 3, then 8. Neither 3 nor 8 share out 8 rows in forwards of 2 rows without a rest, and 3 divides no
     number of experts."""

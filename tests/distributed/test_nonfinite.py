@@ -116,7 +116,7 @@ FOUND = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("what", "world_size", "rank", "more"),
     [
@@ -210,6 +210,7 @@ def test_a_norm_that_overflows_is_no_tensors_fault(
     assert "every tensor is finite" in results[0][1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_detecting_changes_nothing(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, mode: str

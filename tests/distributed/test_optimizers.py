@@ -83,7 +83,7 @@ def decay_by_name(path: Path, optim: str) -> dict[str, float]:
     return {name: decays.pop(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16", "muon"])
 def test_resume(ranks: RankPool, tiny_data: Path, tmp_path: Path, optim: str) -> None:
     """From step 2 of 3: bit for bit on the same ranks, and on others as close as arrangements are."""

@@ -66,7 +66,7 @@ def is_in(event: dict[str, Any], others: list[dict[str, Any]]) -> bool:
     return any(o["ts"] <= event["ts"] and event["ts"] + event["dur"] <= o["ts"] + o["dur"] for o in others)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
@@ -145,6 +145,7 @@ def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data
     assert shown[0]["parts"] == profile_of(tmp_path, "rank-0.steps-2-3")["parts"]
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_passes_over_what_is_behind_it(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_resumed_run_passes_over_what_is_behind_it(
     assert names_in(tmp_path) == files_of("rank-0.step-4")
 
 
+@pytest.mark.exhaustive
 def test_what_comes_between_two_steps_is_not_profiled(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def test_resume_on_any_ranks(
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("background", ["--async-save", "--no-async-save"])
 def test_same_ranks_same_bits_with_noise_and_accumulation(
     ranks: RankPool, tiny_data: Path, tmp_path: Path, background: str
@@ -125,6 +126,7 @@ def test_same_ranks_same_bits_with_noise_and_accumulation(
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.mark.exhaustive
 def test_what_a_save_leaves_and_keeps(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Two of six are kept, nothing temporary stays, and the newest is the run's result."""
     out = tmp_path / "run"
@@ -167,6 +169,7 @@ def run_with_late_copies(argv: list[str]) -> None:
         assert run_main(argv)[0] == 0
 
 
+@pytest.mark.exhaustive
 def test_nothing_changes_before_it_is_copied(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -219,7 +222,7 @@ def test_export_gives_the_sharded_models_logits(
         assert relative_error(found[is_token], expected[is_token]) < 1e-5
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_found_by_file_and_an_older_one_taken(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path, damage: str
@@ -254,6 +257,7 @@ def test_nothing_to_resume_starts_afresh(ranks: RankPool, tiny_model: Path, tiny
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -316,7 +320,7 @@ def run_main_and_signal(argv: list[str], metrics: Path, number: int) -> tuple[in
     return run_main(argv)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_preemption(
     ranks: RankPool, finished: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path, number: signal.Signals
@@ -397,7 +401,7 @@ def small_disk(finished: Path, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("background", ["--async-save", "--no-async-save"])
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
 def test_full_disk(

@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_same_weights_of_any_shape(ranks: RankPool, tiny_data: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     save_model(tmp_path / "model", **changes)
@@ -77,6 +77,7 @@ def test_same_weights_of_any_shape(ranks: RankPool, tiny_data: Path, tmp_path: P
     assert any(relative_error(found[0][name], before[name]) > 1e-3 for name in before), "nothing was trained"
 
 
+@pytest.mark.exhaustive
 def test_same_weights_however_a_batch_is_divided(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -412,6 +413,7 @@ def test_results_are_not_overwritten(ranks: RankPool, tiny_model: Path, tiny_dat
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.exhaustive
 def test_bad_input_under_torchrun_does_not_hang(tiny_data: Path, tmp_path: Path) -> None:
     """An error met after the process group has formed: the launcher ends, with a code other than 0."""
     save_model(tmp_path)

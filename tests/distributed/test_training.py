@@ -45,7 +45,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["--packing", "--group-by-length"])
 def test_rows_of_any_kind_at_any_arrangement(
     ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path, how: str
@@ -148,6 +148,7 @@ def test_resumed_evaluations_go_on_counting(ranks: RankPool, tiny_model: Path, c
     assert (tmp_path / "parts/checkpoints/best").resolve().name == (tmp_path / "whole/checkpoints/best").resolve().name
 
 
+@pytest.mark.exhaustive
 def test_best_checkpoint_after_going_back(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """Resumed from before the best step, at a rate that spoils the model: that step is made again, with other weights,
     and what counts as best is what was best at the point of resumption. In another directory it is found, too."""
@@ -185,6 +186,7 @@ def test_threshold_stops_but_does_not_choose(ranks: RankPool, tiny_model: Path, 
     assert sum(line["steps"] for line in lines(tmp_path, "loss")) == 4, "every step is in a logged interval"
 
 
+@pytest.mark.exhaustive
 def test_resumed_run_logs_the_same_intervals(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     common = ["--model", tiny_model, "--dataset", chats, "--logging-steps", 4, "--save-steps", 3, "--output-dir"]
     assert start(ranks, 2, *common, tmp_path / "whole", "--max-steps", 6)[0][0] == 0
@@ -252,6 +254,7 @@ def test_answers_while_training(ranks: RankPool, tiny_model: Path, chats: Path, 
         assert one["text"] == tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.exhaustive
 def test_report_and_trackers(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

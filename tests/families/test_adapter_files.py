@@ -83,7 +83,7 @@ def _our_logits(model: Path, adapter: Path, topology: Topology, case: Case) -> T
     return logits
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "form"), [*((name, "per-expert") for name in PER_EXPERT), *((name, "packed") for name in MODELS)]
 )
@@ -151,7 +151,7 @@ def logits_of_class(model: Any) -> Tensor:
     return logits
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 @pytest.mark.parametrize("name", WHOLE)
 def test_peft_loads_it_onto_the_named_class(

@@ -101,6 +101,7 @@ def _compare(found: dict[str, Tensor], want: dict[str, Tensor], floor: float, to
     assert not wrong, wrong
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """The same loss and gradients, whether samples have a row each or share one."""

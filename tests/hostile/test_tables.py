@@ -183,6 +183,7 @@ def test_manifests(campaign: Callable[..., None], shards: Path) -> None:
     campaign(manifests, shards)
 
 
+@pytest.mark.exhaustive
 def test_markers(campaign: Callable[..., None], saved: Path) -> None:
     campaign(markers, saved)
 

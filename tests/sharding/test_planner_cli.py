@@ -131,6 +131,7 @@ def plans(shallow: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dic
     return {(p["ep"], p["dense_shard"], p["gradient_checkpointing"]): p for p in found}
 
 
+@pytest.mark.exhaustive
 def test_plan_with_flags_of_a_run(config_file: Path, shallow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows travel in parts where they travel, and products are kept where checkpointing is selective; what is
     recommended says all of it."""

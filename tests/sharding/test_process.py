@@ -45,6 +45,7 @@ print(mallinfo2().hblks - before)
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
 @pytest.mark.parametrize(("how", "own_pages"), [("settled", 1), ("as it is", 0)])
 def test_large_tensors_get_pages_of_their_own(how: str, own_pages: int) -> None:

@@ -26,7 +26,7 @@ def rows_over_mean(name: str) -> float:
     return setting.rows_received(shape.num_experts, shape.top_k) / (setting.tokens * shape.top_k)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     config, model, gpus = config_of(name), model_of(name), gpus_of(name)
