@@ -88,6 +88,11 @@ class PlainHelp(argparse.RawDescriptionHelpFormatter):
         return f"{text} (default: {default})".replace("%", "%%")
 
 
+def flag_of(name: str) -> str:
+    """The flag of a setting, such as "--ep-size" of ep_size."""
+    return "--" + name.replace("_", "-")
+
+
 def _with_dashes(word: str) -> str:
     """A word of a command line, in which a flag has dashes for underscores."""
     flag, equals, value = word.partition("=")

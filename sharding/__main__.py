@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from moe.sizes import parse_size
 from moe.terminal import ends_with_reader, folded, terminal_width
 from moe.whole import whole
 from sharding.planner.columns import Column, open_console, print_table
-from sharding.planner.hardware import DEVICES, LINKS, load_measured, preset, products_in, save_measured
+from sharding.planner.hardware import products_in, save_measured
+from sharding.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
 from sharding.planner.mesh_picture import picture, ranks_of
 from sharding.planner.model_config import find_config
 from sharding.planner.plot import draw
@@ -56,13 +56,7 @@ def build_parser() -> Parser:
         epilog="All other options are train_ep.py's: --adapter lora --base-dtype nf4, or\n--freeze experts.",
     )
     plan.add_argument("--model", required=True, metavar="DIR", help="directory, config.json, or hub id")
-    plan.add_argument("--gpus", type=int, default=8, help="number of GPUs")
-    plan.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")
-    plan.add_argument("--gpu", default="H100", metavar="NAME", help=", ".join(DEVICES))
-    plan.add_argument(
-        "--gpu-memory", default="", metavar="SIZE", help="memory per GPU, as 80GiB (default: the GPU's own)"
-    )
-    plan.add_argument("--network", default="infiniband-ndr", metavar="NAME", help=f"between nodes: {', '.join(LINKS)}")
+    add_hardware_flags(plan)
     plan.add_argument("--seq-length", type=int, default=4096, help="tokens per sequence")
     plan.add_argument(
         "--micro-batch", type=int, help="sequences per micro-batch, per rank (default: tries 1 to 16; with --sweep 1)"
@@ -87,12 +81,6 @@ def build_parser() -> Parser:
         "--offload-activations", action="store_true", help="with checkpointing: layers' inputs in host memory"
     )
     plan.add_argument("--imbalance", type=float, default=1.2, help="load of the busiest expert over the mean")
-    plan.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="use the rates that `mesh --check --json FILE` measured, not --gpu's",
-    )
     plan.add_argument("--top", type=int, default=12, help="lines of the table")
     plan.add_argument("--json", action="store_true", help="print JSON instead of the table")
     plan.add_argument("--sweep", action="store_true", help="8 to 4,096 GPUs, with and without EP, instead of --gpus")
@@ -150,18 +138,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    _check_positive(arguments, "gpus", "gpus_per_node", "seq_length", "gradient_accumulation_steps", "top")
-    _check_positive(arguments, "overlap_chunks")
+    check_positive(arguments, "gpus", "gpus_per_node", "seq_length", "gradient_accumulation_steps", "top")
+    check_positive(arguments, "overlap_chunks")
     if arguments.micro_batch is not None:
-        _check_positive(arguments, "micro_batch")
+        check_positive(arguments, "micro_batch")
     if arguments.imbalance < 1:
         raise ExpertMeshError(f"--imbalance {arguments.imbalance:g}: the busiest expert has at least the mean, 1")
     if arguments.tf32 and not arguments.fp32:
         raise ExpertMeshError("--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --fp32")
-    hardware = preset(arguments.gpu, arguments.network)
-    if arguments.calibrate is not None:
-        measured = load_measured(arguments.calibrate)
-        hardware = replace(measured, name=f"rates of {arguments.calibrate}")
+    hardware = chosen_hardware(arguments)
     memory = hardware.device.memory
     if arguments.gpu_memory:
         memory = parse_size("--gpu-memory", arguments.gpu_memory)
@@ -240,12 +225,6 @@ def _rehearse(argv: Sequence[str]) -> int:
     from training.rehearsal.command import main as rehearse
 
     return rehearse(argv)
-
-
-def _check_positive(arguments: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        if getattr(arguments, name) < 1:
-            raise ExpertMeshError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be 1 or more")
 
 
 def _sweep(

@@ -54,13 +54,18 @@ def flags(text: str) -> list[str]:
 
 @cache
 def options_of(module: str) -> set[str]:
-    """The flags of `python -m module`, by the `add_argument` calls in its source: most parsers live inside a `main`."""
+    """The flags of `python -m module`, by the `add_argument` calls in its source and in that of the modules whose
+    `add_..._flags` it imports: most parsers live inside a `main`."""
     file = ROOT / module.replace(".", "/")
     source = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
-    calls = [node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    tree = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
+    calls = [node for node in tree if isinstance(node, ast.Call)]
     added = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
     texts = [a.value for call in added for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-    return {text for text in texts if text.startswith("--")} | {"--help"}
+    imports = [node for node in tree if isinstance(node, ast.ImportFrom) and node.module is not None]
+    shared = [i.module for i in imports if i.module and any(re.fullmatch(r"add_\w+_flags", a.name) for a in i.names)]
+    own = {text for text in texts if text.startswith("--")} | {"--help"}
+    return own.union(*(options_of(imported) for imported in shared))
 
 
 def training_options() -> set[str]:

@@ -4,7 +4,6 @@ Flags and software are compared before ranks join a process group, the model's f
 data before weights are loaded. One rank of each node reads its node's files.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import fields
@@ -13,16 +12,17 @@ from pathlib import Path
 
 from checkpoints import ModelSource, explain_model, file_facts, model_facts, recorded_facts, recorded_settings
 from moe import ExpertMeshError
+from moe.parser import flag_of
 from sharding import Ranks, check_alike, device_type, differences, raise_together, read_environment
 from training.config import TrainConfig
 from training.data import explain_samples, samples_facts
 from training.inputs import Inputs, Prompts
+from training.sources import sources_digest
 
 Facts = dict[str, dict[str, str]]
 """Of "model", "data" and, where there are any, "evaluation data", each by name."""
 
 _PACKAGES = ("torch", "transformers")
-_ROOT = Path(__file__).parents[1]
 
 
 def start_facts(config: TrainConfig) -> dict[str, str]:
@@ -32,23 +32,15 @@ def start_facts(config: TrainConfig) -> dict[str, str]:
         value = getattr(config, setting.name)
         scope = setting.metadata.get("scope")
         if scope is None or value == "auto":
-            facts[f"--{setting.name.replace('_', '-')}"] = json.dumps(value)
+            facts[flag_of(setting.name)] = json.dumps(value)
         elif scope == "input":  # the place may be another, what is there is compared later
-            facts[f"--{setting.name.replace('_', '-')}"] = "given" if value else "not given"
+            facts[flag_of(setting.name)] = "given" if value else "not given"
     facts["device"] = device_type(config.use_cpu)
     return {**facts, **{name: version(name) for name in _PACKAGES}, "expertmesh's code": _CODE}
 
 
-def _own_code() -> str:
-    digest = hashlib.sha256()
-    for folder in ("moe", "sharding", "checkpoints", "training"):
-        for file in sorted((_ROOT / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 # as close to what this process has imported as can be had
-_CODE = _own_code()
+_CODE = sources_digest(("moe", "sharding", "checkpoints", "training"))[:16]
 
 
 def compare_models(config: TrainConfig, source: ModelSource, ranks: Ranks) -> dict[str, str]:

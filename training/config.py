@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from moe import KERNEL_NAMES, ExpertMeshError, Precision, RopeScaling, check_kernel_name, read_rope_scaling
+from moe.parser import flag_of
 from moe.sizes import parse_size
 from moe.whole import whole
 from sharding import Checkpointing, DenseShard, Strategy
@@ -438,12 +439,12 @@ class TrainConfig:
         for name, low in _AT_LEAST.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:  # not true of NaN
-                raise ExpertMeshError(f"{_as_flag(name)} {value}: must be {low} or more")
+                raise ExpertMeshError(f"{flag_of(name)} {value}: must be {low} or more")
             if isinstance(value, int) and value >= 2**63:
-                raise ExpertMeshError(f"{_as_flag(name)} {value}: must be below 2^63")
+                raise ExpertMeshError(f"{flag_of(name)} {value}: must be below 2^63")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ExpertMeshError(f"{_as_flag(name)} {getattr(self, name)}: must be in [0, 1)")
+                raise ExpertMeshError(f"{flag_of(name)} {getattr(self, name)}: must be in [0, 1)")
         if self.lr_scheduler_type not in SCHEDULES:
             raise ExpertMeshError(
                 "--lr-scheduler-type: " + _unknown("schedule", self.lr_scheduler_type, list(SCHEDULES))
@@ -501,7 +502,7 @@ class TrainConfig:
         for name in ("early_stopping_patience", "load_best_model_at_end", "eval_steps"):
             if getattr(self, name) and not self.evaluates:
                 raise ExpertMeshError(
-                    f"{_as_flag(name)}: there is nothing to evaluate on; give --eval-dataset or --eval-ratio"
+                    f"{flag_of(name)}: there is nothing to evaluate on; give --eval-dataset or --eval-ratio"
                 )
         if self.generate_prompts and self.generate_steps == 0:
             raise ExpertMeshError("--generate-prompts: when are they used? Give --generate-steps")
@@ -524,7 +525,7 @@ class TrainConfig:
             raise ExpertMeshError("--lora-targets: what is to have adapters?")
         for name in ("init_adapter", "merge"):
             if getattr(self, name) and self.adapter == "none":
-                raise ExpertMeshError(f"{_as_flag(name)}: there is no adapter; give --adapter lora")
+                raise ExpertMeshError(f"{flag_of(name)}: there is no adapter; give --adapter lora")
         if self.base_dtype != "auto" and self.adapter == "none":
             raise ExpertMeshError(f"--base-dtype {self.base_dtype}: everything is trained; give --adapter lora")
         if self.expert_precision == "fp8":
@@ -800,7 +801,3 @@ def _is_scalar(value: Any) -> bool:
 def _unknown(kind: str, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"unknown {kind} {name}; " + (f"did you mean {near[0]}?" if near else "--help lists what there is")
-
-
-def _as_flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

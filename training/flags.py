@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from moe import ExpertMeshError
-from moe.parser import Parser, Switch
+from moe.parser import Parser, Switch, flag_of
 
 
 class FlagParser(Parser):
@@ -52,7 +52,7 @@ class FlagParser(Parser):
 
     def takes_list(self, name: str) -> bool:
         """Whether a field has a list of values."""
-        return self._option_string_actions[_flag(name)].nargs == "+"
+        return self._option_string_actions[flag_of(name)].nargs == "+"
 
     def _add_flag(self, group: _ArgumentGroup, setting: Field[Any]) -> None:
         arguments: dict[str, Any] = {"type": _value_type(setting), **setting.metadata}
@@ -68,7 +68,7 @@ class FlagParser(Parser):
             arguments.update(type=get_args(arguments["type"])[0], nargs="+")
         elif get_origin(arguments["type"]) is Literal:
             arguments.update(type=str, choices=get_args(arguments["type"]))
-        group.add_argument(*map(_flag, names), dest=setting.name, **arguments)
+        group.add_argument(*map(flag_of, names), dest=setting.name, **arguments)
 
 
 def _value_type(setting: Field[Any]) -> Any:
@@ -77,7 +77,3 @@ def _value_type(setting: Field[Any]) -> Any:
         (kind,) = (kind for kind in get_args(setting.type) if kind is not type(None))
         return kind
     return setting.type
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

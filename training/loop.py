@@ -11,6 +11,7 @@ import torch
 
 from checkpoints import Progress, Saver, load_best_model, load_training_state, recorded_settings
 from moe import ExpertMeshError, ParameterCounts, moe_layers, read_rope_scaling
+from moe.parser import flag_of
 from sharding import Mesh, Ranks, Watchdog, check_replicas
 from training.adapter_norms import adapter_norms, norms_line
 from training.alarms import Alarms
@@ -361,7 +362,7 @@ def _check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) ->
     if settings.get("adapter", "none") != "none" or config.adapter != "none":
         for name in _ADAPTER_SETTINGS:
             if settings.get(name, "none") != getattr(config, name):
-                flag = f"--{name.replace('_', '-')}"
+                flag = flag_of(name)
                 raise ExpertMeshError(
                     f"--resume {path}: that run had {flag} {settings.get(name, 'none')}, this one has "
                     f"{getattr(config, name)}; take the same"

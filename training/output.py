@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from checkpoints import is_checkpoint_entry, write_errors
 from moe import ExpertMeshError
+from moe.parser import flag_of
 from moe.whole import PARTIAL
 from sharding import STUCK, Ranks, node_name, nodes_of, raise_together
 from training.config import TrainConfig
@@ -120,7 +121,7 @@ def _check_read(config: TrainConfig, output_dir: Path) -> None:
     for setting in fields(config):
         if setting.metadata.get("scope") != "input":
             continue
-        flag = f"--{setting.name.replace('_', '-')}"
+        flag = flag_of(setting.name)
         for name in _places(flag, getattr(config, setting.name)):
             path = Path(name).resolve()
             for mine in (path.resolve() for path in own):

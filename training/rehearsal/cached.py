@@ -30,9 +30,11 @@ from sharding.planner.measured import (
     Workload,
 )
 from training.config import TrainConfig
+from training.sources import sources_digest
 
 PACKAGES = ("torch", "transformers", "triton")
 SOURCES = ("moe", "sharding", "training")
+"""Folders of our code that a figure may depend on."""
 READ = frozenset(
     {
         *("rope_scaling", "packing", "cp_size", "attn_implementation", "cross_entropy", "bf16", "optim", "freeze"),
@@ -132,7 +134,13 @@ def _with_what_is_read(config: TrainConfig) -> TrainConfig:
 
 def _key(config: TrainConfig, said: Mapping[str, Any], device: str) -> str:
     of_model = {name: value for name, value in said.items() if name != "_name_or_path"}
-    everything = [asdict(config), of_model, device, [_version(package) for package in PACKAGES], _sources()]
+    everything = [
+        asdict(config),
+        of_model,
+        device,
+        [_version(package) for package in PACKAGES],
+        sources_digest(SOURCES),
+    ]
     return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -141,16 +149,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _sources() -> str:
-    """Of all our code that a figure may depend on."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parents[2]
-    for folder in SOURCES:
-        for file in sorted((root / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _read(file: Path) -> dict[str, Any]:

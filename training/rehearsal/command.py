@@ -17,7 +17,8 @@ from moe import ExpertMeshError
 from moe.parser import Parser
 from moe.sizes import parse_size
 from moe.whole import whole
-from sharding.planner.hardware import DEVICES, LINKS, Hardware, load_measured, preset, products_in
+from sharding.planner.hardware import Hardware, products_in
+from sharding.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
 from sharding.planner.model_config import read_config
 from training.config import TrainConfig, parse_config
 from training.rehearsal.told import Told, recorded, skewed
@@ -47,21 +48,7 @@ def build_parser() -> Parser:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help=", ".join(DEVICES))
-    parser.add_argument(
-        "--gpu-memory", default="", metavar="SIZE", help="memory per GPU, as 80GiB (default: the GPU's own)"
-    )
-    parser.add_argument(
-        "--network", default="infiniband-ndr", metavar="NAME", help=f"between nodes: {', '.join(LINKS)}"
-    )
-    parser.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="use the rates that `mesh --check --json FILE` measured, not --gpu's",
-    )
+    add_hardware_flags(parser)
     parser.add_argument("--rank", type=int, default=0, help="rank to run (default: 0)")
     parser.add_argument(
         "--ranks",
@@ -130,9 +117,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
-    for name in ("gpus", "gpus_per_node", "samples_per_row"):
-        if getattr(arguments, name) < 1:
-            raise ExpertMeshError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be 1 or more")
+    check_positive(arguments, "gpus", "gpus_per_node", "samples_per_row")
     if not 0 <= arguments.rank < arguments.gpus:
         raise ExpertMeshError(
             f"--rank {arguments.rank}: of {arguments.gpus} GPUs the ranks are 0 to {arguments.gpus - 1}"
@@ -147,10 +132,7 @@ def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
 
 def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
     """With the rate of products in the dtype that is computed in, and the memory that was asked for."""
-    hardware = preset(arguments.gpu, arguments.network)
-    if arguments.calibrate is not None:
-        measured = load_measured(arguments.calibrate)
-        hardware = replace(measured, name=f"rates of {arguments.calibrate}")
+    hardware = chosen_hardware(arguments)
     if arguments.gpu_memory:
         memory = parse_size("--gpu-memory", arguments.gpu_memory)
         hardware = replace(hardware, device=replace(hardware.device, memory=memory))

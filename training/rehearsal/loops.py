@@ -303,7 +303,7 @@ class Given:
         """Made anew. ready: is told each one's number and gradient, in the end."""
         start = torch.zeros((), requires_grad=True)
         return [
-            _Source.apply(start, layout, partial(ready, number)) if has_gradient else layout.make()
+            Source.apply(start, layout, partial(ready, number)) if has_gradient else layout.make()
             for number, (layout, has_gradient) in enumerate(zip(self.layouts, self.learned, strict=True))
         ]
 
@@ -398,11 +398,11 @@ def _watching(recorder: Recorder) -> Iterator[Callable[[], _Watch]]:
         yield partial(_Watch, recorder, live)
 
 
-class _Source(torch.autograd.Function):
-    """An input; tells its gradient."""
+class Source(torch.autograd.Function):
+    """A tensor that is made of a description of it; tells its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, start: Tensor, layout: Layout, ready: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx: Any, start: Tensor, layout: Any, ready: Callable[[Tensor], None]) -> Tensor:
         ctx.ready = ready
         return layout.make()
 

@@ -66,6 +66,7 @@ from training.rehearsal.loops import (
     How,
     Loop,
     Results,
+    Source,
     looping_functions,
     loops_at,
     loops_between,
@@ -168,22 +169,12 @@ class Measurer:
         scope = self._scope(part, workload)
         if (part, scope) in self.seen:
             return self.seen[part, scope]
-        others = [
-            (other.micro_batch, seen)
-            for (of, other), seen in self.seen.items()
-            if of == part and _one_sequence(other) == _one_sequence(scope)
-        ]
-        nearest = _nearest(others, scope.micro_batch)
+        nearest = _nearest(((other, seen) for (of, other), seen in self.seen.items() if of == part), scope)
         return nearest and between(*nearest)
 
     def _known_loops(self, workload: Workload) -> list[Loop] | None:
         """Those that follow from what is told with fewer and with more sequences."""
-        others = [
-            (other.micro_batch, loops)
-            for other, loops in self.loops.items()
-            if _one_sequence(other) == _one_sequence(workload)
-        ]
-        nearest = _nearest(others, workload.micro_batch)
+        nearest = _nearest(self.loops.items(), workload)
         return nearest and loops_between(*nearest)
 
     def _loops(self, workload: Workload) -> "list[Loop]":
@@ -461,8 +452,11 @@ def _one_sequence(workload: Workload) -> Any:
     return rest, workload.targets / number, workload.rows_received / number
 
 
-def _nearest(others: Sequence[tuple[int, T]], number: int) -> tuple[T, T, int, int] | None:
-    """What is at the next numbers below and above, how far beyond the one below, and how far these are apart."""
+def _nearest(found: Iterable[tuple[Workload, T]], workload: Workload) -> tuple[T, T, int, int] | None:
+    """Of workloads that differ in their number of sequences alone, what is at the next ones with fewer and with more,
+    how far beyond the former, and how far these are apart."""
+    number = workload.micro_batch
+    others = [(each.micro_batch, value) for each, value in found if _one_sequence(each) == _one_sequence(workload)]
     fewer = max((each for each in others if each[0] < number), key=lambda each: each[0], default=None)
     more = min((each for each in others if each[0] > number), key=lambda each: each[0], default=None)
     if fewer is None or more is None:
@@ -594,7 +588,7 @@ class _Call:
 
         def fresh(leaf: Any) -> Any:
             if isinstance(leaf, _Spec):
-                return leaf.make() if start is None else _Source.apply(start, leaf, returned)
+                return leaf.make() if start is None else Source.apply(start, leaf, lambda gradient: returned())
             is_cast = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
             return leaf.to(dtype) if is_cast else leaf
 
@@ -648,20 +642,6 @@ def _stand_in(
 
 def _differentiable(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-class _Source(torch.autograd.Function):
-    """What comes from the layer before."""
-
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, spec: _Spec, returned: Callable[[], None]) -> Tensor:
-        ctx.returned = returned
-        return spec.make()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.returned()
-        return None, None, None
 
 
 class _Through(torch.autograd.Function):
