@@ -7,8 +7,8 @@
     peft          PEFT's LoraConfig(target_modules=..., target_parameters=...) on transformers' own model; on several
                   ranks on its expert parallelism, DistributedConfig(ep_size=...)
 
-Steps of the same random Mixtral and batch, each arm in fresh processes, in turn, round after round; of an arm that
-fails the error is shown. Tokens a CPU-second are summed over ranks; resident is the peak of a rank's memory above
+Steps of the same random Mixtral and batch, each variant in fresh processes, in turn, round after round; a variant's
+error is shown if it fails. Tokens a CPU-second are summed over ranks; resident is the peak of a rank's memory above
 what it held before its model was made; sent is what a rank sends in its first step. Tensors is the peak of what
 storages held at once, counted in a step after those that are timed. Of it, weights are those that are not trained;
 trained is what is, with gradients and optimizer state; activations are what autograd keeps for backward, with fp32
@@ -54,12 +54,12 @@ from training.optimizer import build_optimizer
 from training.rehearsal.live import LiveTensors
 from training.step import train_step
 
-ARMS = ("full", "lora", "lora-fp8", "lora-nf4", "peft")
+VARIANTS = ("full", "lora", "lora-fp8", "lora-nf4", "peft")
 LEARNING_RATE = 1e-4
 
 
-class ArmFailed(Exception):
-    """An arm's processes ended with an error, the last line of which this is."""
+class VariantFailed(Exception):
+    """A variant's processes ended with an error, the last line of which this is."""
 
 
 @ends_with_reader
@@ -72,20 +72,20 @@ def main() -> int:
         print(
             f"{arguments.ranks} ranks, ep {arguments.ep_size}; fp32; {numbers / 1e6:.1f} M parameters: "
             f"{arguments.layers} layers, hidden {arguments.hidden_size}, expert width {arguments.intermediate_size}, "
-            f"{arguments.experts} experts, top-2; rank {arguments.rank}; {arguments.seq_length} tokens a rank; "
+            f"{arguments.experts} experts, top-2; rank {arguments.rank}; {arguments.seq_length} tokens per rank; "
             f"{arguments.rounds} rounds of {arguments.steps} steps, median"
         )
-        figures: dict[str, list[dict[str, float]]] = {arm: [] for arm in arguments.arms}
+        figures: dict[str, list[dict[str, float]]] = {variant: [] for variant in arguments.variants}
         errors: dict[str, str] = {}
         for _ in range(arguments.rounds):
-            for arm in [arm for arm in arguments.arms if arm not in errors]:
+            for variant in [variant for variant in arguments.variants if variant not in errors]:
                 try:
-                    figures[arm].append(start_arm(arm, Path(directory), arguments))
-                except ArmFailed as error:
-                    errors[arm] = str(error)
-    print_table({arm: rounds for arm, rounds in figures.items() if rounds})
-    for arm, why in errors.items():
-        print(f"{arm} failed: {why}")
+                    figures[variant].append(start_variant(variant, Path(directory), arguments))
+                except VariantFailed as error:
+                    errors[variant] = str(error)
+    print_table({variant: rounds for variant, rounds in figures.items() if rounds})
+    for variant, why in errors.items():
+        print(f"{variant} failed: {why}")
     return 0
 
 
@@ -93,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--ep-size", type=int, default=1)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--intermediate-size", type=int, default=1792)
     parser.add_argument("--layers", type=int, default=4)
@@ -103,9 +103,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="that count, after one that does not")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds that an arm may take")
+    parser.add_argument("--timeout", type=int, default=300, help="time limit per variant, in seconds")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--arm", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--variant", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -117,35 +117,35 @@ def make_model(path: Path, arguments: argparse.Namespace) -> int:
     return int(model.num_parameters())
 
 
-def start_arm(arm: str, directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """Run an arm in processes of its own; its figures.
+def start_variant(variant: str, directory: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Run a variant in processes of its own; its figures.
 
     Raises:
-        ArmFailed: it ended with an error.
+        VariantFailed: it ended with an error.
     """
     flags = []
     for name in ("ranks", "ep_size", "vocabulary", "seq_length", "rank", "steps"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
-    command += ["-m", "benchmarks.adapters", "--worker", str(directory), "--arm", arm, *flags]
+    command += ["-m", "benchmarks.adapters", "--worker", str(directory), "--variant", variant, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, timeout=arguments.timeout, env=environment, stderr=subprocess.PIPE, text=True)
     if ended.returncode != 0:
         raised = re.findall(r"^(?:\[rank\d+\]: ?)?(\w+(?:Error|Exception): .*)$", ended.stderr, re.MULTILINE)
-        raise ArmFailed(raised[0] if raised else f"exit code {ended.returncode}")
-    figures: dict[str, float] = json.loads((directory / f"{arm}.json").read_text())
+        raise VariantFailed(raised[0] if raised else f"exit code {ended.returncode}")
+    figures: dict[str, float] = json.loads((directory / f"{variant}.json").read_text())
     return figures
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """On each rank of an arm."""
-    if arguments.arm != "peft":
+    """On each rank of a variant."""
+    if arguments.variant != "peft":
         settle_malloc()  # as train_ep.py does
     ranks = start_process_group(use_cpu=True, timeout_seconds=arguments.timeout)
     generator = torch.Generator().manual_seed(ranks.rank)
     tokens = torch.randint(0, arguments.vocabulary, (arguments.seq_length,), generator=generator).tolist()
     batch = collate([[Sample(tokens, [True] * len(tokens))]])
-    build = build_peft if arguments.arm == "peft" else build_ours
+    build = build_peft if arguments.variant == "peft" else build_ours
     # what is imported for a model is no part of it
     build(arguments, ranks, batch, only_import=True)
     restart_peak()
@@ -179,7 +179,7 @@ def measure(arguments: argparse.Namespace) -> int:
             # our head keeps no logits, which are there all the same for a moment, unless another keeps them
             "activations_mb": (sum(kept.storages.values()) + (0 if logits in kept.storages.values() else logits)) / MB,
         }
-        (arguments.worker / f"{arguments.arm}.json").write_text(json.dumps(figures))
+        (arguments.worker / f"{arguments.variant}.json").write_text(json.dumps(figures))
     end_process_group()
     return 0
 
@@ -219,8 +219,8 @@ def build_ours(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_imp
     model: Any = source.build()
     if only_import:
         return None
-    kind: Any = arguments.arm.partition("-")[2]
-    adapter: Any = "none" if arguments.arm == "full" else "lora"
+    kind: Any = arguments.variant.partition("-")[2]
+    adapter: Any = "none" if arguments.variant == "full" else "lora"
     config = TrainConfig(
         model="-",
         dataset=["-"],
@@ -282,10 +282,10 @@ def build_peft(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_imp
 def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
     """Medians over rounds; ratios are medians of the ratio within a round."""
     print(
-        "arm        tokens/CPU-s           range   resident   tensors   weights   trained   activ.   over   sent MB"
+        "variant    tokens/CPU-s           range   resident   tensors   weights   trained   activ.   over   sent MB"
         "   reduced MB     loss   times full   times peft"
     )
-    for arm, rounds in figures.items():
+    for variant, rounds in figures.items():
         middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
         rates = [r["tokens_per_cpu_second"] for r in rounds]
         ratios = []
@@ -294,7 +294,7 @@ def print_table(figures: dict[str, list[dict[str, float]]]) -> None:
             among = [a["tokens_per_cpu_second"] / b["tokens_per_cpu_second"] for a, b in pairs]
             ratios.append(f"{statistics.median(among):10.2f} x" if among else " " * 12)
         print(
-            f"{arm:10s} {middle['tokens_per_cpu_second']:12.1f} {min(rates):8.1f}-{max(rates):<6.1f} "
+            f"{variant:10s} {middle['tokens_per_cpu_second']:12.1f} {min(rates):8.1f}-{max(rates):<6.1f} "
             f"{middle['resident_mb']:10,.0f} {middle['tensors_mb']:9,.0f} {middle['weights_mb']:9,.0f} "
             f"{middle['trained_mb']:9,.0f} {middle['activations_mb']:8,.0f} {_over(middle):6.2f} "
             f"{middle['sent_mb']:9.1f} {middle['reduced_mb']:12.2f} "

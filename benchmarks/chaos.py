@@ -62,8 +62,8 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ep-size", type=int, default=2)
-    parser.add_argument("--cp-size", type=int, default=1, help="ranks that share each row")
-    parser.add_argument("--steps", type=int, default=200, help="of the whole run; a checkpoint is saved after each")
+    parser.add_argument("--cp-size", type=int, default=1, help="ranks per sequence (context parallelism)")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps; a checkpoint is saved after each")
     parser.add_argument(
         "--adapter", choices=("none", "lora"), default="none", help="lora: train adapters, and merge them"
     )

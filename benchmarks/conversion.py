@@ -33,7 +33,7 @@ from moe.terminal import ends_with_reader
 from moe.whole import whole
 from sharding import Topology, build_mesh, end_process_group, local_tensor, start_process_group
 
-ARMS = ("cp -r", "convert", "export", "start")
+VARIANTS = ("cp -r", "convert", "export", "start")
 
 SETTLE_SECONDS = 5
 IN_PYTHON = ("convert", "export")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             size = pool.apply(make_checkpoint, (directory / "model", arguments.gigabytes, arguments.dtype))
         print(
             f"checkpoint: {size / 1e9:.2f} GB {arguments.dtype}, ep {arguments.ep_size}, {arguments.workers} workers, "
-            f"{os.cpu_count()} cores; {arguments.rounds} rounds, arms interleaved, medians"
+            f"{os.cpu_count()} cores; {arguments.rounds} rounds, variants interleaved, medians"
         )
         figures: dict[str, Any] = {}
         for cache in arguments.caches:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def one_round(directory: Path, ep_size: int, workers: int, cache: str) -> dict[str, tuple[float, float]]:
-    """(seconds, peak MB) of each arm, one after the other, each into a directory that is not there."""
+    """(seconds, peak MB) of each variant, one after the other, each into a directory that is not there."""
     model, copy, shards, back = (directory / name for name in ("model", "copy", "shards", "back"))
     command = [sys.executable, "-m", "checkpoints"]
     commands = {
@@ -93,19 +93,19 @@ def one_round(directory: Path, ep_size: int, workers: int, cache: str) -> dict[s
     }
     outputs = {"cp -r": copy, "convert": shards, "export": back}
     times = {}
-    for arm in ARMS:
-        if arm in outputs:
-            shutil.rmtree(outputs[arm], ignore_errors=True)
-        times[arm] = timed(commands[arm], cache)
-        # only what the next arm reads may fill the memory that the page cache has
-        if arm != "convert" and arm in outputs:
-            shutil.rmtree(outputs[arm])
+    for variant in VARIANTS:
+        if variant in outputs:
+            shutil.rmtree(outputs[variant], ignore_errors=True)
+        times[variant] = timed(commands[variant], cache)
+        # only what the next variant reads may fill the memory that the page cache has
+        if variant != "convert" and variant in outputs:
+            shutil.rmtree(outputs[variant])
     return times
 
 
 def timed(command: list[str], cache: str) -> tuple[float, float]:
     # What earlier commands wrote must not be written back, or throttled, on this one's time. And a virtual machine
-    # gives freed memory back to its host within seconds, and pays to get it again: let every arm pay alike.
+    # gives freed memory back to its host within seconds, and pays to get it again: let every variant pay alike.
     os.sync()
     time.sleep(SETTLE_SECONDS)
     if cache == "cold":
@@ -121,26 +121,26 @@ def timed(command: list[str], cache: str) -> tuple[float, float]:
 
 def summarize(rounds: list[dict[str, tuple[float, float]]], size: int) -> dict[str, Any]:
     return {
-        arm: {
-            "gb_per_second": size / 1e9 / statistics.median(r[arm][0] for r in rounds),
-            "ratio_to_cp": statistics.median(r["cp -r"][0] / r[arm][0] for r in rounds),
+        variant: {
+            "gb_per_second": size / 1e9 / statistics.median(r[variant][0] for r in rounds),
+            "ratio_to_cp": statistics.median(r["cp -r"][0] / r[variant][0] for r in rounds),
             "ratio_without_start": statistics.median(
-                r["cp -r"][0] / (r[arm][0] - r["start"][0] * (arm in IN_PYTHON)) for r in rounds
+                r["cp -r"][0] / (r[variant][0] - r["start"][0] * (variant in IN_PYTHON)) for r in rounds
             ),
-            "peak_mb": max(r[arm][1] for r in rounds),
-            "seconds": [round(r[arm][0], 3) for r in rounds],
+            "peak_mb": max(r[variant][1] for r in rounds),
+            "seconds": [round(r[variant][0], 3) for r in rounds],
         }
-        for arm in ARMS[:-1]
+        for variant in VARIANTS[:-1]
     } | {"start_seconds": [round(r["start"][0], 3) for r in rounds]}
 
 
 def print_table(cache: str, figures: dict[str, Any]) -> None:
     print(f"{cache:8}{'GB/s':>8}{'x cp -r':>9}{'less start':>12}{'peak MB':>9}   seconds a round")
-    for arm in ARMS[:-1]:
-        f = figures[arm]
+    for variant in VARIANTS[:-1]:
+        f = figures[variant]
         ratios = f"{f['ratio_to_cp']:9.2f}{f['ratio_without_start']:12.2f}"
-        print(f"{arm:8}{f['gb_per_second']:8.2f}{ratios}{f['peak_mb']:9.0f}   {f['seconds']}")
-    print(f"start of the interpreter, imports and heads of the files, in seconds: {figures['start_seconds']}")
+        print(f"{variant:8}{f['gb_per_second']:8.2f}{ratios}{f['peak_mb']:9.0f}   {f['seconds']}")
+    print(f"seconds for the interpreter's start, imports and file headers: {figures['start_seconds']}")
 
 
 def startup_reads(directory: Path, ep_size: int) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ def startup_reads(directory: Path, ep_size: int) -> list[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, timeout=540, env=environment, stderr=subprocess.DEVNULL)
     figures = [json.loads((directory / f"reads-{rank}.json").read_text()) for rank in range(ep_size)]
-    print("start-up from the shards, by rank: bytes of its rows on disk, bytes read of the files, ratio")
+    print("start-up from shards, per rank: bytes of its own tensors on disk, bytes read, ratio")
     for rank, f in enumerate(figures):
         print(f"{rank:4d}{f['needed'] / 1e6:12.2f} MB{f['read'] / 1e6:12.2f} MB{f['read'] / f['needed']:9.4f}")
     return figures

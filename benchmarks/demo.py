@@ -82,7 +82,7 @@ def main() -> int:
     train(model, data, run, arguments.max_steps, arguments.seed)
     after = accuracy(run / "hf", held_out)
     print_accuracy(before, after, held_out)
-    print(f"whole demo: {time.perf_counter() - begin:.0f} s; the trained model: {run / 'hf'}")
+    print(f"demo finished in {time.perf_counter() - begin:.0f} s; the trained model: {run / 'hf'}")
     print(f"its report, for a browser: {run / 'report.html'}")
     failed = [f"{share:.0%} of {name!r}" for name, (share, _) in after.items() if share < SOUND]
     if failed:

@@ -1,25 +1,26 @@
 """Which expert kernel is best, measured: `python -m benchmarks.experts`, or `python benchmarks/experts.py`.
 
-One MoE layer of a model's sizes, on one device. Arms: every kernel of `--expert-kernel`, as the whole layer (router to
-combine) and as the experts alone; the layer of transformers with `grouped_mm` and with `eager` experts; the original
-layer of MegaBlocks; and as the ceiling one dense chain of matrix products with the experts' FLOPs, in the same dtype.
-An arm that cannot run here is listed with its reason. Before anything is timed, every arm's output and gradients are
-compared with `loop`; an arm that differs makes the run void (exit code 1).
+One MoE layer of a model's sizes, on one device. Variants: every kernel of `--expert-kernel`, as the complete layer
+(router to combine) and as the experts alone; the layer of transformers with `grouped_mm` and with `eager` experts; the
+original layer of MegaBlocks; and as the ceiling one dense chain of matrix products with the experts' FLOPs, in the same
+dtype. A variant that cannot run here is listed with its reason. Before anything is timed, every variant's output and
+gradients are compared with `loop`; the benchmark aborts if one differs (exit code 1).
 
-Routing, the same in every arm: `balanced`, each expert has equally many rows; `natural`, the top K of logits drawn from
-N(0, 1) for each token and expert plus N(0, 0.5^2) for each expert; `skewed`, all tokens choose the first K experts.
-The tokens carry these choices in their first E coordinates, where the router's weights look.
+Routing, the same in every variant: `balanced`, every expert has the same number of tokens; `natural`, the top K of
+logits drawn from N(0, 1) for each token and expert plus N(0, 0.5^2) for each expert; `skewed`, all tokens choose the
+first K experts. The tokens carry these choices in their first E coordinates, where the router's weights look.
 
-Forward is without gradients; forward + backward gives the gradients of the input and of every weight. The arms run in
+Forward is without gradients; forward + backward gives the gradients of the input and of every weight. Variants run in
 turn, round after round, after a round of warm-up. Milliseconds are medians, by CUDA events on a GPU and of wall time on
 a CPU, with the process's CPU time beside them. Where other programs run too, wall time says little: `--clock cpu` goes
 by CPU time, which is meant for one thread (OMP_NUM_THREADS=1), since threads that wait spend it too. TFLOP/s counts the
-experts' matrix products alone (2 · 3 · R · D · F forward, three times that with backward). Ratios between arms are
+experts' matrix products alone (2 · 3 · R · D · F forward, three times that with backward). Ratios between variants are
 medians over the rounds of the ratio within a round. Peak: memory above weights and inputs, of torch's allocator on a
 GPU, of the process on a CPU (VmHWM).
 
-What no arm is charged for: the routing is drawn once a setting, so code that is compiled for a number of rows (oneDNN's
-bf16 products on a CPU, some 0.5 ms for each new number) is compiled in the warm-up; in training the numbers change.
+What no variant is charged for: routing is drawn once per setting, so code that is compiled for a number of rows (of
+oneDNN's bf16 products on a CPU, some 0.5 ms for each new number) is compiled in the warm-up; in training the
+numbers change.
 
 Shape suffixes: T tokens, D model width, F expert width, G = 2·F, E experts, K experts a token, R = T·K routed rows.
 """
@@ -65,11 +66,11 @@ from moe.matmul import matmul
 from moe.whole import whole
 
 REFERENCE = "loop"
-KERNEL_ARMS = (REFERENCE, "torch-grouped", "megablocks-sparse", "megablocks-grouped")
-HF_ARMS = {"HF grouped_mm": "grouped_mm", "HF eager": "eager"}
-ORIGINAL_ARM = "original dMoE"
+KERNEL_VARIANTS = (REFERENCE, "torch-grouped", "megablocks-sparse", "megablocks-grouped")
+HF_VARIANTS = {"HF grouped_mm": "grouped_mm", "HF eager": "eager"}
+ORIGINAL_VARIANT = "original dMoE"
 CEILING = "ceiling"
-ARMS = (*KERNEL_ARMS, *HF_ARMS, ORIGINAL_ARM)
+VARIANTS = (*KERNEL_VARIANTS, *HF_VARIANTS, ORIGINAL_VARIANT)
 LAYER, EXPERTS = "layer", "experts"
 FORWARD, BOTH = "forward", "forward + backward"
 ROUTINGS = ("balanced", "natural", "skewed")
@@ -136,11 +137,11 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One way to compute a layer, or the experts alone.
 
     Attributes:
-        name: one of ARMS.
+        name: one of VARIANTS.
         part: LAYER or EXPERTS.
         forward: gives the output, with gradients where they are enabled.
         weights: those that get a gradient.
@@ -162,7 +163,7 @@ class Arm:
 
 @dataclass
 class Result:
-    """Milliseconds of every repetition, round by round, of one pass of one arm in one setting, and its peak.
+    """Milliseconds of every repetition, round by round, of one pass of one variant in one setting, and its peak.
 
     clock: "wall" (on a GPU: of the device) or "cpu", the time that counts.
     error: the largest relative difference from the reference, among output and gradients.
@@ -170,7 +171,7 @@ class Result:
 
     setting: Setting
     part: str
-    arm: str
+    variant: str
     passes: str
     flops: float
     clock: str
@@ -188,8 +189,8 @@ class Result:
         return self.flops / median_of(self.ms) / 1e9
 
 
-class ArmDiffersError(Exception):
-    """An arm does not compute what the reference computes."""
+class VariantDiffersError(Exception):
+    """A variant does not compute what the reference computes."""
 
 
 @ends_with_reader
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hardware = describe(device)
     print(
         f"{hardware}; {arguments.dtype}; medians of {arguments.rounds} rounds with {arguments.repetitions} repetitions "
-        f"each, arms interleaved, after a round of warm-up; load average {os.getloadavg()[0]:.1f} at the start"
+        f"each, variants interleaved, after a round of warm-up; load average {os.getloadavg()[0]:.1f} at the start"
     )
     results: list[Result] = []
     missing: list[str] = []
@@ -212,13 +213,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"\n{name}: D {shape.model_width}, F {shape.expert_width}, E {shape.num_experts}, K {shape.top_k}; "
             f"--expert-kernel auto picks {choice.name} ({choice.why})"
         )
-        arms, reasons = build_arms(MODELS[name], [choice.name, *arguments.arms], device, dtype)
+        variants, reasons = build_variants(MODELS[name], [choice.name, *arguments.variants], device, dtype)
         missing += [f"{name}, {reason}" for reason in reasons]
         for setting in [Setting(name, t, r) for t in arguments.tokens for r in arguments.routing]:
             try:
-                measured, reasons = measure(setting, arms, arguments.rounds, arguments.repetitions, arguments.clock)
-            except ArmDiffersError as error:
-                print(f"the run is void: {setting}: {error}", file=sys.stderr)
+                measured, reasons = measure(setting, variants, arguments.rounds, arguments.repetitions, arguments.clock)
+            except VariantDiffersError as error:
+                print(f"aborted: {setting}: {error}", file=sys.stderr)
                 return 1
             missing += [f"{setting}, {reason}" for reason in reasons]
             results += measured
@@ -256,13 +257,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 32768] if has_gpu else [1024])
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS)
     parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, default=ARMS, help="and always loop, the ceiling, and what auto picks"
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=VARIANTS,
+        help="and always loop, the ceiling, and what auto picks",
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--repetitions", type=int, default=3, help="of each arm in each round")
+    parser.add_argument("--repetitions", type=int, default=3, help="repetitions per variant and round")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="on a CPU: the time that counts")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
-    parser.add_argument("--picture", type=Path, default=None, help="also draw forward + backward here, as SVG")
+    parser.add_argument("--picture", type=Path, default=None, help="write a chart of forward + backward here, as SVG")
     return parser.parse_args(argv)
 
 
@@ -299,7 +304,7 @@ def routed_experts(routing: str, tokens: int, shape: MoEShape, generator: torch.
 
 def routed_tokens(experts_TK: Tensor, shape: MoEShape, generator: torch.Generator) -> Tensor:
     """x_TD, fp32, random but for the first E coordinates, which are the router's logits: -1, and from 1 up for the
-    chosen experts. The steps between them are exact in bf16, so no arm's arithmetic can choose otherwise."""
+    chosen experts. The steps between them are exact in bf16, so no variant's arithmetic can choose otherwise."""
     tokens = experts_TK.shape[0]
     x_TD = torch.randn(tokens, shape.model_width, generator=generator)
     logits_TE = torch.full((tokens, shape.num_experts), -1.0)
@@ -366,32 +371,32 @@ def hf_gradients_as_ours(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return x, router, w1.flatten(0, 1), v1.flatten(0, 1), down.transpose(1, 2).flatten(0, 1)
 
 
-def build_arms(
+def build_variants(
     model: Model, names: Sequence[str], device: torch.device, dtype: torch.dtype
-) -> tuple[list[Arm], list[str]]:
-    """The arms that can run, the reference first, all with the same weights; and for each other arm the reason."""
+) -> tuple[list[Variant], list[str]]:
+    """The variants that can run, the reference first, all with the same weights; and why each other one cannot."""
     shape, ours = model.shape, build_layer(model, device, dtype)
-    arms, reasons = [], []
-    for name in [name for name in KERNEL_ARMS if name == REFERENCE or name in names]:
+    variants, reasons = [], []
+    for name in [name for name in KERNEL_VARIANTS if name == REFERENCE or name in names]:
         try:
             choice = choose_kernel(name, needs(shape, device, dtype))
         except ExpertMeshError as error:
             reasons.append(f"{name}: {error}")
             continue
-        arms += kernel_arms(name, choice.kernel, ours)
-    if any(name in HF_ARMS for name in names):
+        variants += kernel_variants(name, choice.kernel, ours)
+    if any(name in HF_VARIANTS for name in names):
         block = build_hf_block(model, device, dtype)
         copy_weights(ours, block)
-        arms += [hf_arm(name, block) for name in HF_ARMS if name in names]
-    if ORIGINAL_ARM in names:
+        variants += [hf_variant(name, block) for name in HF_VARIANTS if name in names]
+    if ORIGINAL_VARIANT in names:
         try:
-            arms.append(original_arm(model, ours))
+            variants.append(original_variant(model, ours))
         except ExpertMeshError as error:
-            reasons.append(f"{ORIGINAL_ARM}: {error}")
-    return arms, reasons
+            reasons.append(f"{ORIGINAL_VARIANT}: {error}")
+    return variants, reasons
 
 
-def kernel_arms(name: str, kernel: ExpertKernel, ours: Any) -> list[Arm]:
+def kernel_variants(name: str, kernel: ExpertKernel, ours: Any) -> list[Variant]:
     """The whole layer with one of our kernels, and that kernel alone."""
     experts: DroplessExperts = ours.experts
     mlp: Any = experts.mlp
@@ -406,17 +411,17 @@ def kernel_arms(name: str, kernel: ExpertKernel, ours: Any) -> list[Arm]:
     def run_experts(inputs: Inputs) -> Tensor:
         return compute(inputs.rows_RD, inputs.counts_E, *weights)
 
-    return [Arm(name, LAYER, run_layer, (ours.gate.weight, *weights)), Arm(name, EXPERTS, run_experts, weights)]
+    return [Variant(name, LAYER, run_layer, (ours.gate.weight, *weights)), Variant(name, EXPERTS, run_experts, weights)]
 
 
-def hf_arm(name: str, block: Any) -> Arm:
+def hf_variant(name: str, block: Any) -> Variant:
     experts = block.experts
 
     def run(inputs: Inputs) -> Tensor:
-        experts.config._experts_implementation = HF_ARMS[name]
+        experts.config._experts_implementation = HF_VARIANTS[name]
         return block(inputs.x_TD.unsqueeze(0)).squeeze(0)
 
-    return Arm(name, LAYER, run, (block.gate.weight, experts.gate_up_proj, experts.down_proj), hf_as_ours)
+    return Variant(name, LAYER, run, (block.gate.weight, experts.gate_up_proj, experts.down_proj), hf_as_ours)
 
 
 def hf_as_ours(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -426,7 +431,7 @@ def hf_as_ours(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return router, w1.flatten(0, 1), v1.flatten(0, 1), down.transpose(1, 2).flatten(0, 1)
 
 
-def original_arm(model: Model, ours: Any) -> Arm:
+def original_variant(model: Model, ours: Any) -> Variant:
     """`megablocks.layers.dmoe.dMoE` with our weights.
 
     Raises:
@@ -442,7 +447,7 @@ def original_arm(model: Model, ours: Any) -> Arm:
     def run(inputs: Inputs) -> Tensor:
         return layer(inputs.x_TD.unsqueeze(0)).squeeze(0)
 
-    return Arm(ORIGINAL_ARM, LAYER, run, (layer.router.layer.weight, mlp.w1, mlp.v1, mlp.w2))
+    return Variant(ORIGINAL_VARIANT, LAYER, run, (layer.router.layer.weight, mlp.w1, mlp.v1, mlp.w2))
 
 
 def make_inputs(setting: Setting, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -457,28 +462,28 @@ def make_inputs(setting: Setting, device: torch.device, dtype: torch.dtype) -> I
 
 
 def measure(
-    setting: Setting, arms: Sequence[Arm], rounds: int, repetitions: int, clock: str
+    setting: Setting, variants: Sequence[Variant], rounds: int, repetitions: int, clock: str
 ) -> tuple[list[Result], list[str]]:
-    """Results of every pass of every arm, and the reasons why an arm could not run in this setting.
+    """Results of every pass of every variant, and the reasons why a variant could not run in this setting.
 
     Raises:
-        ArmDiffersError: an arm's output or gradient is not the reference's.
+        VariantDiffersError: a variant's output or gradient is not the reference's.
     """
-    weight = arms[0].weights[0]
+    weight = variants[0].weights[0]
     device, shape = weight.device, MODELS[setting.model].shape
     inputs = make_inputs(setting, device, weight.dtype)
-    errors, reasons = check(arms, inputs)
+    errors, reasons = check(variants, inputs)
     flops = expert_flops(inputs.rows_RD.shape[0], shape)
 
     runs: list[tuple[Result, Callable[[], object]]] = []
     forward, both = dense_chain(inputs.rows_RD, shape.expert_width)
     runs.append((Result(setting, EXPERTS, CEILING, FORWARD, flops, clock), forward))
     runs.append((Result(setting, EXPERTS, CEILING, BOTH, 3 * flops, clock), both))
-    for arm in [arm for arm in arms if (arm.part, arm.name) in errors]:
-        error = errors[arm.part, arm.name]
-        forward, both = torch.no_grad()(partial(arm.forward, inputs)), partial(arm.backward, inputs)
-        runs.append((Result(setting, arm.part, arm.name, FORWARD, flops, clock, error), forward))
-        runs.append((Result(setting, arm.part, arm.name, BOTH, 3 * flops, clock, error), both))
+    for variant in [variant for variant in variants if (variant.part, variant.name) in errors]:
+        error = errors[variant.part, variant.name]
+        forward, both = torch.no_grad()(partial(variant.forward, inputs)), partial(variant.backward, inputs)
+        runs.append((Result(setting, variant.part, variant.name, FORWARD, flops, clock, error), forward))
+        runs.append((Result(setting, variant.part, variant.name, BOTH, 3 * flops, clock, error), both))
 
     for result, run in runs:
         result.peak_mb = peak_mb(run, device)
@@ -491,34 +496,36 @@ def measure(
     return [result for result, _ in runs], reasons
 
 
-def check(arms: Sequence[Arm], inputs: Inputs) -> tuple[dict[tuple[str, str], float], list[str]]:
-    """The largest relative error of each (part, arm) against the reference, and why an arm could not run.
+def check(variants: Sequence[Variant], inputs: Inputs) -> tuple[dict[tuple[str, str], float], list[str]]:
+    """The largest relative error of each (part, variant) against the reference, and why a variant could not run.
 
     Raises:
-        ArmDiffersError: an error is above TOLERANCE.
+        VariantDiffersError: an error is above TOLERANCE.
     """
     errors: dict[tuple[str, str], float] = {}
     reasons = []
     for part in (LAYER, EXPERTS):
         names = ("output", "gradient of the input", *(("router",) if part == LAYER else ()), "w1", "v1", "w2")
         reference: tuple[Tensor, ...] = ()
-        for arm in [arm for arm in arms if arm.part == part]:
+        for variant in [variant for variant in variants if variant.part == part]:
             try:
-                out, grad, *gradients = arm.backward(inputs)
+                out, grad, *gradients = variant.backward(inputs)
             except Exception as error:
-                if arm.name == REFERENCE:
+                if variant.name == REFERENCE:
                     raise
-                # memory that does not suffice, a kernel that does not compile: the other arms can still be measured
-                reasons.append(f"{arm.name}, {part}: {type(error).__name__}: {str(error).split(chr(10))[0]}")
+                # memory that does not suffice, a kernel that does not compile: the other variants can still be measured
+                reasons.append(f"{variant.name}, {part}: {type(error).__name__}: {str(error).split(chr(10))[0]}")
                 continue
-            found = (out, grad, *arm.as_ours(gradients))
+            found = (out, grad, *variant.as_ours(gradients))
             reference = reference or found
             error_of = {n: relative_error(f, r) for n, f, r in zip(names, found, reference, strict=True)}
             worst = max(error_of, key=lambda name: error_of[name])
             # written so that a NaN fails
             if not all(e <= TOLERANCE[inputs.x_TD.dtype] for e in error_of.values()):
-                raise ArmDiffersError(f"{arm.name}, {part}: {worst} differs from {REFERENCE} by {error_of[worst]:.1e}")
-            errors[part, arm.name] = error_of[worst]
+                raise VariantDiffersError(
+                    f"{variant.name}, {part}: {worst} differs from {REFERENCE} by {error_of[worst]:.1e}"
+                )
+            errors[part, variant.name] = error_of[worst]
     return errors, reasons
 
 
@@ -616,46 +623,49 @@ def print_table(setting: Setting, results: Sequence[Result]) -> None:
     counts_E = experts_TK.flatten().bincount(minlength=shape.num_experts)
     errors = [r.error for r in results if r.error is not None]
     print(
-        f"\n{setting}: the fullest expert has {counts_E.max() / counts_E.float().mean():.2f} x the mean; "
-        f"all arms agree with {REFERENCE}, the largest relative error is {max(errors):.0e}"
+        f"\n{setting}: the busiest expert has {counts_E.max() / counts_E.float().mean():.2f} x the mean; "
+        f"all variants agree with {REFERENCE}, the largest relative error is {max(errors):.0e}"
     )
     columns = f"{'ms':>9}{'CPU ms':>9}{'TFLOP/s':>9}{'share':>7}{'peak MB':>9}"
     print(f"{'':28}{FORWARD:^43} {BOTH:^43}")
-    print(f"{'part':8}{'arm':20}{columns} {columns}")
-    for part, name in dict.fromkeys((r.part, r.arm) for r in results):
+    print(f"{'part':8}{'variant':20}{columns} {columns}")
+    for part, name in dict.fromkeys((r.part, r.variant) for r in results):
         line = f"{part:8}{name:20}"
         for passes in (FORWARD, BOTH):
-            (result,) = pick(results, part=part, arm=name, passes=passes)
-            (ceiling,) = pick(results, arm=CEILING, passes=passes)
+            (result,) = pick(results, part=part, variant=name, passes=passes)
+            (ceiling,) = pick(results, variant=CEILING, passes=passes)
             line += f"{median_of(result.wall_ms):9.2f}{median_of(result.cpu_ms):9.2f}{result.tflops:9.3f}"
             line += f"{speed_ratio(result, ceiling):7.0%}{result.peak_mb:9.0f} "
         print(line.rstrip())
 
 
 def print_auto(results: Sequence[Result], auto: str) -> None:
-    """How the kernel that `auto` picks compares with the best other arm, and with the best of transformers."""
+    """How the kernel that `auto` picks compares with the best other variant, and with the best of transformers."""
     for part in (EXPERTS, LAYER):
         said = []
-        for mine in pick(results, part=part, arm=auto):
+        for mine in pick(results, part=part, variant=auto):
             rivals = rivals_of(mine, results)
-            for what, among in (("best other", rivals), ("best of HF", [r for r in rivals if r.arm in HF_ARMS])):
+            for what, among in (
+                ("best other", rivals),
+                ("best of HF", [r for r in rivals if r.variant in HF_VARIANTS]),
+            ):
                 if among:
                     best = min(among, key=lambda rival: speed_ratio(mine, rival))
-                    said.append(f"{mine.passes} {speed_ratio(mine, best):.2f} x {what} ({best.arm})")
+                    said.append(f"{mine.passes} {speed_ratio(mine, best):.2f} x {what} ({best.variant})")
         print(f"auto ({auto}), {part}: {'; '.join(said)}", flush=True)
 
 
 def rivals_of(mine: Result, results: Sequence[Result]) -> list[Result]:
-    """The other arms that computed the same."""
+    """The other variants that computed the same."""
     same = pick(results, setting=mine.setting, part=mine.part, passes=mine.passes)
-    return [r for r in same if r.arm not in (mine.arm, CEILING)]
+    return [r for r in same if r.variant not in (mine.variant, CEILING)]
 
 
 def judge(results: Sequence[Result], auto: dict[str, str]) -> list[str]:
     """A line for each target: met, missed and by how much, or not measured."""
-    mine = [r for r in results if r.arm == auto[r.setting.model]]
+    mine = [r for r in results if r.variant == auto[r.setting.model]]
     losses = [
-        (1 / speed_ratio(a, b) - 1, f"{b.arm}, {b.part}, {b.passes}, {b.setting}")
+        (1 / speed_ratio(a, b) - 1, f"{b.variant}, {b.part}, {b.passes}, {b.setting}")
         for a in mine
         for b in rivals_of(a, results)
     ]
@@ -663,16 +673,16 @@ def judge(results: Sequence[Result], auto: dict[str, str]) -> list[str]:
     if losses:
         loss, where = max(losses)
         lines.append(
-            f"target: auto loses to no arm by more than {MOST_LOSS:.0%}: {verdict(MOST_LOSS - loss)} "
+            f"target: auto loses to no variant by more than {MOST_LOSS:.0%}: {verdict(MOST_LOSS - loss)} "
             f"(at most {loss:+.1%} time, against {where})"
         )
     at_target = pick(results, setting=TARGET_SETTING, passes=BOTH)
-    experts, layer = (pick(at_target, part=part, arm=auto.get(TARGET_SETTING.model)) for part in (EXPERTS, LAYER))
-    rivals = [r for r in at_target if r.arm in HF_ARMS]
+    experts, layer = (pick(at_target, part=part, variant=auto.get(TARGET_SETTING.model)) for part in (EXPERTS, LAYER))
+    rivals = [r for r in at_target if r.variant in HF_VARIANTS]
     share = f"target: auto's experts reach {LEAST_SHARE:.2f} of the ceiling, {BOTH}, {TARGET_SETTING}"
     gain = f"target: auto's layer is {LEAST_GAIN} x as fast as HF's best, {BOTH}, {TARGET_SETTING}"
     if experts:
-        reached = speed_ratio(experts[0], pick(at_target, arm=CEILING)[0])
+        reached = speed_ratio(experts[0], pick(at_target, variant=CEILING)[0])
         lines.append(f"{share}: {verdict(reached - LEAST_SHARE)} ({reached:.2f})")
     else:
         lines.append(f"{share}: not measured in this run")
@@ -689,7 +699,7 @@ def verdict(margin: float) -> str:
 
 
 def draw(results: Sequence[Result], title: str, hardware: str) -> str:
-    """An SVG: a panel a setting, a bar an arm, as long as its TFLOP/s forward + backward; a line at the ceiling."""
+    """An SVG: a panel a setting, a bar a variant, as long as its TFLOP/s forward + backward; a line at the ceiling."""
     left, length, height, top = 190, 520, 18, 50
     fills = {LAYER: "#1f5a96", EXPERTS: "#7fb2e5"}
     body, y = [], top
@@ -702,7 +712,7 @@ def draw(results: Sequence[Result], title: str, hardware: str) -> str:
         body.append(f'<path d="M{line:.1f} {y}V{y + height * len(others)}" stroke="#b03030" stroke-dasharray="4 3"/>')
         for r in others:
             width = scale * r.tflops
-            body.append(f'<text x="{left - 6}" y="{y + 13}" text-anchor="end">{escape(r.arm)}, {r.part}</text>')
+            body.append(f'<text x="{left - 6}" y="{y + 13}" text-anchor="end">{escape(r.variant)}, {r.part}</text>')
             body.append(
                 f'<rect x="{left}" y="{y + 2}" width="{width:.1f}" height="{height - 4}" fill="{fills[r.part]}"/>'
             )

@@ -193,7 +193,7 @@ def dies_again_and_again(bench: Bench) -> Outcome:
     arguments.kills = 0
     run_and_kill(bench.directory, whole, arguments)
     return Outcome(
-        f"{len(kills)} kills, each time it goes on by itself", None, largest_difference(whole / "hf", out / "hf")
+        f"{len(kills)} kills, it resumes by itself each time", None, largest_difference(whole / "hf", out / "hf")
     )
 
 
@@ -205,9 +205,9 @@ def stands_still(bench: Bench) -> Outcome:
     expect(run, None, *every_rank)
     told = (out / "stuck" / f"rank-{rank:05d}.txt").read_text()
     if f"rank {rank}: step {step}, forward of layer 1" not in told or "in sleep" not in told:
-        raise Unexpected(f"where rank {rank} stood is not told:\n{told}")
+        raise Unexpected(f"rank {rank} did not report where it hangs:\n{told}")
     return Outcome(
-        f"every rank tells where it stands, --ddp-timeout {DDP_TIMEOUT}", seconds_since_fault(run), bench.go_on(out)
+        f"every rank reports where it hangs, --ddp-timeout {DDP_TIMEOUT}", seconds_since_fault(run), bench.go_on(out)
     )
 
 
@@ -224,7 +224,9 @@ def poisons(bench: Bench) -> Outcome:
     out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
     run = bench.run(out, "--detect-anomaly", fault=("poison", rank, step))
     expect(run, None, "first non-finite tensor", f"on rank {rank}")
-    return Outcome("all ranks stop before the update, the tensor is named", seconds_since_fault(run), bench.go_on(out))
+    return Outcome(
+        "all ranks stop before the optimizer step, the tensor is named", seconds_since_fault(run), bench.go_on(out)
+    )
 
 
 def poisons_one_step(bench: Bench) -> Outcome:
@@ -238,7 +240,7 @@ def poisons_one_step(bench: Bench) -> Outcome:
         lines = [json.loads(line) for line in (weights[-1] / "metrics.jsonl").read_text().splitlines()]
         if [line["step"] for line in lines if line.get("skipped_steps")] != [step]:
             raise Unexpected(f"not step {step} alone was skipped")
-    return Outcome("the step makes no update, the run goes on", None, largest_difference(*(w / "hf" for w in weights)))
+    return Outcome("the step is skipped, the run continues", None, largest_difference(*(w / "hf" for w in weights)))
 
 
 def flips(bench: Bench) -> Outcome:
@@ -294,7 +296,7 @@ def fills_the_disk(bench: Bench) -> Outcome:
     try:
         expect(bench.run(out), None, "MB free", "--on-save-error continue")
         subprocess.run(["mount", "-o", "remount,size=500m", str(out)], check=True)
-        return Outcome("it stops and says so; the checkpoints before stay whole", None, bench.go_on(out))
+        return Outcome("it stops and says so; earlier checkpoints stay complete", None, bench.go_on(out))
     finally:
         subprocess.run(["umount", str(out)], check=True)
 
@@ -319,7 +321,7 @@ def loses_a_node(bench: Bench) -> Outcome:
     if f"{bench.ranks} ranks: dp" not in run.text:
         raise Unexpected("it did not begin on both nodes")
     # before and after on different arrangements
-    return Outcome("it goes on, on the node that is left, with the same global batch", None, bench.difference(out))
+    return Outcome("it resumes on the remaining node, with the same global batch", None, bench.difference(out))
 
 
 def cuts_the_link(bench: Bench) -> Outcome:
@@ -332,7 +334,7 @@ def cuts_the_link(bench: Bench) -> Outcome:
         network.cut()
         runs = [expect(finish(node), None, "has made no progress") for node in nodes]
     return Outcome(
-        f"every rank tells where it stands, --ddp-timeout {DDP_TIMEOUT}",
+        f"every rank reports where it hangs, --ddp-timeout {DDP_TIMEOUT}",
         max(run.ended for run in runs) - cut,
         bench.go_on(out),
     )
@@ -347,7 +349,7 @@ def slows_the_link(bench: Bench) -> Outcome:
         network.slow(megabits=4)
         for node in nodes:
             expect(finish(node), 0)
-    return Outcome("it goes on, slower", None, bench.difference(out))
+    return Outcome("it continues, slower", None, bench.difference(out))
 
 
 def start_nodes(bench: Bench, network: Network, out: Path, *flags: str) -> list["subprocess.Popen[str]"]:
@@ -410,10 +412,10 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=None, metavar="FAULT", help=", ".join(FAULTS))
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--cp-size", type=int, default=1, help="ranks that share each row")
+    parser.add_argument("--cp-size", type=int, default=1, help="ranks per sequence (context parallelism)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--short", action="store_true", help="the most telling faults, once each, on two ranks")
+    parser.add_argument("--short", action="store_true", help="a selection of faults, once each, on two ranks")
     arguments = parser.parse_args(argv)
     names = arguments.faults or [name for name, fault in FAULTS.items() if fault.in_short or not arguments.short]
     if arguments.short:

@@ -139,18 +139,18 @@ def _megablocks_sparse(dtype: torch.dtype) -> None:
     torch.autograd.grad(out_RD, (rows_RD, *weights), torch.zeros_like(out_RD))
 
 
-ONE = "one number a program"
-SCALES = "one number for 256"
-CODES = "a byte a number, as many a thread as 128 bits of weight have"
-TABLE = "looked up, a number at a time"
-CHOICES = dict.fromkeys(("position", "is_kept", "weights", "grad_weights"), "one number for a row of D")
-NORMS = {"factor": "one number a row", **dict.fromkeys(("weight", "sums"), "of a head's 128 numbers, one a thread")}
+ONE = "one value per program"
+SCALES = "one value per 256"
+CODES = "one byte per value, per thread as many as 128 bits of weight hold"
+TABLE = "looked up, one value at a time"
+CHOICES = dict.fromkeys(("position", "is_kept", "weights", "grad_weights"), "one value per row of D")
+NORMS = {"factor": "one value per row", **dict.fromkeys(("weight", "sums"), "one of a head's 128 values per thread")}
 CORRECTIONS = {"mean_correction": ONE, "square_correction": ONE}
 CASTS = {
-    **dict.fromkeys(("scales", "largest", "numbers"), "one number for a row or column"),
+    **dict.fromkeys(("scales", "largest", "numbers"), "one value per row or column"),
     **dict.fromkeys(("ends", "padded_ends"), ONE),
 }
-COPIES = "one to four numbers a thread in every configuration among which MegaBlocks chooses"
+COPIES = "one to four values per thread in every configuration that MegaBlocks tries"
 
 EXAMPLES = [
     Example(_swiglu, torch.bfloat16),
@@ -179,7 +179,7 @@ EXAMPLES = [
         {
             **dict.fromkeys(("iptr", "optr"), COPIES),
             **dict.fromkeys(("indices", "bin_ids", "bins", "padded_bins"), ONE),
-            **dict.fromkeys(("row_indices", "column_indices", "offsets", "block_offsets_t"), "one number a block"),
+            **dict.fromkeys(("row_indices", "column_indices", "offsets", "block_offsets_t"), "one value per block"),
         },
     ),
 ]

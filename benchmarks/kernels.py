@@ -108,12 +108,12 @@ def flaws(row: Row) -> list[str]:
     if row.spills:
         found.append(f"has {row.spills} instructions that spill registers")
     if row.shared > SHARED_LIMITS[row.capability]:
-        found.append(f"takes {row.shared} bytes of shared memory a block, of {SHARED_LIMITS[row.capability]}")
+        found.append(f"takes {row.shared} bytes of shared memory per block, of {SHARED_LIMITS[row.capability]}")
     unexplained = ", ".join(name for name, reason in row.narrow.items() if not reason)
     if unexplained:
-        found.append(f"moves less than 128 bits a thread at {unexplained}, for which its example has no reason")
+        found.append(f"moves less than 128 bits per thread at {unexplained}, for which its example has no reason")
     if not row.narrow and any(bits < 128 for bits in (*row.loads, *row.stores)):
-        found.append("moves less than 128 bits a thread where its source moves as many")
+        found.append("moves less than 128 bits per thread where its source moves 128")
     if row.multiplies and not row.tensor_core:
         found.append("multiplies matrices without tensor cores")
     return [f"{row.module}.{row.kernel} ({row.variant}) for sm_{row.capability} {flaw}" for flaw in found]

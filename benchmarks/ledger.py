@@ -84,20 +84,20 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu", choices=sorted(DEVICES), default="H100")
     parser.add_argument("--network", choices=sorted(LINKS), default="infiniband-ndr")
     parser.add_argument("--rank", type=int, default=0, help="whose step")
-    parser.add_argument("--layers", type=int, default=0, help="decoder layers in place of the model's own number")
-    parser.add_argument("--json", type=Path, default=None, help="write the account there too")
+    parser.add_argument("--layers", type=int, default=0, help="decoder layers (default: the model's own)")
+    parser.add_argument("--json", type=Path, default=None, help="also write the figures to this file, as JSON")
     return parser.parse_known_args()
 
 
 def setting(config: TrainConfig, model_config: object, arguments: argparse.Namespace, hardware: Hardware) -> str:
     dtype = "bf16" if config.bf16 else "fp32"
     if config.expert_precision == "fp8":
-        dtype += ", experts' products fp8"
+        dtype += ", expert GEMMs in fp8"
     return (
         f"{config.model}, {getattr(model_config, 'num_hidden_layers', '?')} layers; rank {arguments.rank} of "
         f"{arguments.gpus} on {hardware.name}; ep {config.ep_size}, {dtype}, checkpointing "
         f"{config.gradient_checkpointing}, {config.optim}; {config.gradient_accumulation_steps} x "
-        f"{config.per_device_train_batch_size} x {config.max_seq_length} tokens a step and rank"
+        f"{config.per_device_train_batch_size} x {config.max_seq_length} tokens per step and rank"
     )
 
 
@@ -112,7 +112,7 @@ def parts_of(memory: PeakMemory) -> str:
 
 def print_table(account: Ledger) -> None:
     total = sums(account.parts)
-    print(f"{'part':24s}  TFLOP  again  moved GB  would do     x  kernels   sent GB        ms  share")
+    print(f"{'part':24s}  TFLOP recomp  moved GB   minimum     x  kernels   sent GB        ms  share")
     for part in (*account.parts, total):
         ratio = f"{part.moved / part.enough:5.2f}" if part.enough else "     "
         print(
@@ -130,9 +130,9 @@ def print_forecast(account: Ledger, hardware: Hardware, tokens: int) -> None:
     }
     made_of = ", ".join(f"{name} {seconds * 1e3:,.0f} ms" for name, seconds in waits.items())
     print(
-        f"forecast: {account.seconds * 1e3:,.0f} ms a step, {tokens / account.seconds:,.0f} tokens/s a GPU, "
-        f"{account.share_of_peak(hardware):.1%} MFU; the card {account.device * 1e3:,.0f} ms ({made_of}; FSDP's "
-        f"collectives in all {account.sharding * 1e3:,.0f}), the host, which calls it all, {account.host * 1e3:,.0f} ms"
+        f"forecast: {account.seconds * 1e3:,.0f} ms per step, {tokens / account.seconds:,.0f} tokens/s per GPU, "
+        f"{account.share_of_peak(hardware):.1%} MFU; the GPU {account.device * 1e3:,.0f} ms ({made_of}; FSDP's "
+        f"collectives together {account.sharding * 1e3:,.0f}), the host {account.host * 1e3:,.0f} ms"
         f"{': it sets the pace' if account.host > account.device else ''}"
     )
 

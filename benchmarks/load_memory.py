@@ -54,7 +54,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         size = make_checkpoint(Path(directory) / "model", arguments.gigabytes, arguments.dtype)
         print(
-            f"checkpoint: {size / 1e9:.2f} GB {arguments.dtype}, parameters held in float32; "
+            f"checkpoint: {size / 1e9:.2f} GB {arguments.dtype}, parameters in float32; "
             f"{arguments.ranks} ranks, ep {arguments.ep_size}; one run"
         )
         figures = start_ranks(Path(directory), arguments.ranks, arguments.ep_size)

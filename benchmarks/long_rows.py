@@ -2,7 +2,7 @@
 
 Whole training steps (forward, backward, clipping, AdamW) of a random Mixtral on the same global batch, a row a rank, at
 --cp-size 1, 2 and 4, in turn in every round; every expert gets as many rows as any other. With N ranks a row, a step is
-N forwards of one row for N ranks. Losses must agree or the run is void.
+N forwards of one row for N ranks. Losses must agree or the run aborts.
 
     activations   most bytes of tensors at once in one forward and backward, less those with a row of a token a rank:
                   gathered parameters and gradients are as many, however long a row; of the rank with most
@@ -11,7 +11,7 @@ N forwards of one row for N ranks. Losses must agree or the run is void.
 
 Transformers' own ways to share rows, by accelerate's ParallelismConfig, are torch's context_parallel, which knows the
 attention kernels of GPUs alone (on a CPU: "_scaled_dot_product_flash_attention_for_cpu does not have a sharding
-strategy registered"), and DeepSpeed's: none is an arm here.
+strategy registered"), and DeepSpeed's: none is a variant here.
 """
 
 import argparse
@@ -44,12 +44,12 @@ from training.step import compute_gradients, train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
 TOLERANCE = 1e-4
-"""Of losses, between arms."""
+"""Of losses, between variants."""
 
 
 @dataclass
 class Figures:
-    """Of one arm at one length. activations: bytes. cpu_seconds: of each step, rank by rank."""
+    """Of one variant at one length. activations: bytes. cpu_seconds: of each step, rank by rank."""
 
     activations: int = 0
     losses: list[float] = field(default_factory=list)
@@ -87,7 +87,7 @@ def save_model(path: Path, arguments: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One --cp-size: a model on the ranks, its optimizer and its mesh."""
 
     model: Any
@@ -103,7 +103,7 @@ class Arm:
         return [collate(forward, self.mesh.sharers).to(ranks.device) for forward in samples]
 
 
-def build_arm(directory: Path, cp_size: int, arguments: argparse.Namespace, ranks: Ranks) -> Arm:
+def build_variant(directory: Path, cp_size: int, arguments: argparse.Namespace, ranks: Ranks) -> Variant:
     device = ranks.device.type
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     checkpointing: Checkpointing = arguments.gradient_checkpointing
@@ -113,59 +113,61 @@ def build_arm(directory: Path, cp_size: int, arguments: argparse.Namespace, rank
     if cp_size > 1:
         share_rows(model, cp_size, packing=False)
     attach_loss_head(model, "chunked")
-    # one row's own routing would be another's load in every arm
+    # one row's own routing would be another's load in every variant
     balance_routing(model)
     mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size, "full", cp_size))
     shard_and_load(model, source, mesh, ranks.device, dtype, Strategy(checkpointing))
     config = TrainConfig(model="-", dataset=["-"], learning_rate=1e-5)
-    return Arm(model, build_optimizer(model.train(), config, mesh), mesh)
+    return Variant(model, build_optimizer(model.train(), config, mesh), mesh)
 
 
 def measure(directory: Path, arguments: argparse.Namespace) -> int:
-    """On each rank: at each length the arms in turn, round after round."""
+    """On each rank: at each length the variants in turn, round after round."""
     ranks = start_process_group(use_cpu=not torch.cuda.is_available(), timeout_seconds=600)
-    arms = {cp_size: build_arm(directory, cp_size, arguments, ranks) for cp_size in arguments.cp_sizes}
+    variants = {cp_size: build_variant(directory, cp_size, arguments, ranks) for cp_size in arguments.cp_sizes}
     generator = torch.Generator().manual_seed(0)
     found: dict[int, dict[int, Figures]] = {}
     for length in arguments.lengths:
         rows = torch.randint(0, arguments.vocabulary, (ranks.world_size, length), generator=generator).tolist()
-        figures = {cp_size: Figures(activations_of(arm, rows, ranks)) for cp_size, arm in arms.items()}
+        figures = {cp_size: Figures(activations_of(variant, rows, ranks)) for cp_size, variant in variants.items()}
         for step in range(-1, arguments.rounds):  # the first round only warms up
-            for cp_size, arm in arms.items():
-                take_step(arm, arm.batches(rows, ranks), figures[cp_size] if step >= 0 else Figures(), ranks)
+            for cp_size, variant in variants.items():
+                take_step(variant, variant.batches(rows, ranks), figures[cp_size] if step >= 0 else Figures(), ranks)
         found[length] = figures
     if ranks.rank == 0:
-        parameters = sum(p.numel() for p in arms[arguments.cp_sizes[0]].model.parameters()) / 1e6
+        parameters = sum(p.numel() for p in variants[arguments.cp_sizes[0]].model.parameters()) / 1e6
         setting = (
             f"{ranks.world_size} ranks, ep {arguments.ep_size}, {ranks.device.type}, {parameters:.1f} M parameters "
             f"({arguments.layers} layers of width {arguments.hidden_size}), {arguments.gradient_checkpointing} "
-            f"checkpointing, a row a rank and step, torch {torch.__version__}, {os.cpu_count()} cores; median of "
-            f"{arguments.rounds} rounds, arms interleaved"
+            f"checkpointing, one sequence per rank and step, torch {torch.__version__}, {os.cpu_count()} cores; median "
+            f"of {arguments.rounds} rounds, variants interleaved"
         )
-        lengths = {length: {cp: vars(figures) for cp, figures in arms.items()} for length, arms in found.items()}
+        lengths = {
+            length: {cp: vars(figures) for cp, figures in variants.items()} for length, variants in found.items()
+        }
         (directory / "figures.json").write_text(json.dumps({"setting": setting, "lengths": lengths}))
     end_process_group()
     return 0
 
 
-def activations_of(arm: Arm, rows: Sequence[Sequence[int]], ranks: Ranks) -> int:
+def activations_of(variant: Variant, rows: Sequence[Sequence[int]], ranks: Ranks) -> int:
     """Bytes, on the rank that holds most."""
     peaks = []
     for some in ([row[: ranks.world_size] for row in rows], rows):
-        (batch, *_) = arm.batches(some, ranks)
+        (batch, *_) = variant.batches(some, ranks)
         with LiveTensors([]) as live:
-            compute_gradients(arm.model, [batch], NO_LOSSES)
-        arm.optimizer.zero_grad()
+            compute_gradients(variant.model, [batch], NO_LOSSES)
+        variant.optimizer.zero_grad()
         peaks.append(live.peak)
     most = torch.tensor(peaks[1] - peaks[0], device=ranks.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
 
-def take_step(arm: Arm, batches: list[Batch], figures: Figures, ranks: Ranks) -> None:
+def take_step(variant: Variant, batches: list[Batch], figures: Figures, ranks: Ranks) -> None:
     dist.barrier()
     begin, cpu_begin = time.perf_counter(), time.process_time()
-    result = train_step(arm.model, arm.optimizer, batches, arm.mesh, NO_LOSSES, 1.0)
+    result = train_step(variant.model, variant.optimizer, batches, variant.mesh, NO_LOSSES, 1.0)
     spent = torch.zeros(ranks.world_size, dtype=torch.float64, device=ranks.device)
     spent[ranks.rank] = time.process_time() - cpu_begin
     dist.all_reduce(spent)
@@ -177,19 +179,29 @@ def take_step(arm: Arm, batches: list[Batch], figures: Figures, ranks: Ranks) ->
 def print_figures(figures: dict[str, Any]) -> None:
     """
     Raises:
-        SystemExit: arms have computed different losses.
+        SystemExit: variants have computed different losses.
     """
     print(figures["setting"])
     table: dict[str, list[str]] = {
         name: []
-        for name in ("tokens a row", "cp", "activations\na rank, MB", "x cp 1", "tokens/\nCPU-s", "x  cp 1", "evenness")
+        for name in (
+            "tokens a row",
+            "cp",
+            "activations\nper rank, MB",
+            "x cp 1",
+            "tokens/\nCPU-s",
+            "x  cp 1",
+            "evenness",
+        )
     }
-    for length, arms in figures["lengths"].items():
-        first, *_ = arms.values()
-        for cp_size, f in arms.items():
+    for length, variants in figures["lengths"].items():
+        first, *_ = variants.values()
+        for cp_size, f in variants.items():
             off = max(abs(a / b - 1) for a, b in zip(f["losses"], first["losses"], strict=True))
             if off > TOLERANCE:
-                raise SystemExit(f"void: at {length} tokens a row the loss at cp {cp_size} is {off:.2%} off")
+                raise SystemExit(
+                    f"aborted: with sequences of {length} tokens the loss at cp {cp_size} is {off:.2%} off"
+                )
             speeds, of_first = speeds_of(f, int(length)), speeds_of(first, int(length))
             ratio = statistics.median(a / b for a, b in zip(speeds, of_first, strict=True))
             evenness = statistics.median(min(step) / max(step) for step in f["cpu_seconds"])
@@ -203,9 +215,9 @@ def print_figures(figures: dict[str, Any]) -> None:
     print_table(open_console(), [Column(name, cells) for name, cells in table.items()])
 
 
-def speeds_of(arm: dict[str, Any], length: int) -> list[float]:
+def speeds_of(variant: dict[str, Any], length: int) -> list[float]:
     """Tokens a CPU-second, step by step."""
-    return [len(step) * length / sum(step) for step in arm["cpu_seconds"]]
+    return [len(step) * length / sum(step) for step in variant["cpu_seconds"]]
 
 
 if __name__ == "__main__":

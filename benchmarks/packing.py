@@ -1,15 +1,15 @@
 """What packing gains over padding: `python -m benchmarks.packing --ranks 4 --ep-size 4`.
 
-Whole training steps (forward, backward, clipping, AdamW) of one sharded model, each arm in turn in every round:
+Whole training steps (forward, backward, clipping, AdamW) of one sharded model, each variant in turn in every round:
 
-    padded to max     each row one sample, padded to --max-seq-length, as a fixed shape wants it
-    padded            each row one sample, padded to the longest of the forward: train_ep.py without flags
-    grouped           the same with --group-by-length
-    padded, more rows as `padded`, with as many rows a forward as make up the tokens of a packed step
-    packed            --packing
+    padded to max         each sequence one sample, padded to --max-seq-length, as a fixed shape needs it
+    padded                each sequence one sample, padded to the longest of the micro-batch: train_ep.py without flags
+    grouped               the same with --group-by-length
+    padded, larger batch  as `padded`, with as many sequences per micro-batch as make up the tokens of a packed step
+    packed                --packing
 
-All but `padded, more rows` have the same flags: as many rows a forward, of at most --max-seq-length tokens. Counted are
-tokens that are no padding. Lengths are those of --dataset, tokenised with --model's tokenizer, or else drawn from a
+All but `padded, larger batch` have the same flags: as many sequences per micro-batch, of at most --max-seq-length
+tokens. Padding is not counted. Lengths are those of --dataset, tokenised with --model's tokenizer, or else drawn from a
 log-normal distribution with the mean and spread of GSM8K's questions and answers; the model is a random Mixtral.
 """
 
@@ -50,7 +50,7 @@ from training.data import (
 from training.optimizer import build_optimizer
 from training.step import train_step
 
-ARMS = ("padded to max", "padded", "grouped", "padded, more rows", "packed")
+VARIANTS = ("padded to max", "padded", "grouped", "padded, larger batch", "packed")
 # tokens of GSM8K's training set with a 4,096-token vocabulary: the logarithm's mean and spread
 LOG_MEAN, LOG_SPREAD = 5.2, 0.38
 
@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--max-seq-length", type=int, default=1024)
-    parser.add_argument("--rows", type=int, default=4, help="rows a rank takes in one forward")
+    parser.add_argument("--rows", type=int, default=4, help="sequences per rank and micro-batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None, help="also write the figures here")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
@@ -91,7 +91,7 @@ def save_model(path: Path, arguments: argparse.Namespace) -> None:
 
 
 def measure(directory: Path, arguments: argparse.Namespace) -> int:
-    """On each rank: the arms in turn, round after round."""
+    """On each rank: the variants in turn, round after round."""
     ranks = start_process_group(use_cpu=not torch.cuda.is_available(), timeout_seconds=600)
     device = ranks.device.type
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -103,17 +103,17 @@ def measure(directory: Path, arguments: argparse.Namespace) -> int:
     shard_and_load(model, source, mesh, ranks.device, dtype)
     optimizer = build_optimizer(model.train(), TrainConfig(model="-", dataset=["-"], learning_rate=1e-5), mesh)
     samples = read_samples(arguments) if arguments.dataset else draw_samples(arguments)
-    arms = {arm: prepare(arm, samples, arguments, ranks.world_size) for arm in ARMS}
+    variants = {variant: prepare(variant, samples, arguments, ranks.world_size) for variant in VARIANTS}
 
-    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    cpu_seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    tokens: dict[str, list[int]] = {arm: [] for arm in ARMS}
-    positions: dict[str, list[int]] = {arm: [] for arm in ARMS}
+    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    cpu_seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    tokens: dict[str, list[int]] = {variant: [] for variant in VARIANTS}
+    positions: dict[str, list[int]] = {variant: [] for variant in VARIANTS}
     for step in range(-1, arguments.rounds):  # the first round only warms up
-        for arm, (rows, order) in arms.items():
+        for variant, (rows, order) in variants.items():
             (forward,) = order.micro_batches(step + 1, ranks.rank)
             batch = collate([rows[row] for row in forward])
-            if arm == "padded to max":
+            if variant == "padded to max":
                 batch = pad_to(batch, arguments.max_seq_length)
             batch = batch.to(ranks.device)
             dist.barrier()
@@ -124,20 +124,25 @@ def measure(directory: Path, arguments: argparse.Namespace) -> int:
             elapsed = time.perf_counter() - begin
             dist.all_reduce(spent)
             if step >= 0:
-                seconds[arm].append(elapsed)
-                cpu_seconds[arm].append(float(spent[0]))
-                positions[arm].append(int(spent[1]))
-                tokens[arm].append(result.tokens)
+                seconds[variant].append(elapsed)
+                cpu_seconds[variant].append(float(spent[0]))
+                positions[variant].append(int(spent[1]))
+                tokens[variant].append(result.tokens)
     if ranks.rank == 0:
         figures = {
             "setting": f"{ranks.world_size} ranks, ep {arguments.ep_size}, {device}, {dtype}, "
-            f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {arguments.rows} rows of at most "
-            f"{arguments.max_seq_length} tokens a forward, samples of {samples.lengths.float().mean():.0f} tokens on "
+            f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {arguments.rows} sequences of "
+            f"{arguments.max_seq_length} tokens at most, samples of {samples.lengths.float().mean():.0f} tokens on "
             f"average, torch {torch.__version__}, {os.cpu_count()} cores",
             "rounds": arguments.rounds,
-            "arms": {
-                arm: {"seconds": seconds[arm], "cpu": cpu_seconds[arm], "tokens": tokens[arm], "at": positions[arm]}
-                for arm in ARMS
+            "variants": {
+                variant: {
+                    "seconds": seconds[variant],
+                    "cpu": cpu_seconds[variant],
+                    "tokens": tokens[variant],
+                    "at": positions[variant],
+                }
+                for variant in VARIANTS
             },
         }
         (directory / "figures.json").write_text(json.dumps(figures))
@@ -171,14 +176,14 @@ def draw_samples(arguments: argparse.Namespace, number: int = 4000) -> Samples:
     return Samples(Dataset.from_dict(table), [])
 
 
-def prepare(arm: str, samples: Samples, arguments: argparse.Namespace, world_size: int) -> tuple[Rows, DataOrder]:
-    rows = make_rows(samples, arm == "packed", arguments.max_seq_length, seed=0)
+def prepare(variant: str, samples: Samples, arguments: argparse.Namespace, world_size: int) -> tuple[Rows, DataOrder]:
+    rows = make_rows(samples, variant == "packed", arguments.max_seq_length, seed=0)
     a_forward = arguments.rows
-    if arm == "padded, more rows":
+    if variant == "padded, larger batch":
         a_forward = round(a_forward * arguments.max_seq_length / float(samples.lengths.float().mean()))
-    order = DataOrder(len(rows), world_size, a_forward, 1, 0, rows.lengths if arm == "grouped" else None)
+    order = DataOrder(len(rows), world_size, a_forward, 1, 0, rows.lengths if variant == "grouped" else None)
     # a data set of less than a batch would leave ranks without rows
-    assert order.steps_per_epoch > arguments.rounds, "fewer rows than the rounds take"
+    assert order.steps_per_epoch > arguments.rounds, "fewer sequences than the rounds take"
     return rows, order
 
 
@@ -198,25 +203,25 @@ def pad_to(batch: Batch, length: int) -> Batch:
 
 
 def print_table(figures: dict[str, Any]) -> None:
-    print(f"{figures['setting']}; median of {figures['rounds']} rounds, arms interleaved")
+    print(f"{figures['setting']}; median of {figures['rounds']} rounds, variants interleaved")
     print(
-        f"{'arm':<20}{'tokens a step':>14}{'padding':>9}{'tokens/s':>10}{'range':>16}{'x padded':>10}"
+        f"{'variant':<20}{'tokens/step':>14}{'padding':>9}{'tokens/s':>10}{'range':>16}{'x padded':>10}"
         f"{'tokens/CPU-s':>14}"
     )
-    baseline = rates(figures["arms"]["padded"], "seconds")
-    for arm, f in figures["arms"].items():
+    baseline = rates(figures["variants"]["padded"], "seconds")
+    for variant, f in figures["variants"].items():
         speed = rates(f, "seconds")
         gain = statistics.median(a / b for a, b in zip(speed, baseline, strict=True))
         print(
-            f"{arm:<20}{statistics.median(f['tokens']):>14,.0f}{1 - sum(f['tokens']) / sum(f['at']):>9.0%}"
+            f"{variant:<20}{statistics.median(f['tokens']):>14,.0f}{1 - sum(f['tokens']) / sum(f['at']):>9.0%}"
             f"{statistics.median(speed):>10,.0f}{f'{min(speed):,.0f}-{max(speed):,.0f}':>16}{gain:>10.2f}"
             f"{statistics.median(rates(f, 'cpu')):>14,.0f}"
         )
 
 
-def rates(arm: dict[str, list[float]], per: str) -> list[float]:
+def rates(variant: dict[str, list[float]], per: str) -> list[float]:
     """Tokens a second, or a CPU-second of all ranks together, in each round."""
-    return [tokens / seconds for tokens, seconds in zip(arm["tokens"], arm[per], strict=True)]
+    return [tokens / seconds for tokens, seconds in zip(variant["tokens"], variant[per], strict=True)]
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from benchmarks.arms import forced_experts
 from benchmarks.load_memory import resident
 from benchmarks.published import published
 from benchmarks.rehearsed import print_rehearsed
 from benchmarks.traffic import CountTraffic
+from benchmarks.variants import forced_experts
 from moe import moe_layers, store_frozen
 from moe.terminal import ends_with_reader
 from moe.whole import whole
@@ -193,7 +193,7 @@ def build_run(
 @ends_with_reader
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=PARTS, help=f"what to hold it against: {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", default=PARTS, help=f"what to compare with: {', '.join(PARTS)}")
     parser.add_argument("--default-malloc", action="store_true", help="leave malloc's thresholds as they are")
     parser.add_argument("--only", default="", help="measured settings whose description contains this")
     parser.add_argument("--json", type=Path, default=None, help="also write what was measured here")

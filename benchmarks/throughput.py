@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 4 -m benchmarks.throughput                            # the README's setting, on CPU
     torchrun --nproc-per-node 8 -m benchmarks.throughput --model DIR --dtype bf16   # any model, on GPUs
 
-Whole training steps (forward, backward, clipping, AdamW) of the arms of `benchmarks.arms`, on the same weights and
-data. In every round each arm runs in processes of its own, made for it and ended after it: its peak memory is nobody
-else's, and none finds what another has warmed. Arms take turns, so that what else the machine does falls on all alike;
-a ratio is the median over rounds of the ratio within a round. All steps are on one batch, which the model is soon
-learning by heart: the losses of all arms must fall, and agree at every step to --loss-tolerance, or the run is void.
+Complete training steps (forward, backward, clipping, AdamW) of the variants of `benchmarks.variants`, on the same
+weights and data. In every round each variant runs in processes of its own, made for it and ended after it: its peak
+memory is nobody else's, and none finds what another has warmed. Variants take turns, so other load on the machine
+affects all; a ratio is the median over rounds of the ratio within a round. All steps are on one batch, which the model
+is soon learning by heart: losses of all variants must fall, and agree at every step to --loss-tolerance, or the run
+aborts.
 """
 
 import argparse
@@ -37,10 +38,10 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from benchmarks.arms import Work, build_arm, parse_arm
 from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, judge, print_tables, short
 from benchmarks.traffic import KINDS, CountTraffic
+from benchmarks.variants import Work, build_variant, parse_variant
 from checkpoints import open_source
 from moe import ExpertMeshError, count_parameters, moe_shape, seen_pairs, training_flops
 from moe.matmul import peak_of_products
@@ -53,12 +54,17 @@ from training.data import Batch, Sample, collate
 from training.environment import cpu_model
 from training.products import ProductLibraries, choose_products
 
-PRELOADED = ["transformers.models.mixtral.modeling_mixtral", "torch.distributed.fsdp", "accelerate", "benchmarks.arms"]
+PRELOADED = [
+    "transformers.models.mixtral.modeling_mixtral",
+    "torch.distributed.fsdp",
+    "accelerate",
+    "benchmarks.variants",
+]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and a batch that all arms are run on."""
+    """A model and a batch that all variants are run on."""
 
     work: Work
     case: Case
@@ -74,7 +80,7 @@ def main() -> int:
         arguments = parse_arguments()
         ranks = start_process_group(use_cpu=True, timeout_seconds=arguments.timeout)
         with scratch_directory() as scratch:
-            # this process computes nothing else, and is on a CPU whatever the arms are on
+            # this process computes nothing else, and is on a CPU whatever the variants are on
             config = TrainConfig(model="-", dataset=["-"], cpu_matmul=arguments.cpu_matmul)
             products = choose_products(config, ranks)
             assert products is not None
@@ -100,9 +106,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=1, help="rows of a rank's batch")
+    parser.add_argument("--rows", type=int, default=1, help="sequences per rank")
     parser.add_argument("--seq-length", type=int, default=256)
-    parser.add_argument("--arms", nargs="+", help="hf-fsdp, ours-ep=N, hf-ep=N; default: all that the ranks allow")
+    parser.add_argument("--variants", nargs="+", help="hf-fsdp, ours-ep=N, hf-ep=N; default: all that the ranks allow")
     parser.add_argument("--routing", choices=("natural", "balanced"), default="natural", help="balanced: forced")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "pure-bf16"), default="fp32", help="bf16: fp32 parameters")
     parser.add_argument("--router-aux-loss-coef", type=float, default=0.001)
@@ -115,19 +121,19 @@ def parse_arguments() -> argparse.Namespace:
         "--malloc",
         choices=("as-is", "plain", "settled"),
         default="as-is",
-        help="on a CPU: with train_ep.py's settings of malloc run ours (as-is), no arm (plain), all arms (settled)",
+        help="on a CPU: which variants use train_ep.py's malloc settings: ours (as-is), none (plain), all (settled)",
     )
-    parser.add_argument("--use-cpu", action="store_true", help="even where there is a GPU")
+    parser.add_argument("--use-cpu", action="store_true", help="stay on the CPU even if there is a GPU")
     parser.add_argument(
-        "--cpu-matmul", choices=get_args(CpuMatmul), default="auto", help="library of our fp32 products on a CPU"
+        "--cpu-matmul", choices=get_args(CpuMatmul), default="auto", help="library for our fp32 matmuls on a CPU"
     )
     parser.add_argument("--sweep", choices=("tokens", "experts"), help="over --values, instead of one setting")
-    parser.add_argument("--values", type=int, nargs="+", help="of the sweep: tokens a rank, or experts")
+    parser.add_argument("--values", type=int, nargs="+", help="values of the sweep: tokens per rank, or experts")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm-up", type=int, default=1, help="steps of each arm in each round that are not timed")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each arm in each round")
+    parser.add_argument("--warm-up", type=int, default=1, help="untimed steps per variant and round")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per variant and round")
     parser.add_argument("--loss-tolerance", type=float, default=1e-4, help="relative")
-    parser.add_argument("--timeout", type=int, default=900, help="seconds that an arm may take in a round")
+    parser.add_argument("--timeout", type=int, default=900, help="time limit per variant and round, in seconds")
     parser.add_argument("--json", type=Path, help="also write all figures here")
     parser.add_argument("--picture", type=Path, help="also draw them here, as SVG")
     arguments = parser.parse_args()
@@ -135,22 +141,22 @@ def parse_arguments() -> argparse.Namespace:
         raise ExpertMeshError("--sweep and --values: give both, or none")
     if arguments.warm_up < 1 or arguments.steps < 1 or arguments.rounds < 1:
         raise ExpertMeshError("--warm-up, --steps and --rounds: must be 1 or more; traffic is counted while warming up")
-    for arm in arguments.arms or []:
-        parse_arm(arm)
+    for variant in arguments.variants or []:
+        parse_variant(variant)
     for file in (arguments.json, arguments.picture):
         if file is not None and not file.absolute().parent.is_dir():
             raise ExpertMeshError(f"{file}: there is no directory {file.absolute().parent} to write it to")
     # where the project's targets on a CPU are set
-    free = ("arms", "rounds", "warm_up", "steps", "timeout", "json", "picture", "use_cpu", "loss_tolerance")
+    free = ("variants", "rounds", "warm_up", "steps", "timeout", "json", "picture", "use_cpu", "loss_tolerance")
     is_default = all(v == parser.get_default(name) for name, v in vars(arguments).items() if name not in free)
     on_cpu = arguments.use_cpu or not torch.cuda.is_available()
     arguments.at_target = is_default and on_cpu and os.environ.get("WORLD_SIZE") == "4"
     return arguments
 
 
-def all_arms(world_size: int, num_experts: int) -> list[str]:
+def all_variants(world_size: int, num_experts: int) -> list[str]:
     sizes = [n for n in range(2, world_size + 1) if world_size % n == 0 and num_experts % n == 0]
-    expert_parallel = [arm for n in sizes for arm in (f"hf-ep={n}", f"ours-ep={n}")]
+    expert_parallel = [variant for n in sizes for variant in (f"hf-ep={n}", f"ours-ep={n}")]
     return ["hf-fsdp", "ours-ep=1", *expert_parallel]
 
 
@@ -169,7 +175,7 @@ def scratch_directory() -> Iterator[Path]:
 
 def measure_peak(arguments: argparse.Namespace, ranks: Ranks) -> float | None:
     """Floating point operations a second of CPU time that this machine's faster library makes of large fp32 products;
-    None where the arms compute otherwise. On rank 0, while the others wait."""
+    None where the variants compute otherwise. On rank 0, while the others wait."""
     if arguments.dtype != "fp32" or not (arguments.use_cpu or not torch.cuda.is_available()):
         return None
     found = [peak_of_products() if ranks.rank == 0 else None]
@@ -274,29 +280,29 @@ def context() -> Any:
 
 
 def run_rounds(settings: list[Setting], arguments: argparse.Namespace, ranks: Ranks) -> list[Result]:
-    """Arms that gave no figures once are left out from then on."""
+    """Variants that gave no figures once are left out from then on."""
     results = []
     for setting in settings:
-        arms = arguments.arms or all_arms(ranks.world_size, setting.case.shape.num_experts)
-        results += [(setting, Result(setting.case, arm, [])) for arm in arms]
+        variants = arguments.variants or all_variants(ranks.world_size, setting.case.shape.num_experts)
+        results += [(setting, Result(setting.case, variant, [])) for variant in variants]
     for number in range(arguments.rounds):
         for setting, result in results:
             if any(figures.problem for figures in result.rounds):
                 continue
-            figures = run_arm(result.arm, setting.work, arguments)
+            figures = run_variant(result.variant, setting.work, arguments)
             result.rounds.append(figures)
             if ranks.rank == 0:
                 where = f"{arguments.sweep} {setting.case.value}, " if arguments.sweep else ""
                 said = figures.problem or short(figures)
-                print(f"round {number + 1}, {where}{result.arm}: {said}", file=sys.stderr, flush=True)
+                print(f"round {number + 1}, {where}{result.variant}: {said}", file=sys.stderr, flush=True)
     return [result for _, result in results]
 
 
-def run_arm(arm: str, work: Work, arguments: argparse.Namespace) -> Figures:
+def run_variant(variant: str, work: Work, arguments: argparse.Namespace) -> Figures:
     """In a process a rank, which is ended when that of another rank has failed."""
     ours, theirs = context().Pipe()
     process = context().Process(
-        target=measure, args=(theirs, arm, work, arguments.warm_up, arguments.steps, arguments.timeout)
+        target=measure, args=(theirs, variant, work, arguments.warm_up, arguments.steps, arguments.timeout)
     )
     process.start()
     theirs.close()
@@ -332,7 +338,7 @@ def receive(connection: Connection, process: Any) -> Figures:
 
 
 def measure(connection: Connection, name: str, work: Work, warm_up: int, num_steps: int, timeout: int) -> None:
-    """What a process of one arm does; it sends `Figures`, the same on every rank."""
+    """What a process of one variant does; it sends `Figures`, the same on every rank."""
     try:
         end_with_parent()
         logging.getLogger("torch.distributed").setLevel(logging.ERROR)
@@ -348,8 +354,8 @@ def measure(connection: Connection, name: str, work: Work, warm_up: int, num_ste
 
 def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ranks) -> Figures:
     base = resident("VmRSS")
-    arm = build_arm(name, work, ranks)
-    vocabulary = arm.model.config.vocab_size
+    variant = build_variant(name, work, ranks)
+    vocabulary = variant.model.config.vocab_size
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -363,9 +369,9 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
         begin, used_before = time.perf_counter(), processor_use()
         if step == 0:
             with traffic:
-                losses.append(arm.make_step(batch))
+                losses.append(variant.make_step(batch))
         else:
-            losses.append(arm.make_step(batch))
+            losses.append(variant.make_step(batch))
         settle(ranks.device)
         seconds.append(time.perf_counter() - begin)
         used.append(processor_use() - used_before)
@@ -403,13 +409,13 @@ def processor_use() -> torch.Tensor:
 
 
 def end_with_parent() -> None:
-    """The parent of an arm's process is the forkserver, which may outlive the rank that asked for it."""
+    """The parent of a variant's process is the forkserver, which may outlive the rank that asked for it."""
     end_by_signal = 1  # PR_SET_PDEATHSIG in sys/prctl.h
     ctypes.CDLL(None).prctl(end_by_signal, signal.SIGKILL)
 
 
 def make_batch(work: Work, vocabulary: int, ranks: Ranks) -> Batch:
-    """Random tokens, the same for every arm, other ones on each rank."""
+    """Random tokens, the same for every variant, other ones on each rank."""
     generator = torch.Generator().manual_seed(ranks.rank)
     tokens_BS = torch.randint(0, vocabulary, (work.rows, work.seq_length), generator=generator)
     rows = [[Sample(row, [True] * len(row))] for row in tokens_BS.tolist()]
@@ -425,26 +431,26 @@ def settle(device: torch.device) -> None:
 def report(settings: list[Setting], results: list[Result], arguments: argparse.Namespace) -> bool:
     """Write and print everything; whether the run counts."""
     complete = [r for r in results if not any(f.problem for f in r.rounds)]
-    problems = {r.arm: r.rounds[-1].problem for r in results if r not in complete}
-    void = why_void(complete, arguments.loss_tolerance)
+    problems = {r.variant: r.rounds[-1].problem for r in results if r not in complete}
+    aborted = why_aborted(complete, arguments.loss_tolerance)
     headers = {setting.case: describe(setting, arguments, complete) for setting in settings}
     if arguments.json:
         content = {
             "arguments": {name: str(value) for name, value in vars(arguments).items()},
-            "void": void,
+            "aborted": aborted,
             "settings": list(headers.values()),
             "results": [asdict(result) for result in results],
         }
         with whole(arguments.json) as partial:
             partial.write_text(json.dumps(content, indent=1))
-    for arm, problem in problems.items():
-        print(f"{arm} gave no figures:\n{problem}", flush=True)
-    if void:
-        print(f"VOID: {void}", flush=True)
+    for variant, problem in problems.items():
+        print(f"{variant} gave no figures:\n{problem}", flush=True)
+    if aborted:
+        print(f"aborted: {aborted}", flush=True)
         return False
     for case, header in headers.items():
         agreement = largest_difference([r for r in complete if r.case == case])[0]
-        print(f"\n{header}\nlosses of all arms agree: the largest relative difference is {agreement:.0e}")
+        print(f"\n{header}\nlosses of all variants agree: the largest relative difference is {agreement:.0e}")
         print_tables([r for r in complete if r.case == case])
     if arguments.at_target:
         print("", *judge(complete), sep="\n", flush=True)
@@ -454,24 +460,26 @@ def report(settings: list[Setting], results: list[Result], arguments: argparse.N
     return not problems
 
 
-def why_void(results: list[Result], tolerance: float) -> str | None:
+def why_aborted(results: list[Result], tolerance: float) -> str | None:
     """Why no figure of these means anything; None if they do."""
     if not results:
-        return "no arm gave figures"
+        return "no variant finished"
     for case in cases_of(results):
         mine = [result for result in results if result.case == case]
         difference, where = largest_difference(mine)
         if difference > tolerance:
-            return f"{where} differs from {mine[0].arm} by {difference:.1e} in the loss, allowed are {tolerance:.0e}"
+            return (
+                f"{where} differs from {mine[0].variant} by {difference:.1e} in the loss, allowed are {tolerance:.0e}"
+            )
         first, *_, last = mine[0].rounds[0].losses
         if first - last < 10 * tolerance * first:
             moved = f"the loss went from {first:.6f} to {last:.6f}"
-            return f"{moved}: too little to tell whether the arms train alike; raise --learning-rate"
+            return f"{moved}: too little to compare how the variants train; raise --learning-rate"
     return None
 
 
 def largest_difference(results: list[Result]) -> tuple[float, str]:
-    """Between the losses of any step of any arm in any round and those of the first arm's first round, relative, and
+    """Between the losses of any step of any variant and round and those of the first one's first round, relative, and
     where it is; infinite when a loss is not finite."""
     expected = results[0].rounds[0].losses
     found = [(0.0, "")]
@@ -479,7 +487,7 @@ def largest_difference(results: list[Result]) -> tuple[float, str]:
         for number, figures in enumerate(result.rounds):
             for step, (a, b) in enumerate(zip(figures.losses, expected, strict=True)):
                 difference = abs(a - b) / abs(b) if math.isfinite(a) and math.isfinite(b) else math.inf
-                found.append((difference, f"{result.arm}, round {number + 1}, step {step + 1},"))
+                found.append((difference, f"{result.variant}, round {number + 1}, step {step + 1},"))
     return max(found)
 
 
@@ -497,7 +505,7 @@ def describe(setting: Setting, arguments: argparse.Namespace, results: list[Resu
         f"{arguments.dtype}",
         f"{setting.parameters / 1e6:,.1f} M parameters: {case.layers} layers, hidden {case.shape.model_width}, expert "
         f"width {case.shape.expert_width}, {case.shape.num_experts} experts, top-{case.shape.top_k}",
-        f"{work.rows} x {work.seq_length} tokens a rank",
+        f"{work.rows} x {work.seq_length} tokens per rank",
         f"{arguments.routing} routing",
         f"aux loss {work.aux_loss:g}",
         f"clip {work.max_grad_norm:g}",
@@ -505,9 +513,9 @@ def describe(setting: Setting, arguments: argparse.Namespace, results: list[Resu
         f"checkpointing {work.gradient_checkpointing}",
     ]
     said += ["ours not resharded after forward"] * (not work.reshard_after_forward)
-    said += ["torch.compile of ours by region, of transformers' whole"] * work.compile
+    said += ["torch.compile of ours by region, of transformers' complete model"] * work.compile
     if "cpu" in devices:
-        said += [mallocs[work.malloc], f"our products {setting.products} ({setting.products.why})"]
+        said += [mallocs[work.malloc], f"our matmuls by {setting.products} ({setting.products.why})"]
     if case.peak_flops is not None:
         said += [f"floor: the FLOPs at {case.peak_flops / 1e9:,.0f} GFLOP/s of CPU time, measured here"]
     said += [versions, f"Python {platform.python_version()}"]

@@ -19,7 +19,7 @@ KIND_COLORS = dict(zip(KINDS, ("#1f5a96", "#7fb2e5", "#c98a2b", "#8a8a8a", "#d0d
 
 @dataclass(frozen=True)
 class Figures:
-    """One arm in one round.
+    """One variant in one round.
 
     seconds, cpu_seconds, system_seconds, faults: a timed step each, the last three of all ranks together:
     system_seconds are those of the CPU time that the kernel took, faults minor page faults. losses: of all steps.
@@ -43,8 +43,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Case:
-    """What all arms did alike. value: of the sweep, if there is one. tokens: a step of all ranks. flops: that it needs.
-    bytes_a_number: of an activation on its way. peak_flops: a second of CPU time, of the faster library's products."""
+    """What all variants have in common. value: of the sweep, if there is one. tokens: per step of all ranks. flops:
+    needed. bytes_a_number: of an activation on its way. peak_flops: a second of CPU time, of the faster library's
+    products."""
 
     value: int | None
     shape: MoEShape
@@ -64,15 +65,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """An arm in a case, a figure for each round."""
+    """A variant in a case, a figure for each round."""
 
     case: Case
-    arm: str
+    variant: str
     rounds: list[Figures]
 
     @property
     def ep_size(self) -> int:
-        return int(self.arm.partition("=")[2] or 1)
+        return int(self.variant.partition("=")[2] or 1)
 
     @property
     def last(self) -> Figures:
@@ -111,8 +112,8 @@ def gain(a: Result, b: Result, clock: str) -> float:
     return statistics.median(x / y for x, y in pairs)
 
 
-def find(results: Sequence[Result], case: Case, arm: str) -> Result | None:
-    return next((r for r in results if r.case == case and r.arm == arm), None)
+def find(results: Sequence[Result], case: Case, variant: str) -> Result | None:
+    return next((r for r in results if r.case == case and r.variant == variant), None)
 
 
 def cases_of(results: Sequence[Result]) -> list[Case]:
@@ -120,9 +121,9 @@ def cases_of(results: Sequence[Result]) -> list[Case]:
 
 
 def short(figures: Figures) -> str:
-    """What one arm did in one round, in a line."""
+    """What one variant did in one round, in a line."""
     return (
-        f"{statistics.median(figures.seconds):.2f} s and {statistics.median(figures.cpu_seconds):.2f} CPU-s a step, "
+        f"{statistics.median(figures.seconds):.2f} s and {statistics.median(figures.cpu_seconds):.2f} CPU-s per step, "
         f"{statistics.median(figures.system_seconds):.2f} of them the kernel's, "
         f"{statistics.median(figures.faults):,.0f} page faults, "
         f"peak {figures.peak_mb:,.0f} MB, loss {figures.losses[-1]:.5f}"
@@ -130,13 +131,13 @@ def short(figures: Figures) -> str:
 
 
 def clock_of(results: Sequence[Result]) -> str:
-    """What arms are compared by: on a GPU seconds; on a CPU those it computed, which others on the machine change
+    """What variants are compared by: on a GPU seconds; on a CPU those it computed, which others on the machine change
     less."""
     return "cpu_seconds" if results[0].last.device == "cpu" else "seconds"
 
 
 def print_tables(results: Sequence[Result]) -> None:
-    """Speed, memory and traffic of the arms of one case; on a CPU also where its time goes."""
+    """Speed, memory and traffic of the variants of one case; on a CPU also where its time goes."""
     print()
     _print_speed(results)
     if clock_of(results) == "cpu_seconds":
@@ -156,12 +157,12 @@ def _print_speed(results: Sequence[Result]) -> None:
     for result in results:
         wall, cpu = result.rates("seconds"), result.rates("cpu_seconds")
         line = (
-            f"{result.arm:12}{statistics.median(wall):9,.1f}{f'{min(wall):,.1f}-{max(wall):,.1f}':>16}"
+            f"{result.variant:12}{statistics.median(wall):9,.1f}{f'{min(wall):,.1f}-{max(wall):,.1f}':>16}"
             f"{statistics.median(cpu):14,.1f}{f'{min(cpu):,.1f}-{max(cpu):,.1f}':>16}{result.peak_mb:9,.0f} "
         )
         for column in columns:
             other = find(results, result.case, f"hf-ep={result.ep_size}" if column == "hf-ep" else column)
-            if other is None or other.arm == result.arm:
+            if other is None or other.variant == result.variant:
                 line += f"{'':17}"
             else:
                 ratio = gain(result, other, clock)
@@ -180,25 +181,25 @@ def _print_cpu(results: Sequence[Result]) -> None:
         cpu, system, faults = (result.median_step(kind) for kind in ("cpu_seconds", "system_seconds", "faults"))
         steps = result.last.faults
         floor = "" if case.peak_flops is None else f"{case.flops / case.peak_flops / cpu:.0%}"
-        line = f"{result.arm:12}{cpu:14.2f}{f'{system:.2f} ({system / cpu:.0%})':>24}{faults:14,.0f}"
+        line = f"{result.variant:12}{cpu:14.2f}{f'{system:.2f} ({system / cpu:.0%})':>24}{faults:14,.0f}"
         print(line + f"{f'{steps[0]:,.0f} to {steps[-1]:,.0f}':>26}{floor:>8}")
 
 
 def _print_traffic(results: Sequence[Result]) -> None:
     kinds = [kind for kind in KINDS if any(r.last.calls.get(kind) for r in results)]
-    print(f"{'':12}sent by a rank in the first step, MB (calls); theory: rows alone, routed evenly")
+    print(f"{'':12}sent per rank in the first step, MB (calls); theory: tokens alone, routed evenly")
     print(f"{'':12}" + "".join(f"{kind:>17}" for kind in kinds) + f"{'all':>10}{'all-to-all / theory':>21}")
     for result in results:
         sent, calls = result.last.sent, result.last.calls
         line = "".join(f"{f'{sent[kind] / MB:,.1f} ({calls[kind]:.0f})':>17}" for kind in kinds)
         theory = result.case.all_to_all_theory(result.ep_size)
         share = f"{sent['all-to-all'] / theory:.4f}" if theory else ""
-        print(f"{result.arm:12}{line}{sum(sent.values()) / MB:10,.1f}{share:>21}".rstrip())
+        print(f"{result.variant:12}{line}{sum(sent.values()) / MB:10,.1f}{share:>21}".rstrip())
 
 
 @dataclass(frozen=True)
 class Target:
-    """An arm of ours against another. least: of tokens a CPU-second. most: of memory."""
+    """A variant of ours against another. least: of tokens a CPU-second. most: of memory."""
 
     ours: str
     against: str
@@ -213,7 +214,7 @@ TARGETS = (
     Target("ours-ep=4", "hf-fsdp", 3.55, 0.86),
 )
 MOST_SYSTEM_SHARE = {"ours-ep=4": 0.1}
-"""Of an arm's CPU time, what the kernel may take."""
+"""Of a variant's CPU time, what the kernel may take."""
 
 
 def judge(results: Sequence[Result]) -> list[str]:
@@ -226,16 +227,16 @@ def judge(results: Sequence[Result]) -> list[str]:
                 continue
             speed, memory = gain(ours, other, "cpu_seconds"), ours.peak_mb / other.peak_mb
             lines.append(
-                f"{ours.arm} against {other.arm}: {speed:.2f} x the tokens a CPU-second "
+                f"{ours.variant} against {other.variant}: {speed:.2f} x the tokens a CPU-second "
                 f"(target {target.least} or more: {_verdict(speed >= target.least)}), "
                 f"{memory:.2f} x the peak memory (target {target.most} or less: {_verdict(memory <= target.most)})"
             )
-        for arm, most in MOST_SYSTEM_SHARE.items():
-            found = find(results, case, arm)
+        for variant, most in MOST_SYSTEM_SHARE.items():
+            found = find(results, case, variant)
             if found is not None:
                 share = found.median_step("system_seconds") / found.median_step("cpu_seconds")
                 lines.append(
-                    f"{arm}: {share:.1%} of its CPU time is the kernel's (target {most:.0%} or less: "
+                    f"{variant}: {share:.1%} of its CPU time is the kernel's (target {most:.0%} or less: "
                     f"{_verdict(share <= most)})"
                 )
     return lines
@@ -246,7 +247,7 @@ def _verdict(met: bool) -> str:
 
 
 def draw(results: Sequence[Result], title: str, sweep: str | None) -> str:
-    """An SVG: bars an arm for one case; for a sweep, or over ep, lines of time and bytes."""
+    """An SVG: bars a variant for one case; for a sweep, or over ep, lines of time and bytes."""
     cases = cases_of(results)
     clock = clock_of(results)
     unit = {"seconds": "s", "cpu_seconds": "CPU-s"}[clock]
@@ -254,19 +255,19 @@ def draw(results: Sequence[Result], title: str, sweep: str | None) -> str:
     if len(cases) == 1:
         panels += [
             _bars(results, f"tokens / {unit}", lambda r: [r.median_rate(clock)]),
-            _bars(results, "peak memory of a rank, MB", lambda r: [r.peak_mb]),
-            _bars(results, "sent by a rank in a step, MB", lambda r: [r.last.sent[k] / MB for k in KINDS], KINDS),
+            _bars(results, "peak memory per rank, MB", lambda r: [r.peak_mb]),
+            _bars(results, "sent per rank and step, MB", lambda r: [r.last.sent[k] / MB for k in KINDS], KINDS),
         ]
-        series = {"hf-ep": [r for r in results if r.arm.startswith("hf")]}
-        series["ours-ep"] = [r for r in results if r.arm.startswith("ours")]
+        series = {"hf-ep": [r for r in results if r.variant.startswith("hf")]}
+        series["ours-ep"] = [r for r in results if r.variant.startswith("ours")]
         over, x_of = "ep", lambda r: r.ep_size
     else:
-        names = list(dict.fromkeys(r.arm for r in results))
-        series = {name: [r for r in results if r.arm == name] for name in names}
+        names = list(dict.fromkeys(r.variant for r in results))
+        series = {name: [r for r in results if r.variant == name] for name in names}
         over, x_of = str(sweep), lambda r: r.case.value
     panels += [
         _lines(series, over, f"{unit} a step", x_of, lambda r: r.case.tokens / r.median_rate(clock)),
-        _lines(series, over, "sent by a rank in a step, MB", x_of, lambda r: sum(r.last.sent.values()) / MB),
+        _lines(series, over, "sent per rank and step, MB", x_of, lambda r: sum(r.last.sent.values()) / MB),
         _lines(series, over, "of it all-to-all, MB", x_of, lambda r: r.last.sent["all-to-all"] / MB),
     ]
     width, height, columns = 440, 250, 3
@@ -286,15 +287,15 @@ def draw(results: Sequence[Result], title: str, sweep: str | None) -> str:
 def _bars(
     results: Sequence[Result], title: str, values: Callable[[Result], list[float]], parts: Sequence[str] = ()
 ) -> str:
-    """A bar an arm, of one part or several, one behind the other."""
+    """A bar a variant, of one part or several, one behind the other."""
     left, length = 90, 260
     longest = max(sum(values(r)) for r in results) or 1.0
     body = [f'<text x="12" y="16" font-size="13">{escape(title)}</text>']
     for number, result in enumerate(results):
         y, x = 28 + 22 * number, float(left)
-        body.append(f'<text x="{left - 6}" y="{y + 12}" text-anchor="end">{escape(result.arm)}</text>')
+        body.append(f'<text x="{left - 6}" y="{y + 12}" text-anchor="end">{escape(result.variant)}</text>')
         for place, value in enumerate(values(result)):
-            fill = KIND_COLORS[parts[place]] if parts else _color(result.arm)
+            fill = KIND_COLORS[parts[place]] if parts else _color(result.variant)
             body.append(f'<rect x="{x:.1f}" y="{y}" width="{length * value / longest:.1f}" height="16" fill="{fill}"/>')
             x += length * value / longest
         body.append(f'<text x="{x + 5:.1f}" y="{y + 12}">{sum(values(result)):,.4g}</text>')
@@ -340,5 +341,5 @@ def _lines(
     return "".join(body)
 
 
-def _color(arm: str) -> str:
-    return COLORS[arm.partition("=")[0]]
+def _color(variant: str) -> str:
+    return COLORS[variant.partition("=")[0]]

@@ -1,4 +1,4 @@
-"""What benchmarks whose arms take turns have in common: ranks that torchrun starts, and a random model."""
+"""What benchmarks whose variants take turns have in common: ranks that torchrun starts, and a random model."""
 
 import argparse
 import json

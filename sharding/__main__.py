@@ -240,7 +240,7 @@ def _sweep(
         points = sweep(measure, base, micro_batches, cluster)
     measure.save()
     if arguments.json:
-        print(json.dumps([{"arm": p.arm, "gpus": p.world_size, **p.plan.as_json()} for p in points], indent=1))
+        print(json.dumps([{"variant": p.variant, "gpus": p.world_size, **p.plan.as_json()} for p in points], indent=1))
         return 0
     (rows,) = micro_batches
     title = f"{arguments.model}, {cluster.hardware.name}, {rows} x {base.seq_length:,} tokens per GPU"

@@ -31,8 +31,8 @@ STATE_BYTES = {
 """Of a parameter, its gradient and both moments."""
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 README = (ROOT / "configs" / "README.md").read_text()
-POSITIONS = re.compile(r"([\d,]+) positions a step on (\d+) GPUs")
-FORECAST = re.compile(r"# Forecast of (\d+) H100: ([\d.]+) GiB a GPU, ([\d,]+) tokens/s a GPU, ([\d.]+)% MFU")
+POSITIONS = re.compile(r"([\d,]+) positions per step on (\d+) GPUs")
+FORECAST = re.compile(r"# Forecast of (\d+) H100: ([\d.]+) GiB per GPU, ([\d,]+) tokens/s per GPU, ([\d.]+)% MFU")
 OPTIMIZERS = {
     "adamw_torch_fused": "fp32 AdamW",
     "adamw_torch_8bit": "8-bit AdamW",
@@ -56,7 +56,7 @@ PUBLISHED = {
 
 
 class Forecast(NamedTuple):
-    """memory: GiB a GPU. speed: tokens a second and GPU. mfu: in percent."""
+    """memory: GiB per GPU. speed: tokens a second and GPU. mfu: in percent."""
 
     gpus: float
     memory: float
@@ -186,7 +186,7 @@ def test_what_the_table_states(name: str) -> None:
     assert billions == f"{count_parameters(model_of(name)).total / 1e9:.1f}"
     assert (number(gpus), int(ep_size)) == (gpus_of(name), config.ep_size)
     assert OPTIMIZERS[config.optim] in row
-    assert ("rows not packed" in row) == (not config.packing)
+    assert ("not packed" in row) == (not config.packing)
     assert planned_recipe(name, gpus_of(name)).memory.total <= 80 * 2**30
     fewer = re.findall(r"or (\w+) of 192 GB", row)
     assert bool(fewer) == ("192 GB" in text_of(name))

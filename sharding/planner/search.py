@@ -152,42 +152,42 @@ def _named(micro_batches: Sequence[int]) -> list[tuple[str, int]]:
     return [("--micro-batch", n) for n in micro_batches]
 
 
-ARMS = ("EP within a node", "EP across nodes", "FSDP only")
+VARIANTS = ("EP within a node", "EP across nodes", "FSDP only")
 SWEPT = tuple(2**exponent for exponent in range(3, 13))
 """Numbers of GPUs."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """The best of an arm at a number of GPUs; `plan` is the smallest there is where none fits."""
+    """The best of a variant at a number of GPUs; `plan` is the smallest there is where none fits."""
 
-    arm: str
+    variant: str
     world_size: int
     plan: Plan
 
 
 def sweep(measure: Measure, base: Setting, micro_batches: Sequence[int], cluster: Cluster) -> list[Point]:
-    """From 8 to 4,096 GPUs: the best setting of each arm."""
+    """From 8 to 4,096 GPUs: the best setting of each variant."""
     points = []
     for world_size in SWEPT:
         world = replace(base, world_size=world_size)
-        for arm, across in zip(ARMS, (False, True, False), strict=True):
+        for variant, across in zip(VARIANTS, (False, True, False), strict=True):
             possible = [
                 replace(setting, ep_across_nodes=across)
                 for setting in settings(measure.parameters.num_experts, world, micro_batches)
-                if _belongs(setting, arm, cluster.gpus_per_node)
+                if _belongs(setting, variant, cluster.gpus_per_node)
             ]
             plans = forecasts(measure, possible, cluster)
             if plans:
                 best = min(plans, key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.memory.total))
-                points.append(Point(arm, world.world_size, best))
+                points.append(Point(variant, world.world_size, best))
     return points
 
 
-def _belongs(setting: Setting, arm: str, gpus_per_node: int) -> bool:
-    if arm == "FSDP only":
+def _belongs(setting: Setting, variant: str, gpus_per_node: int) -> bool:
+    if variant == "FSDP only":
         return setting.ep_size == 1
-    if arm == "EP across nodes":
+    if variant == "EP across nodes":
         # as many nodes as the ep group has ranks
         return setting.ep_size > 1 and setting.dp_size >= gpus_per_node
     return 1 < setting.ep_size <= gpus_per_node

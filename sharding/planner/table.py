@@ -12,7 +12,7 @@ from sharding.planner.columns import Column, print_table
 from sharding.planner.hardware import Hardware
 from sharding.planner.measured import ModelParameters
 from sharding.planner.memory import Memory
-from sharding.planner.search import ARMS, Cluster, Plan, Point
+from sharding.planner.search import VARIANTS, Cluster, Plan, Point
 from sharding.planner.setting import Setting
 
 GIB = 2**30
@@ -56,15 +56,15 @@ def print_plans(
 
 
 def sweep_columns(points: Sequence[Point]) -> list[Column]:
-    """A row a number of GPUs; of each arm the best setting's tokens/s and, as far as there is room, what it is."""
+    """A row a number of GPUs; of each variant the best setting's tokens/s and, as far as there is room, what it is."""
     worlds = sorted({point.world_size for point in points})
     columns = [Column("GPUs", [f"{world:,}" for world in worlds])]
-    for arm in ARMS:
-        by_world = {point.world_size: point.plan for point in points if point.arm == arm}
+    for variant in VARIANTS:
+        by_world = {point.world_size: point.plan for point in points if point.variant == variant}
         plans = [by_world.get(world) for world in worlds]
         settings = [plan.setting if plan is not None and plan.fits else None for plan in plans]
-        columns.append(Column(arm.replace(" ", "\n", 2) + "\ntok/s", [_speed(plan) for plan in plans]))
-        if arm != "FSDP only":
+        columns.append(Column(variant.replace(" ", "\n", 2) + "\ntok/s", [_speed(plan) for plan in plans]))
+        if variant != "FSDP only":
             columns.append(Column("ep", [str(s.ep_size) if s else "" for s in settings], spare=1))
         modes = [s.checkpointing if s else "" for s in settings]
         columns.append(Column("check-\npoint", modes, "checkpoint", spare=2, is_text=True))

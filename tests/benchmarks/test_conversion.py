@@ -9,13 +9,13 @@ from benchmarks import conversion
 
 
 @pytest.mark.exhaustive
-def test_each_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(conversion, "SETTLE_SECONDS", 0)
     flags = ["--gigabytes", "0.01", "--rounds", "1", "--caches", "warm", "--ep-size", "1"]
     assert conversion.main([*flags, "--directory", str(tmp_path), "--json", str(tmp_path / "figures.json")]) == 0
-    assert "1 rounds, arms interleaved, medians" in capfd.readouterr().out
+    assert "1 rounds, variants interleaved, medians" in capfd.readouterr().out
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["warm"]["cp -r"]["ratio_to_cp"] == 1
-    assert all(figures["warm"][arm]["gb_per_second"] > 0 for arm in ("convert", "export"))
+    assert all(figures["warm"][variant]["gb_per_second"] > 0 for variant in ("convert", "export"))
     (read,) = figures["startup"]
     assert 1 <= read["read"] / read["needed"] < 1.01

@@ -1,4 +1,4 @@
-"""The benchmark of expert kernels: what it counts, that its arms agree, and that it notices when they do not."""
+"""The benchmark of expert kernels: what it counts, that its variants agree, and that it notices when they do not."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -50,21 +50,21 @@ def test_routing(routing: str) -> None:
 
 
 @pytest.mark.parametrize("family", TINY)
-def test_arms_agree(family: str) -> None:
-    arms, missing = experts.build_arms(TINY[family], experts.ARMS, CPU, torch.float32)
-    errors, failed = experts.check(arms, experts.make_inputs(Setting(family, 40, "natural"), CPU, torch.float32))
+def test_variants_agree(family: str) -> None:
+    variants, missing = experts.build_variants(TINY[family], experts.VARIANTS, CPU, torch.float32)
+    errors, failed = experts.check(variants, experts.make_inputs(Setting(family, 40, "natural"), CPU, torch.float32))
     found = {(LAYER, "HF grouped_mm"), (LAYER, "HF eager")}
     found |= {(part, name) for part in (LAYER, EXPERTS) for name in ("loop", "torch-grouped")}
     assert found <= set(errors)
     assert max(errors.values()) < 1e-5
-    # every arm is either measured or said not to be
+    # every variant is either measured or said not to be
     said = {line.split(":")[0].split(",")[0] for line in missing + failed}
-    assert {name for _, name in errors} | said == set(experts.ARMS)
+    assert {name for _, name in errors} | said == set(experts.VARIANTS)
 
 
 def test_flops_are_those_of_the_matrix_products() -> None:
     inputs = experts.make_inputs(Setting("mixtral", 24, "natural"), CPU, torch.float32)
-    (_, alone), _ = experts.build_arms(TINY["mixtral"], ["loop"], CPU, torch.float32)
+    (_, alone), _ = experts.build_variants(TINY["mixtral"], ["loop"], CPU, torch.float32)
     forward, both = experts.dense_chain(inputs.rows_RD, SHAPE.expert_width)
     flops = experts.expert_flops(48, SHAPE)
     assert flops == 6 * 48 * 64 * 32
@@ -76,21 +76,21 @@ def test_flops_are_those_of_the_matrix_products() -> None:
 
 def test_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--device", "cpu", "--dtype", "bfloat16", "--model", "mixtral", "--tokens", "32", "--rounds", "2"]
-    command += ["--routing", "balanced", "skewed", "--repetitions", "3", "--arms", "torch-grouped", "HF eager"]
+    command += ["--routing", "balanced", "skewed", "--repetitions", "3", "--variants", "torch-grouped", "HF eager"]
     command += ["original dMoE", "--json", str(tmp_path / "figures.json"), "--picture", str(tmp_path / "figures.svg")]
     assert experts.main(command) == 0
     printed = capsys.readouterr().out
     assert "not measured: mixtral, original dMoE: its kernels need a GPU" in printed
-    assert "target: auto loses to no arm by more than 3%:" in printed
+    assert "target: auto loses to no variant by more than 3%:" in printed
     assert printed.count("not measured in this run") == 2
 
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["auto"] == {"mixtral": "loop"}
-    arms = {(r["part"], r["arm"], r["passes"]) for r in figures["results"]}
+    variants = {(r["part"], r["variant"], r["passes"]) for r in figures["results"]}
     names = {(LAYER, "loop"), (LAYER, "torch-grouped"), (LAYER, "HF eager"), (EXPERTS, "loop")}
     names |= {(EXPERTS, "torch-grouped"), (EXPERTS, "ceiling")}
-    assert arms == {(*name, passes) for name in names for passes in (FORWARD, BOTH)}
-    assert len(figures["results"]) == 2 * len(arms)
+    assert variants == {(*name, passes) for name in names for passes in (FORWARD, BOTH)}
+    assert len(figures["results"]) == 2 * len(variants)
     for r in figures["results"]:
         assert [len(ms) for ms in r["wall_ms"]] == [3, 3]
         assert r["tflops"] == pytest.approx(r["flops"] / r["median_ms"] / 1e9)
@@ -100,7 +100,7 @@ def test_writes_figures_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(bars) == 2 * (len(names) - 1)
 
 
-def test_a_wrong_kernel_makes_the_run_void(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_kernel_aborts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def forgets_v1(
         rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
     ) -> Tensor:
@@ -113,8 +113,8 @@ def test_a_wrong_kernel_makes_the_run_void(monkeypatch: pytest.MonkeyPatch, caps
     assert "torch-grouped, layer: v1 differs from loop by 1.0e+00" in capsys.readouterr().err
 
 
-def result(part: str, arm: str, *ms: float) -> Result:
-    return Result(TARGET_SETTING, part, arm, BOTH, 1e9, "wall", wall_ms=[[one] for one in ms])
+def result(part: str, variant: str, *ms: float) -> Result:
+    return Result(TARGET_SETTING, part, variant, BOTH, 1e9, "wall", wall_ms=[[one] for one in ms])
 
 
 def test_targets() -> None:

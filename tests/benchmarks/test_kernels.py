@@ -87,9 +87,9 @@ def test_kernels_are_fine(rows: list[dict[str, Any]]) -> None:
     ("change", "said"),
     [
         ({"spills": 2}, "has 2 instructions that spill"),
-        ({"shared": 164 * 1024}, "takes 167936 bytes of shared memory a block, of 166912"),
+        ({"shared": 164 * 1024}, "takes 167936 bytes of shared memory per block, of 166912"),
         ({"narrow": {"grad": ""}, "loads": {32: 1}}, "at grad, for which"),
-        ({"loads": {128: 3, 64: 1}}, "where its source moves as many"),
+        ({"loads": {128: 3, 64: 1}}, "where its source moves 128"),
         ({"multiplies": True}, "without tensor cores"),
     ],
 )

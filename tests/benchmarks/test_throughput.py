@@ -1,4 +1,4 @@
-"""The arms of the throughput benchmark make the same steps, and what they send is counted to the byte."""
+"""The variants of the throughput benchmark make the same steps, and what they send is counted to the byte."""
 
 import json
 import math
@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.arms import Work, parse_arm
-from benchmarks.throughput import divide_rows, largest_difference, take_figures, why_void
+from benchmarks.throughput import divide_rows, largest_difference, take_figures, why_aborted
 from benchmarks.throughput_tables import Case, Figures, Result, draw, gain, judge
 from benchmarks.traffic import KINDS, CountTraffic
+from benchmarks.variants import Work, parse_variant
 from moe import ExpertMeshError, MoEShape
 from moe.matmul import libraries_in_use
 from sharding import Ranks
@@ -22,7 +22,7 @@ from sharding.gloo import all_gather, reduce_scatter
 from tests.distributed.pool import RankPool
 from tests.tiny import save_model
 
-ARMS = ["hf-fsdp", "hf-ep=2", "ours-ep=1", "ours-ep=2"]
+VARIANTS = ["hf-fsdp", "hf-ep=2", "ours-ep=1", "ours-ep=2"]
 SHAPE = MoEShape(32, 48, 8, 2, True)
 
 
@@ -74,62 +74,62 @@ def test_what_is_compiled_while_counting_stays_compiled() -> None:
     assert len(calls) == 1
 
 
-def run_arm(name: str, work: Work) -> Figures:
+def run_variant(name: str, work: Work) -> Figures:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
     return take_figures(name, work, warm_up=1, num_steps=1, ranks=ranks)
 
 
 @pytest.mark.parametrize("balanced", [True, False])
-def test_arms_agree(ranks: RankPool, tmp_path: Path, balanced: bool) -> None:
+def test_variants_agree(ranks: RankPool, tmp_path: Path, balanced: bool) -> None:
     save_model(tmp_path)
     work = Work(
         tmp_path, 2, 16, False, False, balanced, 0.01, 1e-4, 1.0, "none", reshard_after_forward=True, compile=False,
         malloc="plain", cpu=True, products=libraries_in_use(),
     )  # fmt: skip
-    figures = {arm: ranks.run(run_arm, 2, arm, work)[0] for arm in ARMS}
+    figures = {variant: ranks.run(run_variant, 2, variant, work)[0] for variant in VARIANTS}
     case = Case(None, SHAPE, 2, 64, 2, 1.0, 4)
-    results = [Result(case, arm, [found]) for arm, found in figures.items()]
+    results = [Result(case, variant, [found]) for variant, found in figures.items()]
     assert largest_difference(results)[0] < 1e-5
-    assert why_void(results, 1e-4) is None
+    assert why_aborted(results, 1e-4) is None
     assert figures["ours-ep=1"].sent["all-to-all"] == figures["hf-fsdp"].sent["all-to-all"] == 0
     # rows, and in each of two layers the counts of the other rank's four experts
     theory = case.all_to_all_theory(2) + 2 * 4 * 8
-    found = [figures[arm].sent["all-to-all"] for arm in ("hf-ep=2", "ours-ep=2")]
+    found = [figures[variant].sent["all-to-all"] for variant in ("hf-ep=2", "ours-ep=2")]
     if balanced:
         assert found == [theory, theory]
     else:
         assert found[0] == found[1] == pytest.approx(theory, rel=0.25)
 
 
-def test_a_run_whose_losses_differ_is_void() -> None:
+def test_a_run_whose_losses_differ_aborts() -> None:
     case = Case(None, SHAPE, 2, 64, 2, 1.0, 4)
 
-    def result(arm: str, *losses: list[float]) -> Result:
-        return Result(case, arm, [Figures(losses=one) for one in losses])
+    def result(variant: str, *losses: list[float]) -> Result:
+        return Result(case, variant, [Figures(losses=one) for one in losses])
 
     agreed = [result("hf-fsdp", [2.0, 1.0]), result("ours-ep=1", [2.0, 1.00001])]
-    assert why_void(agreed, 1e-4) is None
-    differs = why_void([*agreed, result("ours-ep=2", [2.0, 1.0], [2.0, 1.1])], 1e-4)
+    assert why_aborted(agreed, 1e-4) is None
+    differs = why_aborted([*agreed, result("ours-ep=2", [2.0, 1.0], [2.0, 1.1])], 1e-4)
     assert differs is not None
     assert "ours-ep=2, round 2, step 2" in differs
-    assert why_void([*agreed, result("ours-ep=2", [2.0, math.nan])], 1e-4) is not None
-    assert why_void([result("hf-fsdp", [2.0, 1.9999]), result("ours-ep=1", [2.0, 1.9999])], 1e-4) is not None
-    assert why_void([], 1e-4) is not None
+    assert why_aborted([*agreed, result("ours-ep=2", [2.0, math.nan])], 1e-4) is not None
+    assert why_aborted([result("hf-fsdp", [2.0, 1.9999]), result("ours-ep=1", [2.0, 1.9999])], 1e-4) is not None
+    assert why_aborted([], 1e-4) is not None
 
 
 @pytest.mark.parametrize("name", ["ours-ep1", "hf-fsdp=4", "ours-ep=0", "megablocks"])
-def test_unknown_arms_are_refused(name: str) -> None:
+def test_unknown_variants_are_refused(name: str) -> None:
     with pytest.raises(ExpertMeshError, match=name):
-        parse_arm(name)
+        parse_variant(name)
 
 
 def test_gains_are_taken_round_by_round() -> None:
     case = Case(None, SHAPE, 2, 64, 4, 1.0, 4)
 
-    def result(arm: str, cpu: list[float], peak: float) -> Result:
+    def result(variant: str, cpu: list[float], peak: float) -> Result:
         sent = dict.fromkeys(KINDS, 1.0)
         rounds = [Figures([1.0], [c], [0.05 * c], [7.0], losses=[1.0], peak_mb=peak, sent=sent) for c in cpu]
-        return Result(case, arm, rounds)
+        return Result(case, variant, rounds)
 
     # the second round ran on a machine three times as slow
     slow = result("hf-fsdp", [4.0, 12.0, 4.0], 100)
@@ -158,16 +158,16 @@ def test_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "benchmarks.throughput", "--use-cpu", "--rounds", "1", "--steps", "1", *sizes]
     command += ["--learning-rate", "1e-3"]
-    command += ["--arms", "hf-fsdp", "ours-ep=2", "ours-ep=3"]
+    command += ["--variants", "hf-fsdp", "ours-ep=2", "ours-ep=3"]
     command += ["--json", str(tmp_path / "f.json"), "--picture", str(tmp_path / "p.svg")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     # the ranks allow no ep of 3: said, also by the exit code, and the others are measured all the same
     assert done.returncode != 0
     assert "ours-ep=3 gave no figures" in done.stdout
     found = json.loads((tmp_path / "f.json").read_text())
-    assert found["void"] is None, done.stdout + done.stderr
+    assert found["aborted"] is None, done.stdout + done.stderr
     assert [bool(result["rounds"][0]["seconds"]) for result in found["results"]] == [True, True, False]
-    assert "1 x 16 tokens a rank" in done.stdout
+    assert "1 x 16 tokens per rank" in done.stdout
     assert "times memory" in done.stdout
     assert "our products " in done.stdout
     assert "page faults" in done.stdout

@@ -51,26 +51,26 @@ def test_bits_stay(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     changes = {"num_local_experts": EXPERTS, "intermediate_size": 64}
     hf_model(replace(case_of(kind), changes=changes), seed=1).save_pretrained(tmp_path)
     for topology in (Topology(2, 2), Topology(4, 2, "hybrid")):
-        arms = [
+        variants = [
             case_of(kind),
             case_of(kind, overlap_chunks=3, gradient_checkpointing="selective", keep_expert_products=1),
         ]
         if topology.world_size == 2:
             # more replicas change nothing of what a rank computes again
-            arms += [
+            variants += [
                 case_of(kind, overlap_chunks=3, gradient_checkpointing="full"),
                 case_of(kind, overlap_chunks=2, gradient_checkpointing="selective"),
             ]
-        for plain, *others in ranks.run(_figures, topology.world_size, tmp_path, topology, arms):
+        for plain, *others in ranks.run(_figures, topology.world_size, tmp_path, topology, variants):
             assert plain["loss"].isfinite()
             for other in others:
                 assert plain.keys() == other.keys()
                 assert [name for name, figure in plain.items() if not torch.equal(figure, other[name])] == []
 
 
-def _figures(path: Path, topology: Topology, arms: list[Case]) -> list[dict[str, Tensor]]:
+def _figures(path: Path, topology: Topology, variants: list[Case]) -> list[dict[str, Tensor]]:
     found = []
-    for case in arms:
+    for case in variants:
         model, _, _ = sharded_model(path, topology, case)
         (batch,) = my_batches(case, topology, dist.get_rank())
         torch.manual_seed(0)

@@ -179,7 +179,7 @@ def test_nothing_changes_before_it_is_copied(
     saved = sorted(path.name for path in (tmp_path / "plain" / "checkpoints").glob("step-*"))
     assert len(saved) == 3
     for name in saved:
-        both = [str(tmp_path / arm / "checkpoints" / name) for arm in ("plain", "late")]
+        both = [str(tmp_path / variant / "checkpoints" / name) for variant in ("plain", "late")]
         assert checkpoints_main(["verify", *both]) == 0
 
 

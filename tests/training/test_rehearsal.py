@@ -172,7 +172,7 @@ def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> N
 def test_a_step_in_fp8() -> None:
     """As many FLOPs, of which the experts' are faster; rows are cast once for all products that take them so."""
     (step, config), hardware = rehearsed("mixtral-8x7b", expert_precision="fp8"), replace(HARDWARE.device, fp8=2e12)
-    events = [event for event in step.recorder.events if event.place.part == "experts' products"]
+    events = [event for event in step.recorder.events if event.place.part == "expert GEMMs"]
     products = [event for event in events if event.is_fp8]
     casts = [event.name for event in events if event.name in ("_rows_kernel", "_columns_kernel")]
     # of two layers and forwards: three products, two when computed again, six in backward
@@ -200,19 +200,19 @@ def test_all_to_alls_send_what_they_must(step: tuple[Rehearsed, Any]) -> None:
 
 def test_every_part_is_known_and_does_no_less_than_it_must(step: tuple[Rehearsed, Any]) -> None:
     found = parts(step[0])
-    assert {"experts' products", "attention", "norms", "rotary", "update", "clipping", "FSDP"} <= found.keys()
+    assert {"expert GEMMs", "attention", "norms", "rotary", "optimizer step", "clipping", "FSDP"} <= found.keys()
     other = found.get("other", Part("other"))
     assert other.moved < 0.001 * sum(part.moved for part in found.values())
     # fused in one kernel each way: nothing is read or written twice
     assert found["experts' activation"].moved == pytest.approx(found["experts' activation"].enough, rel=1e-3)
-    for name in ("norms", "rotary", "update", "permute, combine"):
+    for name in ("norms", "rotary", "optimizer step", "permute, combine"):
         assert found[name].moved >= 0.99 * found[name].enough, name
 
 
 def test_fused_adamw_moves_28_bytes_a_parameter(step: tuple[Rehearsed, Any]) -> None:
     model: Any = step[0].model
     numbers = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
-    assert parts(step[0])["update"].moved == pytest.approx(28 * numbers, rel=1e-3)
+    assert parts(step[0])["optimizer step"].moved == pytest.approx(28 * numbers, rel=1e-3)
 
 
 def event(name: str, part: str, moved: int = 0, sent: float = 0.0, collective: str | None = None) -> Event:

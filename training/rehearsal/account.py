@@ -92,7 +92,7 @@ def _moments(memory: PeakMemory) -> list[Moment]:
     """Phase by phase, of the last forward that was rehearsed and its backward: those before hold no more."""
     last = max(micro for _, micro, _ in memory.at if micro is not None)
     moments: list[Moment] = []
-    for phase in ("forward", "recomputation", "backward", "update"):
+    for phase in ("forward", "recomputation", "backward", "optimizer step"):
         in_layers = {
             layer: size for (of, micro, layer), size in memory.at.items() if of == phase and micro in (last, None)
         }
@@ -100,7 +100,7 @@ def _moments(memory: PeakMemory) -> list[Moment]:
             sizes = {layer: size for layer, size in in_layers.items() if (layer is not None) == is_layer}
             if sizes:
                 layer, size = max(sizes.items(), key=lambda item: item[1])
-                outside = "clipping, update" if phase == "update" else "outside of the layers"
+                outside = "clipping, update" if phase == "optimizer step" else "outside of the layers"
                 moments.append(Moment(phase, size, f"layer {layer}" if is_layer else outside))
     return moments
 

@@ -18,25 +18,25 @@ _BY_FILE = {
     "/moe/swiglu.py": "experts' activation",
     "/moe/swiglu_triton.py": "experts' activation",
     "/moe/activation.py": "experts' activation",
-    "/moe/fp8.py": "experts' products",
-    "/moe/fp8_triton.py": "experts' products",
-    "/moe/grouped.py": "experts' products",
-    "/moe/products.py": "experts' products",
-    "/moe/kernels.py": "experts' products",
-    "/moe/megablocks.py": "experts' products",
-    "/moe/experts.py": "experts' products",
-    "/moe/quantised.py": "widening",
-    "/moe/widen_triton.py": "widening",
+    "/moe/fp8.py": "expert GEMMs",
+    "/moe/fp8_triton.py": "expert GEMMs",
+    "/moe/grouped.py": "expert GEMMs",
+    "/moe/products.py": "expert GEMMs",
+    "/moe/kernels.py": "expert GEMMs",
+    "/moe/megablocks.py": "expert GEMMs",
+    "/moe/experts.py": "expert GEMMs",
+    "/moe/quantised.py": "dequantization",
+    "/moe/widen_triton.py": "dequantization",
     "/moe/adapters.py": "adapters",
     "/moe/routing.py": "router",
     "/moe/losses.py": "router",
     "/moe/layer.py": "router",
-    "/training/head.py": "head, loss",
-    "/training/low_bit.py": "update",
-    "/training/low_bit_triton.py": "update",
-    "/training/muon.py": "update",
-    "/training/balance.py": "update",
-    "/torch/optim/": "update",
+    "/training/head.py": "LM head, loss",
+    "/training/low_bit.py": "optimizer step",
+    "/training/low_bit_triton.py": "optimizer step",
+    "/training/muon.py": "optimizer step",
+    "/training/balance.py": "optimizer step",
+    "/torch/optim/": "optimizer step",
     "/sharding/clipping.py": "clipping",
     "/torch/distributed/fsdp/": "FSDP",
     "/training/step.py": "the step",
@@ -176,7 +176,7 @@ class Parts:
         if isinstance(module, DroplessExperts) or f"{path}.".startswith(self.routers):
             return "router"
         if re.search("attn|attention", path, re.IGNORECASE):
-            return "attention's products" if isinstance(module, nn.Linear) else "attention"
+            return "attention projections" if isinstance(module, nn.Linear) else "attention"
         if path in self.blocks:
             return "router"
         if isinstance(module, nn.Linear):

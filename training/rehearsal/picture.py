@@ -73,7 +73,7 @@ def _in_order(
     """Spans of all events in their order, and where phases begin."""
     of_micro: dict[tuple[int | None, bool], list[Event]] = {}
     for event in events:
-        of_micro.setdefault((event.micro, event.phase == "update"), []).append(event)
+        of_micro.setdefault((event.micro, event.phase == "optimizer step"), []).append(event)
     spans: list[Span] = []
     phases: list[tuple[float, str]] = []
     begin = 0.0

@@ -42,11 +42,11 @@ Key = tuple[int, int]
 class Event:
     """One operator of a step.
 
-    place: part of the step and layer. phase: forward, backward, recomputation or update. micro: number of the forward
-    in the step. flops: that it computes; needed: those of them that recomputation is not the reason for. sent: bytes to
-    other ranks, of a collective among `ranks`, whose process group has the name `group`. travels: whether it is an
-    all-to-all that others run beside. waits: whether here the oldest of these among `ranks` is waited for, and nothing
-    else done. reads, writes: bytes of each storage. is_fp8: whether it multiplies in fp8. times: of how many
+    place: part of the step and layer. phase: forward, backward, recomputation or optimizer step. micro: number of the
+    forward in the step. flops: that it computes; needed: those of them that recomputation is not the reason for. sent:
+    bytes to other ranks, of a collective among `ranks`, whose process group has the name `group`. travels: whether it
+    is an all-to-all that others run beside. waits: whether here the oldest of these among `ranks` is waited for, and
+    nothing else done. reads, writes: bytes of each storage. is_fp8: whether it multiplies in fp8. times: of how many
     operators this tells, all in all (see `Recorder.repeated`).
     """
 
@@ -217,7 +217,11 @@ class Recorder(Pausable, TorchDispatchMode):
     def phase(self) -> str:
         """That the step has come to."""
         return (
-            "update" if self.is_update else "backward" if torch._C._current_autograd_node() is not None else "forward"
+            "optimizer step"
+            if self.is_update
+            else "backward"
+            if torch._C._current_autograd_node() is not None
+            else "forward"
         )
 
     def lasting(self) -> set[Key]:

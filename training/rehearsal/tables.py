@@ -36,7 +36,7 @@ def print_account(
     say("\npeak memory of tensors, by phase")
     print_table(console, _moments(account))
     if account.sent:
-        say("\ncollectives of a step")
+        say("\ncollectives per step")
         print_table(console, _sent(account))
     say("\nwhere the time goes")
     print_table(console, _parts(account))

@@ -1,4 +1,4 @@
-"""The arms that `benchmarks.throughput` compares: ways to make the same training steps of the same model.
+"""The variants that `benchmarks.throughput` compares: ways to make the same training steps of the same model.
 
     hf-fsdp      transformers' Mixtral under its own FSDP2: what a user has without expert parallelism
     hf-ep=N      transformers' own expert parallelism, DistributedConfig(fsdp_size=ranks, ep_size=N)
@@ -29,13 +29,13 @@ from training.step import train_step
 
 @dataclass(frozen=True)
 class Work:
-    """What every arm is asked to do. Where transformers cannot, its arms do the nearest: full checkpointing for
+    """What every variant is asked to do. Where transformers cannot, its variants do the nearest: full checkpointing for
     selective, the whole model compiled and not regions, parameters resharded after forward in any case; and its
     balancing loss is over a rank's own batch, ours over the global one.
 
     rows, seq_length: B and S of a rank's batch. bf16: compute in bf16 over fp32 parameters; pure_bf16: everything in
     bf16, the optimizer's state too. balanced: routing forced to give each expert as many tokens, instead of natural.
-    malloc: which arms on a CPU have `settle_malloc`: "as-is" ours, as in train_ep.py; "plain" none; "settled" all.
+    malloc: which variants on a CPU have `settle_malloc`: "as-is" ours, as in train_ep.py; "plain" none; "settled" all.
     cpu: even where there is a GPU. products: the libraries of ours on a CPU; transformers' products are always torch's.
     """
 
@@ -57,7 +57,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """make_step: one whole step on this rank's batch; what it returns is the global mean loss before the update."""
 
     name: str
@@ -65,29 +65,29 @@ class Arm:
     make_step: Callable[[Batch], float]
 
 
-def build_arm(name: str, work: Work, ranks: Ranks) -> Arm:
-    """The arm called `name`, loaded and sharded. All ranks call it together."""
-    kind, ep_size = parse_arm(name)
+def build_variant(name: str, work: Work, ranks: Ranks) -> Variant:
+    """The variant called `name`, loaded and sharded. All ranks call it together."""
+    kind, ep_size = parse_variant(name)
     if ranks.device.type == "cpu" and (work.malloc == "settled" or (work.malloc == "as-is" and kind == "ours-ep")):
         settle_malloc()
     return build_ours(name, ep_size, work, ranks) if kind == "ours-ep" else build_hf(name, ep_size, work, ranks)
 
 
-def parse_arm(name: str) -> tuple[str, int]:
-    """(kind, ranks that share out the experts) of an arm.
+def parse_variant(name: str) -> tuple[str, int]:
+    """(kind, ranks that share out the experts) of a variant.
 
     Raises:
-        ExpertMeshError: there is no arm of that name.
+        ExpertMeshError: there is no variant of that name.
     """
     kind, _, size = name.partition("=")
     if name == "hf-fsdp":
         return name, 1
     if kind not in ("hf-ep", "ours-ep") or not size.isdecimal() or int(size) < 1:
-        raise ExpertMeshError(f"--arms {name} is unknown; use hf-fsdp, hf-ep=N or ours-ep=N")
+        raise ExpertMeshError(f"--variants {name} is unknown; use hf-fsdp, hf-ep=N or ours-ep=N")
     return kind, int(size)
 
 
-def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
+def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Variant:
     use_libraries(work.products)
     source = open_source(work.model)
     device = ranks.device.type
@@ -118,10 +118,10 @@ def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
     def make_step(batch: Batch) -> float:
         return train_step(model, optimizer, [batch], mesh, LossWeights(work.aux_loss, 0.0), work.max_grad_norm).loss
 
-    return Arm(name, model, make_step)
+    return Variant(name, model, make_step)
 
 
-def build_hf(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
+def build_hf(name: str, ep_size: int, work: Work, ranks: Ranks) -> Variant:
     """As its documentation has it: `from_pretrained` with a DistributedConfig, then a plain loop.
 
     Raises:
@@ -172,7 +172,7 @@ def build_hf(name: str, ep_size: int, work: Work, ranks: Ranks) -> Arm:
         dist.all_reduce(loss)
         return float(loss)
 
-    return Arm(name, model, make_step)
+    return Variant(name, model, make_step)
 
 
 def clip_as_trainer(model: nn.Module, max_norm: float) -> None:
