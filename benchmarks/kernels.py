@@ -242,8 +242,10 @@ def _pointer(llir: str, location: str) -> str:
     assert file is not None, scope[0]
     source = Path(file[2], file[1]).read_text(encoding="utf-8")
     lines = source.splitlines(keepends=True)[int(place[1]) - 1 :]
-    call = re.match(r"tl\.\w+\(\W*(\w+)", "".join(lines)[int(place[2]) - 1 :])
-    assert call is not None, (file[1], place[0], lines[0])
+    calls = list(re.finditer(r"tl\.(?:load|store|atomic\w+)\(\W*(\w+)", "".join(lines)))
+    assert calls, (file[1], place[0], lines[0])
+    # the column is where the call begins; with Triton 3.6 where its parenthesis does, or that of a call around it
+    *_, call = [call for call in calls if call.start() < int(place[2])] or calls[:1]
     return call[1].removesuffix("_ptr")
 
 

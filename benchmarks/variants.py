@@ -126,18 +126,23 @@ def build_hf(name: str, ep_size: int, work: Work, ranks: Ranks) -> Variant:
 
     Raises:
         ExpertMeshError: bf16 over fp32 parameters on one rank: there is no FSDP to cast, and under autocast the experts
-            stay in fp32.
+            stay in fp32; or transformers is too old.
     """
     if work.bf16 and ranks.world_size == 1:
         raise ExpertMeshError(f"{name}: --dtype bf16 needs two ranks or more in transformers; use pure-bf16")
+    import transformers
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    distributed = DistributedConfig(
-        fsdp_size=ranks.world_size, ep_size=ep_size, fsdp_mixed_precision=work.bf16 and not work.pure_bf16
-    )
+    how: dict[str, Any] = {"ep_size": ep_size} if ep_size > 1 else {}
+    try:
+        distributed = DistributedConfig(
+            fsdp_size=ranks.world_size, fsdp_mixed_precision=work.bf16 and not work.pure_bf16, **how
+        )
+    except TypeError as error:
+        raise ExpertMeshError(f"{name}: transformers {transformers.__version__} has no ep_size: {error}") from error
     model: Any = AutoModelForCausalLM.from_pretrained(
         work.model,
         dtype=torch.bfloat16 if work.pure_bf16 else torch.float32,

@@ -181,7 +181,7 @@ def rope_change(config: Any, scaling: RopeScaling) -> RopeChange:
     if not current:
         raise ExpertMeshError(f"--rope-scaling: {config.model_type} has no rotary embedding to scale; leave it out")
     had = getattr(text, _POSITIONS, None)
-    kinds = text.nested_rope_parameter_keys(current)
+    kinds = _kinds_of_layers(text, current)
     found = {kind: current[kind] for kind in kinds} if kinds else {None: current}
     tables = _by_kind(scaling, found)
     changed = {kind: _scaled(found[kind], table, had, kind) for kind, table in tables.items()}
@@ -210,6 +210,13 @@ def rope_change(config: Any, scaling: RopeScaling) -> RopeChange:
         },
         lines=(*lines[:-1], f"{lines[-1]}; {_POSITIONS} {length}"),
     )
+
+
+def _kinds_of_layers(text: Any, tables: Mapping[str, Any]) -> list[str]:
+    """The kinds of layers with a table of their own; none if all layers have the same. As transformers'
+    `RotaryEmbeddingConfigMixin.nested_rope_parameter_keys`, which 5.17 has not."""
+    labels = getattr(text, "_rope_type_labels", None) or getattr(text, "layer_types", None) or ()
+    return [kind for kind in tables if kind in labels]
 
 
 def advised_scaling(config: Any, length: int) -> str | None:

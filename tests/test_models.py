@@ -34,7 +34,15 @@ PACKING, CP = METHODS.index("packing"), METHODS.index("CP")
 def test_a_familys_row(family: str) -> None:
     if family not in ROWS and written_for() != transformers.__version__:
         pytest.skip(f"the page is of transformers {written_for()}, which has no {family}")
-    assert row_of(family) in TEXT
+    if transformers.__version__ == written_for():
+        assert row_of(family) in TEXT
+    else:  # which names kinds of layers otherwise
+        assert without_kinds(row_of(family)) in without_kinds(TEXT)
+
+
+def without_kinds(text: str) -> str:
+    """Without the kinds of layers for which there is a "no"."""
+    return re.sub(r"\| no: [^|]*", "| no ", text)
 
 
 def written_for() -> str:

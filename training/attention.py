@@ -43,7 +43,8 @@ _CHOICE = "select the tokens to attend to in the complete sequence, and select o
 _NOT_APART = {
     r"linear_attention|mamba|conv|hybrid.*": _STATE,
     r".*compressed.*|.*_sparse": _BLOCKS,
-    r"indexed.*": _CHOICE,
+    # the second as in transformers 5.17
+    r"indexed.*|.*_sparse_attention": _CHOICE,
 }
 """Why no mask keeps the samples of a packed row apart, by patterns of the names of kinds of layers."""
 

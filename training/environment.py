@@ -27,6 +27,7 @@ def environment(ranks: Ranks, global_batch_size: int, cpu_matmul: str | None) ->
     """
     facts: dict[str, str | int | None] = {
         **{name: _version(name) for name in PACKAGES},
+        "torch": torch.__version__,  # also says which CUDA it is for
         "commit": _commit(_CHECKOUT),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

@@ -184,7 +184,7 @@ class _Recording:
         self.on_cuda = device.type == "cuda"
         self.mode = _Ranges(Parts(model))
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.on_cuda
-        self.profiler = profile(activities=activities, profile_memory=True)
+        self.profiler = profile(activities=activities, profile_memory=True, acc_events=True)
         self.profiler.start()
         self.is_running = True
         if self.on_cuda:

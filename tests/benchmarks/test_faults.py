@@ -27,5 +27,5 @@ def test_two_nodes(run_whole: Callable[[int, list[str]], Run], capfd: pytest.Cap
     code = faults.main(flags, run_whole)
     printed = capfd.readouterr().out
     assert code == 0, printed
-    assert "every rank tells where it stands" in printed
-    assert "it goes on, slower" in printed
+    assert "every rank reports where it hangs" in printed
+    assert "it continues, slower" in printed

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe import KERNELS, ExpertMeshError, build_model, dropless_experts, kernel_needs, moe_layers, use_kernel
 from moe.activation import Activation
 from moe.experts import expert_modules, read_layout
+from tests.families.configs import skip_if_older
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import CPU_KERNELS
 from tests.tiny import our_experts, our_rows, relative_error, tiny_config
@@ -28,7 +29,10 @@ SWIGLU, BIASES = ["w1", "v1", "w2"], ["w1_bias", "v1_bias", "w2_bias"]
 def of_family(family: str, name: str, **settings: Any) -> Any:
     """Experts by the settings that they read. Not every supported release of transformers has every family."""
     module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
-    return getattr(module, name)(SimpleNamespace(**SIZES, **settings))
+    experts = getattr(module, name)(SimpleNamespace(**SIZES, **settings))
+    if not hasattr(experts, "has_gate"):
+        skip_if_older(f"does not mark {name}")
+    return experts
 
 
 def mixtral(hidden_act: str = "silu") -> Any:

@@ -79,7 +79,7 @@ _CHATML = (
         {%- if message['reasoning_content'] and loop.index0 > ns.last_question %}
             {{- '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}
         {%- endif %}
-        {{- message['content'] }}
+        {{- message['content'] or '' }}
         {%- for call in message['tool_calls'] or [] %}
             {{- '\n' if message['content'] or not loop.first }}
             {{- '<tool_call>\n{"name": ' + (call['function']['name'] | tojson) }}
@@ -234,7 +234,7 @@ _DEEPSEEK = (
         {%- if message['reasoning_content'] and loop.index0 > ns.last_question %}
             {{- '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}
         {%- endif %}
-        {{- message['content'] }}
+        {{- message['content'] or '' }}
         {%- for call in message['tool_calls'] or [] %}
             {%- set arguments = call['function']['arguments'] %}
             {{- '<｜tool▁calls▁begin｜>' if loop.first else '\n' }}
