@@ -118,7 +118,8 @@ class LocalDispatcher:
         """
         order = _expert_order(experts_TK, self.num_experts if has_padding else None)
         if has_padding:
-            order = _without_padding(order, int(counts_E.sum()))
+            # read by the host: in a replay it must not wait for the device
+            order = _without_padding(order, kept("rows without padding", lambda: int(counts_E.sum())))
         return _LocalRows(TokensToRows.apply(x_TD, order), counts_E, order)
 
 

@@ -182,7 +182,7 @@ def rope_change(config: Any, scaling: RopeScaling) -> RopeChange:
         raise ExpertMeshError(f"--rope-scaling: {config.model_type} has no rotary embedding to scale; leave it out")
     had = getattr(text, _POSITIONS, None)
     kinds = _kinds_of_layers(text, current)
-    found = {kind: current[kind] for kind in kinds} if kinds else {None: current}
+    found: dict[str | None, Any] = {kind: current[kind] for kind in kinds} if kinds else {None: current}
     tables = _by_kind(scaling, found)
     changed = {kind: _scaled(found[kind], table, had, kind) for kind, table in tables.items()}
     positions = max(ends for _, _, ends in changed.values())

@@ -13,14 +13,7 @@ from moe import ExpertMeshError, moe_layers
 from moe.replay import KEEPER, Keeper
 from sharding.choices import Checkpointing
 
-_ROUTING = frozenset(
-    {
-        "aten::topk",
-        # a number read by the host: rows without padding, where no all-to-all tells it
-        "aten::_local_scalar_dense",
-    }
-)
-_CHANGED_IN_PLACE = frozenset({"aten::topk"})
+_ROUTING = frozenset({"aten::topk"})
 """Routers scale the weights that topk gave them where they lie: what is kept must be a copy. It is small."""
 _ATTENTION = frozenset(
     {
@@ -115,7 +108,7 @@ class _Keep(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = operator(*args, **(kwargs or {}))
         if operator.name() in self.operators:
-            is_changed = operator.name() in _CHANGED_IN_PLACE
+            is_changed = operator.name() in _ROUTING
             self.keeper.keep(operator.name(), tree_map_only(Tensor, Tensor.clone, found) if is_changed else found)
         return found
 
