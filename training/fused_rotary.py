@@ -158,6 +158,8 @@ def _fused(function: Callable[..., Any], rotation: Rotation) -> Callable[..., An
         is_known = all(value is None for value in rest.values()) and dim in (1, 2)
         if not is_known or not all(_takes_kernel(x, cos, sin, dim, rotation) for x in tensors):
             return function(*args, **kwargs)
+        # some families transpose what their tables are made of; all layers share them, and they are small
+        cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
         results = [FusedRotary.apply(x, cos, sin, dim, rotation) for x in tensors]
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -176,7 +178,7 @@ def _takes_kernel(x: Any, cos: Any, sin: Any, heads_dim: int, rotation: Rotation
         and cos.shape[0] in (1, x.shape[0])
         and cos.shape[1] in (1, x.shape[positions_dim])
         and (width == x.shape[-1] or (rotation.takes_parts and width < x.shape[-1]))
-        and all(t.stride(-1) == 1 for t in (x, cos, sin))
+        and x.stride(-1) == 1
         and not (cos.requires_grad or sin.requires_grad)
     )
 
