@@ -136,6 +136,7 @@ def test_a_run_outlives_the_reader_of_its_output(
         assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
+@pytest.mark.exhaustive
 def test_plain_python_and_torchrun(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Started as a user starts it: one process without torchrun, and two with it."""
     common = [

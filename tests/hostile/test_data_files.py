@@ -266,6 +266,7 @@ def test_data_rows(campaign: Callable[..., None]) -> None:
     campaign(data_rows)
 
 
+@pytest.mark.exhaustive
 def test_tokenizer_files(campaign: Callable[..., None], tokenizer_directory: Path) -> None:
     campaign(tokenizer_files, tokenizer_directory)
 

@@ -27,6 +27,7 @@ def config_file() -> Path:
     return CONFIGS / "mixtral-8x7b" / "config.json"
 
 
+@pytest.mark.exhaustive
 def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(config_file.parent), "--gpus", "16", "--micro-batch", "2"]) == 0
     out = capsys.readouterr().out
@@ -381,6 +382,7 @@ def test_check_needs_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--check runs under torchrun" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_fails_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it would in training: decays, buffers in fp32, are multiplied with activations in bf16."""
     skip_if_older("trains this model in bf16")

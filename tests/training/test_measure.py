@@ -115,6 +115,7 @@ def test_a_deep_stack_is_a_shallow_one_repeated() -> None:
     assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_layers_whose_heads_differ_are_of_two_kinds() -> None:
     """A config with heads that differ by layer refuses to be asked for them without one."""
     model_config = tiny_config("gemma4_text", num_global_key_value_heads=1, attention_k_eq_v=True)

@@ -92,6 +92,7 @@ def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixtu
     assert "have the same order" in said
 
 
+@pytest.mark.exhaustive
 def test_routing_as_a_run_has_recorded_it(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Of seven layers one sends nearly all to the first expert."""
     even, skew = [10] * 8, [93] + [1] * 7

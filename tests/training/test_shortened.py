@@ -125,6 +125,11 @@ def figures(event: Event) -> tuple[Any, ...]:
 CASES: list[tuple[Any, int, dict[str, Any]]] = [
     (
         uniform,
+        16,
+        {"gradient_checkpointing": "none", "dense_shard": "hybrid", "router_aux_loss_coef": 0.01, "optim": "muon"},
+    ),
+    (
+        uniform,
         8,
         {
             "ep_size": 4,
@@ -134,11 +139,6 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
             "optim": "adamw_torch_8bit",
             "gradient_accumulation_steps": 2,
         },
-    ),
-    (
-        uniform,
-        16,
-        {"gradient_checkpointing": "none", "dense_shard": "hybrid", "router_aux_loss_coef": 0.01, "optim": "muon"},
     ),
     (uniform, 8, {"adapter": "lora", "base_dtype": "nf4"}),
     (uniform, 2, {"ep_size": 1, "freeze": ["embeddings", "experts"], "gradient_checkpointing": "full"}),
