@@ -98,7 +98,8 @@ def run_training(
         checkpoints.side_files(source.path)  # what cannot go along is better told now than at the export
     facts = {"model": training.compare_models(config, source, ranks)}
     with sharding.raise_together():
-        model, trained = build(config, source, ranks)
+        assembled = training.assemble(config, source, ranks.device.type)
+    model, kernel = assembled.model, assembled.kernel
     num_experts = moe.moe_shape(model).num_experts
     if config.elastic:
         config, changes = training.fit_to_ranks(config, num_experts, ranks)
@@ -108,7 +109,6 @@ def run_training(
     with sharding.raise_together():
         sharding.check_ep_size(config.ep_size, ranks.world_size, num_experts)
         sharding.check_cp_size(config.cp_size, ranks.world_size)
-        kernel = choose_kernel(config, model, ranks)
         balance = training.choose_balance(config, model, source.config)
     if config.offload and ranks.device.type == "cuda":
         sharding.use_own_cores()
@@ -129,7 +129,7 @@ def run_training(
     training.check_profile(config, training.number_of_steps(config, order), ranks.world_size)
     memory = training.forecast(source, topology, kernel, config, inputs, ranks)
     if ranks.rank == 0:
-        how = [balance.line(), *trained]
+        how = [balance.line(), *assembled.trained]
         told = training.first_lines(model, source, counts, topology, kernel, config, inputs, order, memory, how)
         print(folded(told), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
     if config.preview:
@@ -143,21 +143,11 @@ def run_training(
             memory.check(ranks.world_size)
     log = training.RunLog(config, output_dir, training.number_of_steps(config, order), ranks, products)
     watchdog.at("loading the model", limited=False)
-    if config.base_dtype in ("fp8", "nf4"):
-        moe.store_frozen(model, config.base_dtype)
     mesh = sharding.build_mesh(ranks.device.type, topology, sharding.collectives_limit(watchdog.limit))
     resume_from = find_resume(config, output_dir, ranks)
     if resume_from is not None and (changed := training.check_resumed(resume_from, config, facts, ranks)):
         log.line(f"warning: {changed}")
-    checkpoint = checkpoints.shard_and_load(
-        model,
-        source,
-        mesh,
-        ranks.device,
-        torch.bfloat16 if config.bf16 else torch.float32,
-        config.strategy,
-        read_weights=resume_from is None or config.adapter != "none",
-    )
+    checkpoint = training.place(config, model, source, mesh, ranks.device, resume_from)
     if balance.bias_rate:
         checkpoint = checkpoint.exporting(training.correction_biases(model), "F32")
     if carried := checkpoint.carried_summary:
@@ -167,7 +157,6 @@ def run_training(
     elif resume_from is not None:
         with sharding.raise_together():
             checkpoints.check_carried(resume_from, checkpoint)
-    prepare_adapters(config, model, source, topology, resume_from)
     torch.manual_seed(config.seed + ranks.rank)
     with sharding.raise_together(patient=ranks), checkpoints.write_errors(output_dir):
         if ranks.rank == 0:
@@ -199,50 +188,6 @@ def run_training(
     return True
 
 
-def build(
-    config: training.TrainConfig, source: checkpoints.ModelSource, ranks: sharding.Ranks
-) -> tuple[Any, list[str]]:
-    """The model on the meta device, with our experts and head; and, where not all of it is trained, what is."""
-    import torch
-
-    model = source.build(training.choose_attention(config.attn_implementation, config.packing, source.config))
-    trained = []
-    if config.adapter != "none":
-        trained += [training.adapt(model, config).line(), *training.unquantized_lines(model, config)]
-    elif config.freeze:
-        trained.append(training.freeze(model, config.freeze).line())
-    if config.packing:
-        training.check_packing(model)
-    if config.cp_size > 1:
-        training.share_rows(model, config.cp_size, config.packing)
-    if config.compile:
-        training.compile_layers(model)
-    if ranks.device.type == "cuda":
-        training.fuse_layers(model)
-    training.attach_loss_head(model, training.choose_cross_entropy(config.cross_entropy, ranks.device.type))
-    if config.optim == "adamw_bf16":
-        sharding.set_parameter_dtype(model, torch.bfloat16)
-    elif config.holds_base_in_bf16:
-        sharding.set_parameter_dtype(model, torch.bfloat16, frozen_alone=True)
-    return model, trained
-
-
-def prepare_adapters(
-    config: training.TrainConfig,
-    model: Any,
-    source: checkpoints.ModelSource,
-    topology: sharding.Topology,
-    resume_from: Path | None,
-) -> None:
-    """Give adapters, if there are any, their first values."""
-    if config.adapter == "none":
-        return
-    sharding.fill_adapters(model, topology, config.seed)
-    if config.init_adapter and resume_from is None:
-        names, lora, of_model = checkpoints.Names(model), training.lora_of(config), source.config
-        checkpoints.load_adapter(model, Path(config.init_adapter), names, topology, lora, config.rope, of_model)
-
-
 def export(
     config: training.TrainConfig,
     model: Any,
@@ -269,17 +214,6 @@ def export(
             )
             checkpoints.merge_adapter(checkpoint.source.path, adapter, hf, how)
     return [adapter, hf]
-
-
-def choose_kernel(config: training.TrainConfig, model: Any, ranks: sharding.Ranks) -> moe.KernelChoice:
-    """What computes the experts, put to use in the model."""
-    import torch
-
-    dtype = torch.bfloat16 if config.bf16 else torch.float32
-    needs = moe.kernel_needs(model, ranks.device.type, dtype)
-    kernel = moe.choose_kernel(config.expert_kernel, needs, config.expert_precision)
-    moe.use_kernel(model, kernel.kernel)
-    return kernel
 
 
 def make_saver(

@@ -35,19 +35,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.traffic import CountTraffic
 from benchmarks.workers import random_mixtral
-from checkpoints import open_source, shard_and_load
-from moe import choose_kernel, kernel_needs, store_frozen, use_kernel
+from checkpoints import open_source
 from moe.terminal import ends_with_reader
 from sharding import (
     Topology,
     build_mesh,
     end_process_group,
-    fill_adapters,
     local_tensor,
     settle_malloc,
     start_process_group,
 )
-from training import TrainConfig, adapt, attach_loss_head
+from training import TrainConfig, assemble, place
 from training.balance import LossWeights
 from training.data import Batch, Sample, collate
 from training.optimizer import build_optimizer
@@ -216,8 +214,8 @@ def _cpu_seconds() -> float:
 
 def build_ours(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_import: bool = False) -> Any:
     source = open_source(arguments.worker / "model")
-    model: Any = source.build()
     if only_import:
+        source.build()
         return None
     kind: Any = arguments.variant.partition("-")[2]
     adapter: Any = "none" if arguments.variant == "full" else "lora"
@@ -225,19 +223,16 @@ def build_ours(arguments: argparse.Namespace, ranks: Any, batch: Batch, only_imp
         model="-",
         dataset=["-"],
         learning_rate=LEARNING_RATE,
+        ep_size=arguments.ep_size,
+        cross_entropy="chunked",
         adapter=adapter,
         lora_rank=arguments.rank,
         lora_alpha=32.0,
+        base_dtype=kind or "auto",
     )
-    if adapter == "lora":
-        adapt(model, config)
-    use_kernel(model, choose_kernel("auto", kernel_needs(model, "cpu", torch.float32)).kernel)
-    attach_loss_head(model, "chunked")
-    if kind:
-        store_frozen(model, kind)
+    model = assemble(config, source, "cpu").model
     mesh = build_mesh("cpu", Topology(ranks.world_size, arguments.ep_size))
-    shard_and_load(model, source, mesh, ranks.device)
-    fill_adapters(model, mesh.topology, config.seed)
+    place(config, model, source, mesh, ranks.device)
     optimizer = build_optimizer(model.train(), config, mesh)
 
     def step() -> float:

@@ -21,9 +21,8 @@ import torch
 from benchmarks.load_memory import MB, resident
 from moe.terminal import ends_with_reader
 from moe.whole import whole
-from training import choose_cross_entropy
 from training.data import IGNORED
-from training.head import LOSS_SUMS, Targets
+from training.head import LOSS_SUMS, Targets, choose_cross_entropy
 
 
 @ends_with_reader

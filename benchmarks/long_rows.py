@@ -30,12 +30,11 @@ import torch.distributed as dist
 
 from benchmarks.plan_accuracy import balance_routing
 from benchmarks.workers import measured_by_workers, random_mixtral
-from checkpoints import open_source, shard_and_load
-from moe import choose_kernel, kernel_needs, use_kernel
+from checkpoints import open_source
 from moe.terminal import ends_with_reader
-from sharding import Checkpointing, Mesh, Ranks, Strategy, Topology, build_mesh, end_process_group, start_process_group
+from sharding import Mesh, Ranks, Topology, build_mesh, end_process_group, start_process_group
 from sharding.planner.columns import Column, open_console, print_table
-from training import TrainConfig, attach_loss_head, share_rows
+from training import TrainConfig, assemble, place
 from training.balance import LossWeights
 from training.data import Batch, DataOrder, Sample, collate
 from training.optimizer import build_optimizer
@@ -105,19 +104,23 @@ class Variant:
 
 def build_variant(directory: Path, cp_size: int, arguments: argparse.Namespace, ranks: Ranks) -> Variant:
     device = ranks.device.type
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    checkpointing: Checkpointing = arguments.gradient_checkpointing
     source = open_source(directory / "model")
-    model: Any = source.build("sdpa")
-    use_kernel(model, choose_kernel("auto", kernel_needs(model, device, dtype)).kernel)
-    if cp_size > 1:
-        share_rows(model, cp_size, packing=False)
-    attach_loss_head(model, "chunked")
+    config = TrainConfig(
+        model="-",
+        dataset=["-"],
+        ep_size=arguments.ep_size,
+        cp_size=cp_size,
+        attn_implementation="sdpa",
+        cross_entropy="chunked",
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        bf16=device == "cuda",
+        learning_rate=1e-5,
+    )
+    model = assemble(config, source, device).model
     # one row's own routing would be another's load in every variant
     balance_routing(model)
     mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size, "full", cp_size))
-    shard_and_load(model, source, mesh, ranks.device, dtype, Strategy(checkpointing))
-    config = TrainConfig(model="-", dataset=["-"], learning_rate=1e-5)
+    place(config, model, source, mesh, ranks.device)
     return Variant(model, build_optimizer(model.train(), config, mesh), mesh)
 
 

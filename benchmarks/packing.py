@@ -28,12 +28,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.workers import measured_by_workers, random_mixtral
-from checkpoints import open_source, shard_and_load
-from moe import choose_kernel, kernel_needs, use_kernel
+from checkpoints import open_source
 from moe.terminal import ends_with_reader
 from sharding import Topology, build_mesh, end_process_group, start_process_group
-from training import TrainConfig, attach_loss_head
-from training.attention import OWN
+from training import TrainConfig, assemble, place
 from training.balance import LossWeights
 from training.data import (
     IGNORED,
@@ -96,12 +94,19 @@ def measure(directory: Path, arguments: argparse.Namespace) -> int:
     device = ranks.device.type
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     source = open_source(directory / "model")
-    model: Any = source.build(OWN)
-    use_kernel(model, choose_kernel("auto", kernel_needs(model, device, dtype)).kernel)
-    attach_loss_head(model, "chunked")
+    config = TrainConfig(
+        model="-",
+        dataset=["-"],
+        ep_size=arguments.ep_size,
+        packing=True,
+        cross_entropy="chunked",
+        bf16=device == "cuda",
+        learning_rate=1e-5,
+    )
+    model = assemble(config, source, device).model
     mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size))
-    shard_and_load(model, source, mesh, ranks.device, dtype)
-    optimizer = build_optimizer(model.train(), TrainConfig(model="-", dataset=["-"], learning_rate=1e-5), mesh)
+    place(config, model, source, mesh, ranks.device)
+    optimizer = build_optimizer(model.train(), config, mesh)
     samples = read_samples(arguments) if arguments.dataset else draw_samples(arguments)
     variants = {variant: prepare(variant, samples, arguments, ranks.world_size) for variant in VARIANTS}
 

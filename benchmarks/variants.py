@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoints import open_source, shard_and_load
-from moe import ExpertMeshError, choose_kernel, kernel_needs, use_kernel
+from checkpoints import open_source
+from moe import ExpertMeshError
 from moe.matmul import Library, Product, use_libraries
-from sharding import Checkpointing, Ranks, Strategy, Topology, build_mesh, set_parameter_dtype, settle_malloc
-from training import TrainConfig, attach_loss_head, choose_cross_entropy, compile_layers, fuse_layers
+from sharding import Checkpointing, Ranks, Topology, build_mesh, set_parameter_dtype, settle_malloc
+from training import TrainConfig, assemble, place
 from training.balance import LossWeights
 from training.data import Batch
 from training.optimizer import build_optimizer
@@ -91,26 +91,21 @@ def build_ours(name: str, ep_size: int, work: Work, ranks: Ranks) -> Variant:
     use_libraries(work.products)
     source = open_source(work.model)
     device = ranks.device.type
-    dtype = torch.bfloat16 if work.bf16 or work.pure_bf16 else torch.float32
-    model: Any = source.build()
-    use_kernel(model, choose_kernel("auto", kernel_needs(model, device, dtype)).kernel)
-    if work.compile:
-        compile_layers(model)
-    if device == "cuda":
-        fuse_layers(model)
-    attach_loss_head(model, choose_cross_entropy("auto", device))
+    config = TrainConfig(
+        model="-",
+        dataset=["-"],
+        ep_size=ep_size,
+        bf16=work.bf16 or work.pure_bf16,
+        compile=work.compile,
+        gradient_checkpointing=work.gradient_checkpointing,
+        reshard_after_forward=work.reshard_after_forward,
+        learning_rate=work.learning_rate,
+    )
+    model = assemble(config, source, device).model
     if work.pure_bf16:
         set_parameter_dtype(model, torch.bfloat16)
     mesh = build_mesh(device, Topology(ranks.world_size, ep_size))
-    shard_and_load(
-        model,
-        source,
-        mesh,
-        ranks.device,
-        dtype,
-        Strategy(work.gradient_checkpointing, reshard_after_forward=work.reshard_after_forward),
-    )
-    config = TrainConfig(model="-", dataset=["-"], learning_rate=work.learning_rate)
+    place(config, model, source, mesh, ranks.device)
     optimizer = build_optimizer(model.train(), config, mesh)
     if work.balanced:
         balance(model)

@@ -18,7 +18,8 @@ from sharding.planner.model_config import find_config, read_config
 from sharding.planner.search import Cluster, Plan, forecast
 from sharding.planner.table import summary
 from tests.published.models import CONFIGS as PUBLISHED_CONFIGS
-from training import TrainConfig, check_packing, choose_attention, parse_config
+from training import TrainConfig, parse_config
+from training.attention import check_packing, choose_attention
 from training.low_bit import LARGEST_BLOCK, block_size
 from training.rehearsal.cached import CachedMeasure
 from training.rehearsal.planning import setting_of

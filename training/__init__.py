@@ -5,19 +5,15 @@ from typing import TYPE_CHECKING
 from moe.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from training.adapters import adapt, lora_of, unquantized_lines
+    from training.adapters import lora_of
     from training.alike import check_resumed, compare_data, compare_models, start_facts
-    from training.attention import check_packing, choose_attention
     from training.balance import choose_balance, correction_biases
-    from training.compiling import compile_layers
     from training.config import TrainConfig, parse_config
     from training.data import print_preview
     from training.determinism import compute_deterministically
     from training.elastic import fit_to_ranks
+    from training.engine import assemble, place
     from training.facts import first_lines, untrained
-    from training.freezing import freeze
-    from training.fused import fuse_layers
-    from training.head import attach_loss_head, choose_cross_entropy
     from training.inputs import Inputs, make_prompts, read_inputs
     from training.log import RunLog
     from training.loop import Run, data_order, number_of_steps, train
@@ -26,7 +22,6 @@ if TYPE_CHECKING:
     from training.products import choose_products
     from training.profiling import check_profile
     from training.schedule import check_schedule
-    from training.shared_attention import share_rows
     from training.tf32 import compute_in_tf32
     from training.trackers import check_trackers
 else:
@@ -37,22 +32,17 @@ __all__ = [
     "Run",
     "RunLog",
     "TrainConfig",
-    "adapt",
-    "attach_loss_head",
+    "assemble",
     "beside",
-    "check_packing",
     "check_profile",
     "check_resumed",
     "check_schedule",
     "check_trackers",
-    "choose_attention",
     "choose_balance",
-    "choose_cross_entropy",
     "choose_products",
     "clear_output",
     "compare_data",
     "compare_models",
-    "compile_layers",
     "compute_deterministically",
     "compute_in_tf32",
     "correction_biases",
@@ -60,19 +50,16 @@ __all__ = [
     "first_lines",
     "fit_to_ranks",
     "forecast",
-    "freeze",
-    "fuse_layers",
     "lora_of",
     "make_prompts",
     "measured_peak",
     "number_of_steps",
     "output_directory",
     "parse_config",
+    "place",
     "print_preview",
     "read_inputs",
-    "share_rows",
     "start_facts",
     "train",
-    "unquantized_lines",
     "untrained",
 ]

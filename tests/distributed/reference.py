@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from checkpoints import open_source, shard_and_load
-from moe import KERNELS, build_model, store_frozen, use_kernel
+from checkpoints import open_source
+from moe import KERNELS, KernelChoice, build_model
 from moe.kernels import FP8
-from sharding import (
-    Checkpointing,
-    RowGroup,
-    Topology,
-    build_mesh,
-    fill_adapters,
-    local_tensor,
-    parameters_of,
-    set_parameter_dtype,
-)
+from sharding import Checkpointing, RowGroup, Topology, build_mesh, local_tensor, parameters_of
 from tests.families.configs import tiny_model
 from tests.tiny import our_rows, tiny_mixtral
-from training import TrainConfig, attach_loss_head, compile_layers, share_rows
-from training.adapters import adapt
+from training import TrainConfig, assemble, place
 from training.balance import LossWeights
 from training.data import Batch, DataOrder, Sample, collate
-from training.freezing import freeze
 from training.optimizer import build_optimizer
 from training.step import train_step
 
@@ -247,35 +236,26 @@ def _of(parameter: Tensor, what: str) -> Tensor | None:
 
 
 def sharded_model(path: Path, topology: Topology, case: Case) -> tuple[Any, Any, Any]:
-    """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group."""
-    source = open_source(path)
-    config = train_config(**case.settings)
-    model: Any = source.build(case.attention or ("auto" if case.family == "mixtral" else "eager"))
-    use_kernel(model, FP8 if case.kernel == FP8.name else KERNELS[case.kernel])
-    if config.freeze:
-        freeze(model, config.freeze)
-    if config.adapter != "none":
-        adapt(model, config)
-    if topology.cp_size > 1:
-        share_rows(model, topology.cp_size, config.packing)
-    if config.compile:
-        compile_layers(model)
-    attach_loss_head(model, case.cross_entropy)
-    if config.optim == "adamw_bf16":
-        set_parameter_dtype(model, torch.bfloat16)
-    if config.base_dtype in ("fp8", "nf4"):
-        store_frozen(model, config.base_dtype)
+    """(model, mesh, checkpoint): `path` loaded onto the ranks of the current process group, as a run assembles it."""
+    source, config = open_source(path), config_of(case, topology)
+    kernel = FP8 if case.kernel == FP8.name else KERNELS[case.kernel]
+    model = assemble(config, source, "cpu", lambda *_: KernelChoice(kernel, "the case's")).model
     mesh = build_mesh("cpu", topology)
-    checkpoint = shard_and_load(
-        model,
-        source,
-        mesh,
-        torch.device("cpu"),
-        case.compute_dtype,
-        replace(config.strategy, checkpointing=case.gradient_checkpointing),
-    )
-    fill_adapters(model, topology, config.seed)
-    return model, mesh, checkpoint
+    return model, mesh, place(config, model, source, mesh, torch.device("cpu"))
+
+
+def config_of(case: Case, topology: Topology) -> TrainConfig:
+    """The flags of a run that does what a case says."""
+    settings: dict[str, Any] = {
+        "ep_size": topology.ep_size,
+        "cp_size": topology.cp_size,
+        "dense_shard": topology.dense_shard,
+        "attn_implementation": case.attention or ("auto" if case.family == "mixtral" else "eager"),
+        "cross_entropy": case.cross_entropy,
+        "gradient_checkpointing": case.gradient_checkpointing,
+        "bf16": case.compute_dtype == torch.bfloat16,
+    }
+    return train_config(**settings | case.settings)
 
 
 def ours(path: Path, topology: Topology, case: Case) -> Figures | None:

@@ -14,7 +14,9 @@ from tests.distributed.reference import Case, Figures, hf_model, ours, random_sa
 from tests.families.configs import TEXT_IDS
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
-from training import attach_loss_head, fuse_layers, fused_norm, fused_rotary
+from training import fused_norm, fused_rotary
+from training.fused import fuse_layers
+from training.head import attach_loss_head
 
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 5e-5

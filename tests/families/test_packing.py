@@ -15,9 +15,9 @@ from tests.distributed.reference import random_samples
 from tests.families.configs import tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
 from tests.tiny import loaded
-from training import attach_loss_head, check_packing, choose_attention
-from training.attention import OWN
+from training.attention import OWN, check_packing, choose_attention
 from training.data import Batch, collate
+from training.head import attach_loss_head
 from training.step import token_loss_sum
 
 TOLERANCE = 1e-5

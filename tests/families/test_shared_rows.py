@@ -18,8 +18,10 @@ from tests.families.configs import is_older, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
 from tests.families.test_packing import why_refused
 from tests.tiny import loaded, relative_error
-from training import attach_loss_head, choose_attention, share_rows
+from training.attention import choose_attention
 from training.data import Batch, Sample, collate
+from training.head import attach_loss_head
+from training.shared_attention import share_rows
 from training.step import token_loss_sum
 
 SHARERS = 2

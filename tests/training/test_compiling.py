@@ -10,9 +10,10 @@ from torch._dynamo.utils import counters
 
 from moe import ExpertMeshError, build_model
 from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
-from training import attach_loss_head, compile_layers
 from training.attention import OWN
+from training.compiling import compile_layers
 from training.data import Batch, Sample, collate
+from training.head import attach_loss_head
 from training.inference import inference
 from training.step import token_loss_sum
 

@@ -24,8 +24,9 @@ from moe.gpu import rehearsing_gpu
 from tests.families.configs import tiny_config as tiny_family
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
-from training import compile_layers, fuse_layers
 from training.attention import OWN
+from training.compiling import compile_layers
+from training.fused import fuse_layers
 from training.fused_norm import WIDEST, FusedNorm, Norm, fuse_norm, try_norm
 from training.fused_rotary import FusedRotary, Rotation, fuse_rotary, plain_rotate, try_rotary
 

@@ -26,9 +26,8 @@ from tests.distributed.reference import Case, Figures, ours, random_samples, ref
 from tests.distributed.test_parity import SAMPLES, assert_same
 from tests.interpreter import interpreted
 from tests.tiny import loaded, relative_error, save_model, tiny_mixtral
-from training import attach_loss_head, choose_cross_entropy
 from training.data import IGNORED, Sample, collate
-from training.head import LOSS_SUMS, LossHead, Targets, loss_head
+from training.head import LOSS_SUMS, LossHead, Targets, attach_loss_head, choose_cross_entropy, loss_head
 
 WIDTH, VOCABULARY = 24, 200
 ROW_BYTES = 4 * VOCABULARY

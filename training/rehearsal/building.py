@@ -1,27 +1,29 @@
-"""A model as a run builds it, before it is sharded, on the meta device."""
+"""A model as a run builds it, before it is sharded, on the meta device, without a checkpoint."""
 
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from moe import (
-    ExpertMeshError,
-    build_model,
-    check_rope,
-    choose_kernel,
-    kernel_needs,
-    use_kernel,
-    with_rope_scaling,
-)
-from moe.kernels import ExpertKernel
+from moe import ExpertMeshError, KernelChoice, RopeScaling, build_model, check_rope, choose_kernel, kernel_needs
+from moe import with_rope_scaling as scaled
 from sharding import set_parameter_dtype
-from training.adapters import adapt
-from training.attention import check_packing, choose_attention
 from training.config import TrainConfig
-from training.freezing import freeze
-from training.fused import fuse_layers
-from training.head import attach_loss_head
-from training.shared_attention import share_rows
+from training.engine import assemble, compute_dtype
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A model's config alone, in place of a directory with a checkpoint."""
+
+    config: Any
+    rope: RopeScaling | None
+
+    def build(self, attn_implementation: str) -> Any:
+        model = build_model(self.config, attn_implementation)
+        if self.rope is not None:
+            check_rope(model, self.rope)
+        return model
 
 
 def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal["cuda", "cpu"]) -> Any:
@@ -30,39 +32,26 @@ def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal
     Raises:
         ExpertMeshError: the model cannot be built, or not trained with these flags.
     """
-    model_config = with_rope_scaling(model_config, config.rope)
-    model = build_model(model_config, choose_attention(config.attn_implementation, config.packing, model_config))
-    if config.rope is not None:
-        check_rope(model, config.rope)
-    if config.adapter != "none":
-        adapt(model, config)
-    elif config.freeze:
-        freeze(model, config.freeze)
-    if config.packing:
-        check_packing(model)
-    if config.cp_size > 1:
-        share_rows(model, config.cp_size, config.packing)
-    use_kernel(model, _kernel(model, config, device_type))
-    if device_type == "cuda":
-        fuse_layers(model)
-    # liger-kernel's is Triton of another's, which keeps as little
-    attach_loss_head(model, "full" if config.cross_entropy == "full" else "chunked")
-    if config.optim == "adamw_bf16":
-        set_parameter_dtype(model, torch.bfloat16)
-        if config.adapter == "none" and model_config.dtype != torch.bfloat16:
-            # as a checkpoint of that dtype has them (see `checkpoints.load.hold_exactly`)
-            set_parameter_dtype(model, torch.float32, frozen_alone=True)
-    elif config.holds_base_in_bf16:
-        set_parameter_dtype(model, torch.bfloat16, frozen_alone=True)
+    source = _Config(scaled(model_config, config.rope), config.rope)
+    # operators are what is recorded, not what a compiler makes of them
+    model = assemble(replace(config, compile=False), source, device_type, _kernel, _cross_entropy).model
+    if config.optim == "adamw_bf16" and config.adapter == "none" and source.config.dtype != torch.bfloat16:
+        # as a checkpoint of that dtype has them (see `checkpoints.load.hold_exactly`)
+        set_parameter_dtype(model, torch.float32, frozen_alone=True)
     return model
 
 
-def _kernel(model: Any, config: TrainConfig, device_type: str) -> ExpertKernel:
+def _cross_entropy(asked: str, device_type: str) -> str:
+    """liger-kernel's is Triton of another's, which keeps as little as ours."""
+    return "full" if asked == "full" else "chunked"
+
+
+def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
     """For "auto" on a GPU what it takes there from Hopper on, as this process cannot ask it."""
-    needs = kernel_needs(model, "cpu", torch.bfloat16 if config.bf16 else torch.float32)
+    needs = kernel_needs(model, "cpu", compute_dtype(config))
     if config.expert_kernel == "auto" and config.bf16 and device_type == "cuda":
         try:
-            return choose_kernel("torch-grouped", needs, config.expert_precision).kernel
+            return choose_kernel("torch-grouped", needs, config.expert_precision)
         except ExpertMeshError:  # their widths do not suit it
             pass
-    return choose_kernel(config.expert_kernel, needs, config.expert_precision).kernel
+    return choose_kernel(config.expert_kernel, needs, config.expert_precision)
