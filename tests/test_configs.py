@@ -222,6 +222,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.exhaustive
 def test_torchrun_script(flags: list[str], tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "configs/launch/torchrun.sh"), *flags, "--output-dir", str(tmp_path / "out")]
     port = str(free_port())

@@ -64,6 +64,7 @@ def assemble(
     device_type: str,
     choose: Callable[[TrainConfig, Any, str], KernelChoice] = kernel_of,
     cross_entropy: Callable[[Any, str], str] = choose_cross_entropy,
+    compiles: bool = True,
 ) -> Assembled:
     """The model on the meta device, with its adapters, our experts and our loss.
 
@@ -72,6 +73,7 @@ def assemble(
         device_type: "cuda" or "cpu", for which kernels are chosen.
         choose: what computes the experts.
         cross_entropy: what computes the loss, of `--cross-entropy` and the type of device.
+        compiles: whether --compile is heeded.
 
     Raises:
         ExpertMeshError: it cannot be built, or not be trained with these flags.
@@ -88,7 +90,7 @@ def assemble(
         share_rows(model, config.cp_size, config.packing)
     kernel = choose(config, model, device_type)
     use_kernel(model, kernel.kernel)
-    if config.compile:
+    if compiles and config.compile:
         compile_layers(model)
     if device_type == "cuda":
         fuse_layers(model)

@@ -158,6 +158,7 @@ def test_plain_python_and_torchrun(tiny_model: Path, tiny_data: Path, tmp_path: 
     assert "cpu_matmul" in json.loads((tmp_path / "2" / "environment.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_all_modes_at_once(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """bf16, activation checkpointing, hybrid sharding and the grouped kernel or fp8, against fp32 without any."""
     batch = ("--per-device-train-batch-size", "4")

@@ -81,6 +81,7 @@ def test_memory_decides(config_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert "use at least 18 GPUs, or --optimizer adamw_torch_8bit or adamw_bf16" in out
 
 
+@pytest.mark.exhaustive
 def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawing = tmp_path / "sweep.svg"
     assert main(["plan", "--model", str(config_file), "--sweep", "--plot", str(drawing)]) == 0

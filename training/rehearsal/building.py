@@ -1,6 +1,6 @@
 """A model as a run builds it, before it is sharded, on the meta device, without a checkpoint."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,7 @@ def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal
     """
     source = _Config(scaled(model_config, config.rope), config.rope)
     # operators are what is recorded, not what a compiler makes of them
-    model = assemble(replace(config, compile=False), source, device_type, _kernel, _cross_entropy).model
+    model = assemble(config, source, device_type, _kernel, _cross_entropy, compiles=False).model
     if config.optim == "adamw_bf16" and config.adapter == "none" and source.config.dtype != torch.bfloat16:
         # as a checkpoint of that dtype has them (see `checkpoints.load.hold_exactly`)
         set_parameter_dtype(model, torch.float32, frozen_alone=True)
