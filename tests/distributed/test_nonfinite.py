@@ -226,6 +226,7 @@ def test_detecting_changes_nothing(
     assert all(torch.equal(weights[name], before[name]) for name in before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("world_size", "dense_shard"), [(4, "hybrid")])
 def test_skipped_steps_leave_no_trace_and_resume(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, world_size: int, dense_shard: str

@@ -132,6 +132,7 @@ def run_flipped(argv: list[str], step: int) -> tuple[int, str]:
         return run_main(argv)
 
 
+@pytest.mark.exhaustive
 def test_a_run_stops_before_it_saves_bad_replicas(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

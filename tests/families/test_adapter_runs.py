@@ -43,7 +43,7 @@ def trained(*arguments: Any) -> dict[str, torch.Tensor]:
     return adapter
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_resumed_runs_end_alike(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, family: str

@@ -200,6 +200,7 @@ def code_beside_weights(watch: Watch, _: int, small: Path, saved: Path) -> None:
     assert not canary.exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("table_campaign", [names_in_tables, links])
 def test_tables(
     campaign: Callable[..., None], in_parts: Path, shards: Path, saved: Path, table_campaign: Callable[..., None]

@@ -68,7 +68,7 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     family, world_size, flags = SETTINGS[name]
