@@ -14,7 +14,7 @@ from tests.distributed.reference import Case, Figures, hf_model, ours, random_sa
 from tests.families.configs import TEXT_IDS
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
-from training import fused_norm, fused_rotary
+from training import engine, fused_norm, fused_rotary
 from training.fused import fuse_layers
 from training.head import attach_loss_head
 
@@ -35,7 +35,7 @@ def fused(path: Path, topology: Topology, case: Case) -> Figures | None:
     with (
         mock.patch.object(fused_norm, "takes_triton", takes_triton),
         mock.patch.object(fused_rotary, "takes_triton", takes_triton),
-        mock.patch.object(reference, "attach_loss_head", fuse_and_attach),
+        mock.patch.object(engine, "attach_loss_head", fuse_and_attach),
     ):
         return ours(path, topology, case)
 
