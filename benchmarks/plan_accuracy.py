@@ -61,6 +61,7 @@ from sharding.planner.traffic import step_traffic
 from training import TrainConfig
 from training.balance import LossWeights
 from training.data import Batch, Sample, collate
+from training.engine import compute_dtype
 from training.optimizer import build_optimizer
 from training.rehearsal.building import build_rehearsed
 from training.rehearsal.planning import planned
@@ -180,8 +181,7 @@ def build_run(
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
     mesh = build_mesh(device.type, Topology(world_size, config.ep_size, config.dense_shard))
-    dtype = torch.bfloat16 if config.bf16 else torch.float32
-    parallelize(model, mesh, dtype, config.strategy)
+    parallelize(model, mesh, compute_dtype(config), config.strategy)
     materialize(model, device)
     for parameter in model.parameters():
         local = local_tensor(parameter.detach())

@@ -43,14 +43,14 @@ class Assembled:
     trained: list[str]
 
 
-def kernel_of(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
-    """What computes the experts, by the flags of a run and what its device has.
+def kernel_of(config: TrainConfig, model: Any, device_type: str, name: str | None = None) -> KernelChoice:
+    """What computes the experts, by the flags of a run and what its device has; `name` in place of --expert-kernel.
 
     Raises:
         ExpertMeshError: the kernel that was asked for is not installed or cannot compute these experts.
     """
     needs = kernel_needs(model, device_type, compute_dtype(config))
-    return choose_kernel(config.expert_kernel, needs, config.expert_precision)
+    return choose_kernel(name or config.expert_kernel, needs, config.expert_precision)
 
 
 def compute_dtype(config: TrainConfig) -> torch.dtype:

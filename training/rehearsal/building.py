@@ -5,11 +5,17 @@ from typing import Any, Literal
 
 import torch
 
-from moe import ExpertMeshError, KernelChoice, RopeScaling, build_model, check_rope, choose_kernel, kernel_needs
-from moe import with_rope_scaling as scaled
+from moe import (
+    ExpertMeshError,
+    KernelChoice,
+    RopeScaling,
+    build_model,
+    check_rope,
+    with_rope_scaling,
+)
 from sharding import set_parameter_dtype
 from training.config import TrainConfig
-from training.engine import assemble, compute_dtype
+from training.engine import assemble, kernel_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal
     Raises:
         ExpertMeshError: the model cannot be built, or not trained with these flags.
     """
-    source = _Config(scaled(model_config, config.rope), config.rope)
+    source = _Config(with_rope_scaling(model_config, config.rope), config.rope)
     # operators are what is recorded, not what a compiler makes of them
     model = assemble(config, source, device_type, _kernel, _cross_entropy, compiles=False).model
     if config.optim == "adamw_bf16" and config.adapter == "none" and source.config.dtype != torch.bfloat16:
@@ -48,10 +54,9 @@ def _cross_entropy(asked: str, device_type: str) -> str:
 
 def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
     """For "auto" on a GPU what it takes there from Hopper on, as this process cannot ask it."""
-    needs = kernel_needs(model, "cpu", compute_dtype(config))
     if config.expert_kernel == "auto" and config.bf16 and device_type == "cuda":
         try:
-            return choose_kernel("torch-grouped", needs, config.expert_precision)
+            return kernel_of(config, model, "cpu", "torch-grouped")
         except ExpertMeshError:  # their widths do not suit it
             pass
-    return choose_kernel(config.expert_kernel, needs, config.expert_precision)
+    return kernel_of(config, model, "cpu")

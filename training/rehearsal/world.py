@@ -38,6 +38,7 @@ from sharding.parallelize import parallelize
 from training.balance import BiasUpdate, choose_balance
 from training.config import TrainConfig
 from training.data import Batch, SharedRows
+from training.engine import compute_dtype
 from training.low_bit import dynamic_map
 from training.optimizer import build_optimizer
 from training.rehearsal.building import build_rehearsed
@@ -102,7 +103,6 @@ def rehearse(
 
 
 def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: Told) -> Rehearsed:
-    dtype = torch.bfloat16 if config.bf16 else torch.float32
     model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
     balance = choose_balance(config, model, model_config)
@@ -116,7 +116,7 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
     stack = shortened_stack(kinds) if shortened else whole_stack(kinds)
     check_cp_size(config.cp_size, world_size)
     mesh = build_mesh("cpu", Topology(world_size, config.ep_size, config.dense_shard, config.cp_size))
-    parallelize(model, mesh, dtype, config.strategy)
+    parallelize(model, mesh, compute_dtype(config), config.strategy)
     # made once in a process: not of tensors that hold no memory
     for signed in (True, False):
         dynamic_map(signed, torch.device("cpu"))
