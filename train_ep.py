@@ -5,8 +5,8 @@
 
 `--help` lists the flags.
 
-Names are asked of their packages where they are used, and imported then (see `moe.lazy`): what is wrong with the flags
-is told before torch is loaded.
+Names are asked of their packages where they are used, and imported then (see `moe.base.lazy`): what is wrong with the
+flags is told before torch is loaded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import checkpoints
-import moe
-import sharding
-import training
-from moe import ExpertMeshError
-from moe.command import run_command
-from moe.terminal import ends_with_reader, folded, going_on_unread
+if not __package__:  # a script in a checkout, which goes by the modules beside it, whatever is installed
+    sys.path.insert(0, str(Path(__file__).parent / "training" / "public"))
+
+from expertmesh import checkpoints, sharding, training
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.command import run_command
+from expertmesh.moe.base.terminal import ends_with_reader, folded, going_on_unread
 
 STOPPED = 75
 """Exit code after a signal stopped the run with a checkpoint saved: "try again later", EX_TEMPFAIL of sysexits.h."""
@@ -32,7 +32,7 @@ STOPPED = 75
 
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; the exit code is 0, 2 after a mistake of the user's (reported once a node), or STOPPED."""
+    """Run; the exit code is 0, 2 after a mistake of the user's (reported once per node), or STOPPED."""
     sharding.let_segments_grow(os.environ)
     _, _, local_rank = sharding.read_environment()
     try:
@@ -64,7 +64,7 @@ def read_flags(argv: Sequence[str] | None) -> training.TrainConfig:
     """The configuration, and what it asks of the process before torch computes anything.
 
     Raises:
-        ExpertMeshError: a flag will not do; ranks on other nodes, where it may do, are told.
+        ExpertMeshError: a flag does not work here; ranks on other nodes, where it may work, are told.
     """
     try:
         config = training.parse_config(argv)
@@ -89,48 +89,35 @@ def run_training(
 
     What is held for as long as the run takes is given to `closing`.
     """
-    import torch
-
     watchdog.at("the checks before training", limited=False)
     with sharding.raise_together(patient=ranks):
         training.check_trackers(config)
         source = checkpoints.open_source(checkpoints.resolve_model(config.model), config.rope)
         checkpoints.side_files(source.path)  # what cannot go along is better told now than at the export
-    facts = {"model": training.compare_models(config, source, ranks)}
-    with sharding.raise_together():
-        assembled = training.assemble(config, source, ranks.device.type)
-    model, kernel = assembled.model, assembled.kernel
-    num_experts = moe.moe_shape(model).num_experts
-    if config.elastic:
-        config, changes = training.fit_to_ranks(config, num_experts, ranks)
-        if ranks.rank == 0 and changes:
-            print(f"elastic: {ranks.world_size} ranks: {'; '.join(changes)}", flush=True)
-    products = training.choose_products(config, ranks)
-    with sharding.raise_together():
-        sharding.check_ep_size(config.ep_size, ranks.world_size, num_experts)
-        sharding.check_cp_size(config.cp_size, ranks.world_size)
-        balance = training.choose_balance(config, model, source.config)
+    engine = training.Engine(config, source, ranks)
+    config = engine.config
+    if ranks.rank == 0 and engine.changes:
+        print(f"elastic: {ranks.world_size} ranks: {'; '.join(engine.changes)}", flush=True)
+    products = training.choose_matmul_libraries(config, ranks)
     if config.offload and ranks.device.type == "cuda":
         sharding.use_own_cores()
-    counts = moe.count_parameters(model)
-    topology = sharding.Topology(ranks.world_size, config.ep_size, config.dense_shard, config.cp_size)
     if not config.preview:
         output_dir = closing.enter_context(training.output_directory(config, ranks))
         watchdog.directory = output_dir / sharding.STUCK
     watchdog.at("reading the data", limited=False)
     inputs = training.read_inputs(config, source, ranks)
     order = training.data_order(config, inputs.training, ranks.world_size)
+    num_steps = training.number_of_steps(config, order)
     prompts = None if config.preview else training.make_prompts(config, inputs)
+    data_facts: training.Facts = {}
     if not config.preview:
         watchdog.at("comparing the data", limited=False)
-        num_steps = training.number_of_steps(config, order)
-        facts |= training.compare_data(inputs, prompts, num_steps, ranks)
-    training.check_schedule(config, training.number_of_steps(config, order), config.evaluates)
-    training.check_profile(config, training.number_of_steps(config, order), ranks.world_size)
-    memory = training.forecast(source, topology, kernel, config, inputs, ranks)
+        data_facts = training.compare_data(inputs, prompts, num_steps, ranks)
+    training.check_schedule(config, num_steps, config.evaluates)
+    training.check_profile(config, num_steps, ranks.world_size)
+    memory = training.forecast(source, engine.topology, engine.kernel, config, inputs, ranks)
     if ranks.rank == 0:
-        how = [balance.line(), *assembled.trained]
-        told = training.first_lines(model, source, counts, topology, kernel, config, inputs, order, memory, how)
+        told = training.first_lines(engine, inputs, order, memory)
         print(folded(told), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
     if config.preview:
         if ranks.rank == 0 and inputs.training is not None:
@@ -141,98 +128,69 @@ def run_training(
     if inputs.training is not None and not config.force:
         with sharding.raise_together():
             memory.check(ranks.world_size)
-    log = training.RunLog(config, output_dir, training.number_of_steps(config, order), ranks, products)
+    log = training.RunLog(config, output_dir, num_steps, ranks, products)
     watchdog.at("loading the model", limited=False)
-    mesh = sharding.build_mesh(ranks.device.type, topology, sharding.collectives_limit(watchdog.limit))
     resume_from = find_resume(config, output_dir, ranks)
+    facts = engine.facts | data_facts
     if resume_from is not None and (changed := training.check_resumed(resume_from, config, facts, ranks)):
         log.line(f"warning: {changed}")
-    checkpoint = training.place(config, model, source, mesh, ranks.device, resume_from)
-    if balance.bias_rate:
-        checkpoint = checkpoint.exporting(training.correction_biases(model), "F32")
-    if carried := checkpoint.carried_summary:
-        log.line(training.untrained(checkpoint, carried, config.drop_untrained))
-    if config.drop_untrained:
-        checkpoint = checkpoint.dropping_untrained()
-    elif resume_from is not None:
-        with sharding.raise_together():
-            checkpoints.check_carried(resume_from, checkpoint)
-    torch.manual_seed(config.seed + ranks.rank)
+    engine.place(resume_from, watchdog.limit)
+    for line in training.pipeline_lines(engine):
+        log.line(folded(line))
+    if engine.untrained:
+        log.line(engine.untrained)
     with sharding.raise_together(patient=ranks), checkpoints.write_errors(output_dir):
         if ranks.rank == 0:
             training.clear_output(config, output_dir)
-    saver = make_saver(config, output_dir, checkpoint, facts, inputs)
+    if config.save_steps:
+        engine.saves_to(output_dir / "checkpoints", inputs.saved_tokenizer, data_facts)
+    run = training.Run(engine, inputs, order, prompts, log, watchdog)
     # an error is told before the log is closed, which may wait for a tracker
     with log, watchdog.ending_clearly():
-        if inputs.training is not None:
-            top_k = moe.moe_shape(model).top_k
-            run = training.Run(
-                config, model, counts, top_k, inputs, order, prompts, balance, mesh, ranks, log, saver, watchdog
-            )
-            with watchdog.following(model), sharding.debugging(config.debug_ranks, ranks, watchdog, output_dir):
-                finished = training.train(run, resume_from)
-            log.line(training.beside(memory, training.measured_peak(ranks.device)))
-            if not finished:
-                kept = "--resume auto resumes from here" if saver else "nothing was saved, as --save-steps is 0"
-                log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
-                return False
-        if config.export:
-            watchdog.at("the export", limited=False)
-            with sharding.raise_together():
-                log.check_directory()
-            for directory in export(config, model, checkpoint, topology, output_dir, inputs, ranks):
-                log.line(f"exported to {directory}")
-        elif saver is None and inputs.training is not None:
-            log.line("the trained weights are not saved: --no-export and --save-steps 0 were given")
-        log.state = "finished"
+        return train_and_export(run, memory, resume_from, output_dir)
+
+
+def train_and_export(
+    run: training.Run, memory: training.Forecast | training.NoForecast, resume_from: Path | None, output_dir: Path
+) -> bool:
+    """False: stopped by a signal before the last step."""
+    engine, log, watchdog, config, ranks = run.engine, run.log, run.watchdog, run.config, run.ranks
+    if run.inputs.training is not None:
+        debugger = sharding.debugging(config.debug_ranks, ranks, watchdog, output_dir)
+        with watchdog.following(engine.model), debugger:
+            finished = training.train(run, resume_from)
+        log.line(training.beside(memory, training.measured_peak(ranks.device)))
+        if not finished:
+            kept = "--resume auto resumes from here" if engine.saver else "nothing was saved, as --save-steps is 0"
+            log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
+            return False
+    if config.export:
+        watchdog.at("the export", limited=False)
+        with sharding.raise_together():
+            log.check_directory()
+        for directory in export(engine, output_dir, run.inputs.saved_tokenizer):
+            log.line(f"exported to {directory}")
+    elif engine.saver is None and run.inputs.training is not None:
+        log.line("the trained weights are not saved: --no-export and --save-steps 0 were given")
+    log.state = "finished"
     return True
 
 
-def export(
-    config: training.TrainConfig,
-    model: Any,
-    checkpoint: checkpoints.Checkpoint,
-    topology: sharding.Topology,
-    output_dir: Path,
-    inputs: training.Inputs,
-    ranks: sharding.Ranks,
-) -> list[Path]:
+def export(engine: training.Engine, output_dir: Path, tokenizer: Any) -> list[Path]:
     """Write the model, or its adapters and, if asked for, the model that they make; where to."""
-    hf, tokenizer = output_dir / "hf", inputs.saved_tokenizer
-    if config.adapter == "none":
-        checkpoints.export_model(model, checkpoint, topology, hf, config.shard_bytes, tokenizer, ranks)
+    hf, adapter = output_dir / "hf", output_dir / "adapter"
+    if engine.config.adapter == "none":
+        engine.export(hf, tokenizer, overwrite=True)
         return [hf]
-    adapter, lora = output_dir / "adapter", training.lora_of(config)
-    form = config.adapter_format
-    checkpoints.export_adapter(model, checkpoint, topology, adapter, lora, config.model, form, tokenizer)
-    if not config.merge:
+    engine.export(adapter, tokenizer, overwrite=True)
+    if not engine.config.merge:
         return [adapter]
-    with sharding.raise_together(patient=ranks):
-        if ranks.rank == 0:
-            how = checkpoints.HowToWrite(
-                *(config.shard_bytes, 1), overwrite=True, drop_untrained=config.drop_untrained, tokenizer=tokenizer
-            )
-            checkpoints.merge_adapter(checkpoint.source.path, adapter, hf, how)
+    engine.merge(adapter, hf, tokenizer)
     return [adapter, hf]
 
 
-def make_saver(
-    config: training.TrainConfig,
-    output_dir: Path,
-    checkpoint: checkpoints.Checkpoint,
-    facts: dict[str, dict[str, str]],
-    inputs: training.Inputs,
-) -> checkpoints.Saver | None:
-    """What saves training checkpoints, if any are to be saved."""
-    if config.save_steps == 0:
-        return None
-    base = None if config.adapter == "none" else {"path": str(checkpoint.source.path)}
-    directory = output_dir / "checkpoints"
-    return checkpoints.Saver(directory, checkpoint, inputs.saved_tokenizer, config.save_total_limit, base, facts)
-
-
 def find_resume(config: training.TrainConfig, output_dir: Path, ranks: sharding.Ranks) -> Path | None:
-    """The checkpoint to go on from; None to start from the model."""
+    """The checkpoint to resume from; None to start from the model."""
     if not config.resume:
         return None
     found, warnings = checkpoints.find_checkpoint(

@@ -1,8 +1,8 @@
-"""What training adapters costs, beside training the whole model and beside PEFT: `python -m benchmarks.adapters`.
+"""Cost of training adapters, against full fine-tuning and PEFT: `python -m benchmarks.adapters`.
 
     full          the whole model, our experts
     lora          LoRA on attention and every expert; the base as it is
-    lora-fp8      the base's matrices in fp8, a scale a row
+    lora-fp8      the base's matrices in fp8, one scale per row
     lora-nf4      the same in nf4
     peft          PEFT's LoraConfig(target_modules=..., target_parameters=...) on transformers' own model; on several
                   ranks on its expert parallelism, DistributedConfig(ep_size=...)
@@ -35,9 +35,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.traffic import CountTraffic
 from benchmarks.workers import random_mixtral
-from checkpoints import open_source
-from moe.terminal import ends_with_reader
-from sharding import (
+from expertmesh.checkpoints import open_source
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.sharding import (
     Topology,
     build_mesh,
     end_process_group,
@@ -45,12 +45,12 @@ from sharding import (
     settle_malloc,
     start_process_group,
 )
-from training import TrainConfig, assemble, place
-from training.balance import LossWeights
-from training.data import Batch, Sample, collate
-from training.optimizer import build_optimizer
-from training.rehearsal.live import LiveTensors
-from training.step import train_step
+from expertmesh.training import TrainConfig, assemble, place
+from expertmesh.training.data import Batch, Sample, collate
+from expertmesh.training.foresight.rehearsal.live import LiveTensors
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import train_step
 
 VARIANTS = ("full", "lora", "lora-fp8", "lora-nf4", "peft")
 LEARNING_RATE = 1e-4
@@ -203,7 +203,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _bytes(model: Any, trained: bool) -> int:
-    """Of this rank's parameters that are trained, or of those that are not."""
+    """Bytes of this rank's parameters that are trained, or of those that are not."""
     return sum(_local(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad == trained)
 
 

@@ -4,7 +4,7 @@ First a run that nobody disturbs, for its weights. Then the same run, which save
 `torchrun --max-restarts` with `--resume auto`, while a random rank gets SIGKILL at random moments, during saves
 included. After the last kill it is left to finish. Prints each kill (the rank, the step logged last, whether a
 checkpoint was being written), the steps made twice, whether metrics.jsonl tells of every step once, with the other
-run's figures, and the largest difference between the two runs' weights: 0 on one arrangement of ranks. Exits with 1
+run's figures, and the largest difference between the two runs' weights: 0 on one parallel layout. Exits with 1
 where it is not, where the metrics are not complete, or where anything half-written was left behind.
 """
 
@@ -25,8 +25,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from benchmarks.demo import make_inputs
-from moe.terminal import ends_with_reader
-from moe.whole import whole
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.base.whole import whole
 
 ROOT = Path(__file__).parents[1]
 ROWS = 2_000
@@ -57,12 +57,13 @@ class Run:
 
 @ends_with_reader
 def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Run] | None = None) -> int:
-    """`run_whole` makes the run that nobody disturbs, of so many ranks with these flags; None: torchrun does."""
+    """`run_whole` makes the undisturbed run, on so many ranks with these flags; None: torchrun does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ep-size", type=int, default=2)
     parser.add_argument("--cp-size", type=int, default=1, help="ranks per sequence (context parallelism)")
+    parser.add_argument("--pp-size", type=int, default=1, help="parts that the layers are in (pipelines)")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps; a checkpoint is saved after each")
     parser.add_argument(
         "--adapter", choices=("none", "lora"), default="none", help="lora: train adapters, and merge them"
@@ -75,8 +76,8 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
         directory = Path(name)
         make_inputs(directory / "model", directory / "data.jsonl", num_rows=ROWS)
         print(
-            f"{arguments.ranks} ranks, ep {arguments.ep_size}, cp {arguments.cp_size}, {arguments.steps} steps, "
-            f"a checkpoint after each, {arguments.kills} kills, seed {arguments.seed}",
+            f"{arguments.ranks} ranks, pp {arguments.pp_size}, ep {arguments.ep_size}, cp {arguments.cp_size}, "
+            f"{arguments.steps} steps, a checkpoint after each, {arguments.kills} kills, seed {arguments.seed}",
             flush=True,
         )
         undisturbed = directory / "undisturbed"
@@ -104,7 +105,8 @@ def train_flags(directory: Path, out: Path, arguments: argparse.Namespace, save_
     return [
         "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
         "--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl"), "--output-dir", str(out),
-        "--ep-size", str(arguments.ep_size), "--cp-size", str(arguments.cp_size), "--max-steps", str(arguments.steps),
+        "--pp-size", str(arguments.pp_size), "--ep-size", str(arguments.ep_size), "--cp-size", str(arguments.cp_size),
+        "--max-steps", str(arguments.steps),
         "--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "2", "--learning-rate", "1e-3",
         "--save-steps", str(save_steps), "--save-total-limit", "3", "--resume", "auto",
         *(("--adapter", "lora", "--merge") if arguments.adapter == "lora" else ()),

@@ -21,17 +21,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import checkpoints.manifest as manifest_module
-import checkpoints.source as source_module
+import expertmesh.checkpoints.ep_shards.manifest as manifest_module
+import expertmesh.checkpoints.hf.source as source_module
 from benchmarks.load_memory import make_checkpoint
-from checkpoints import open_source, shard_and_load
-from checkpoints.dtypes import DTYPE_BYTES
-from checkpoints.manifest import MANIFEST
-from checkpoints.opening import parameter_dtypes
-from checkpoints.reader import SafetensorsReader
-from moe.terminal import ends_with_reader
-from moe.whole import whole
-from sharding import Topology, build_mesh, end_process_group, local_tensor, start_process_group
+from expertmesh.checkpoints import open_source, shard_and_load
+from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
+from expertmesh.checkpoints.hf.reader import SafetensorsReader
+from expertmesh.checkpoints.opening import parameter_dtypes
+from expertmesh.checkpoints.storage.dtypes import DTYPE_BYTES
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.base.whole import whole
+from expertmesh.sharding import Topology, build_mesh, end_process_group, local_tensor, start_process_group
 
 VARIANTS = ("cp -r", "convert", "export", "start")
 

@@ -1,4 +1,4 @@
-"""Memory and time of the loss from chunks of logits against whole logits: `python -m benchmarks.cross_entropy`.
+"""Memory and time of the loss from chunked logits against unchunked ones: `python -m benchmarks.cross_entropy`.
 
 Computes loss, gradient of the last hidden states and gradient of the head's weight, as one training step does, with
 each kind of `--cross-entropy`. Every run is a process of its own, the kinds interleaved in rounds. Peak: what the
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks.load_memory import MB, resident
-from moe.terminal import ends_with_reader
-from moe.whole import whole
-from training.data import IGNORED
-from training.head import LOSS_SUMS, Targets, choose_cross_entropy
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.base.whole import whole
+from expertmesh.training.data import IGNORED
+from expertmesh.training.loss.head import LOSS_SUMS, Targets, choose_cross_entropy
 
 
 @ends_with_reader
@@ -71,7 +71,7 @@ def start_worker(kind: str) -> dict[str, float]:
 def measure(kind: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Peak above the inputs in 10^6 bytes, and seconds of the fastest repetition."""
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    # the first matrix product takes memory for threads and kernels, which is none of the loss's
+    # the first matmul takes memory for threads and kernels, which is none of the loss's
     warm = torch.ones(64, 64, device=device, dtype=dtype)
     (warm @ warm).sum().item()
     torch.manual_seed(0)

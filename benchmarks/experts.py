@@ -2,7 +2,7 @@
 
 One MoE layer of a model's sizes, on one device. Variants: every kernel of `--expert-kernel`, as the complete layer
 (router to combine) and as the experts alone; the layer of transformers with `grouped_mm` and with `eager` experts; the
-original layer of MegaBlocks; and as the ceiling one dense chain of matrix products with the experts' FLOPs, in the same
+original layer of MegaBlocks; and as the ceiling one dense chain of matmuls with the experts' FLOPs, in the same
 dtype. A variant that cannot run here is listed with its reason. Before anything is timed, every variant's output and
 gradients are compared with `loop`; the benchmark aborts if one differs (exit code 1).
 
@@ -22,7 +22,7 @@ What no variant is charged for: routing is drawn once per setting, so code that 
 oneDNN's bf16 products on a CPU, some 0.5 ms for each new number) is compiled in the warm-up; in training the
 numbers change.
 
-Shape suffixes: T tokens, D model width, F expert width, G = 2·F, E experts, K experts a token, R = T·K routed rows.
+Shape suffixes: T tokens, D model width, F expert width, G = 2·F, E experts, K experts per token, R = T·K routed rows.
 """
 
 import argparse
@@ -46,15 +46,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.terminal import ends_with_reader
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script, Python would look for modules beside this file only
+# as a script, Python would look for modules beside this file only; `benchmarks` sees to this checkout's own
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.load_memory import MB, resident, restart_peak
-from moe import (
+from expertmesh.moe import (
     DroplessExperts,
     ExpertKernel,
     ExpertMeshError,
+    Forward,
     MoEShape,
     Needs,
     choose_kernel,
@@ -62,8 +62,9 @@ from moe import (
     original_dmoe,
     take_logits,
 )
-from moe.matmul import matmul
-from moe.whole import whole
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.base.whole import whole
+from expertmesh.moe.cpu.matmul import matmul
 
 REFERENCE = "loop"
 KERNEL_VARIANTS = (REFERENCE, "torch-grouped", "megablocks-sparse", "megablocks-grouped")
@@ -365,7 +366,7 @@ def copy_weights(ours: Any, block: Any) -> None:
 
 
 def hf_gradients_as_ours(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of (x, gate, gate_up_proj, down_proj), as of (x, router, w1, v1, w2)."""
+    """Convert gradients of (x, gate, gate_up_proj, down_proj) to those of (x, router, w1, v1, w2)."""
     x, router, gate_up, down = gradients
     w1, v1 = gate_up.chunk(2, dim=1)
     return x, router, w1.flatten(0, 1), v1.flatten(0, 1), down.transpose(1, 2).flatten(0, 1)
@@ -397,7 +398,7 @@ def build_variants(
 
 
 def kernel_variants(name: str, kernel: ExpertKernel, ours: Any) -> list[Variant]:
-    """The whole layer with one of our kernels, and that kernel alone."""
+    """The full layer with one of our kernels, and that kernel alone."""
     experts: DroplessExperts = ours.experts
     mlp: Any = experts.mlp
     weights = (mlp.w1, mlp.v1, mlp.w2)
@@ -406,7 +407,8 @@ def kernel_variants(name: str, kernel: ExpertKernel, ours: Any) -> list[Variant]
 
     def run_layer(inputs: Inputs) -> Tensor:
         experts.mlp.kernel = kernel
-        return ours(inputs.x_TD.unsqueeze(0)).squeeze(0)
+        with Forward():
+            return ours(inputs.x_TD.unsqueeze(0)).squeeze(0)
 
     def run_experts(inputs: Inputs) -> Tensor:
         return compute(inputs.rows_RD, inputs.counts_E, *weights)
@@ -425,7 +427,7 @@ def hf_variant(name: str, block: Any) -> Variant:
 
 
 def hf_as_ours(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of (router, gate_up_proj (E, 2F, D), down_proj (E, D, F)), as of (router, w1, v1, w2)."""
+    """Convert (router, gate_up_proj (E, 2F, D), down_proj (E, D, F)) to (router, w1, v1, w2)."""
     router, gate_up, down = gradients
     w1, v1 = gate_up.chunk(2, dim=1)
     return router, w1.flatten(0, 1), v1.flatten(0, 1), down.transpose(1, 2).flatten(0, 1)
@@ -536,12 +538,12 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def expert_flops(rows: int, shape: MoEShape) -> float:
-    """Floating point operations of the experts' matrix products in one forward: gate, up and down for each row."""
+    """Floating point operations of the experts' matmuls in one forward: gate, up and down for each row."""
     return 2.0 * 3 * rows * shape.model_width * shape.expert_width
 
 
 def dense_chain(rows_RD: Tensor, width: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The matrix products alone of one expert that takes all rows, forward, and forward + backward, by the fastest
+    """The matmuls alone of one expert that takes all rows, forward, and forward + backward, by the fastest
     library there is: nothing between them, no result written anywhere in particular. No MoE layer is faster."""
     x_RD = rows_RD.detach()
     rows, model_width = x_RD.shape
@@ -699,7 +701,8 @@ def verdict(margin: float) -> str:
 
 
 def draw(results: Sequence[Result], title: str, hardware: str) -> str:
-    """An SVG: a panel a setting, a bar a variant, as long as its TFLOP/s forward + backward; a line at the ceiling."""
+    """An SVG: one panel per setting, one bar per variant, as long as its TFLOP/s forward + backward; a line at the
+    ceiling."""
     left, length, height, top = 190, 520, 18, 50
     fills = {LAYER: "#1f5a96", EXPERTS: "#7fb2e5"}
     body, y = [], top

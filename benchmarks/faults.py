@@ -1,12 +1,12 @@
-"""Breaks runs in the ways in which long runs break, and holds what comes of it against a run that nobody disturbed.
+"""Injects the faults that long runs meet, and compares the outcome with an undisturbed run.
 
     python -m benchmarks.faults                         # everything, three times each
     python -m benchmarks.faults --faults raise flip     # some
     python -m benchmarks.faults --short                 # once each, two ranks: for CI
 
 Each fault is put into a run of a small model, at a random rank, step or moment. The run must end as it should: with the
-right words, not with 0, and without hanging; then the same command goes on with `--resume auto`, and the weights at the
-end must be those of the undisturbed run, to the bit where the ranks are arranged alike. Prints a table. Exits with 1 if
+right words, not with 0, and without hanging; then the same command resumes with `--resume auto`, and the weights at the
+end must be those of the undisturbed run, bitwise where the parallel layout is the same. Prints a table. Exits with 1 if
 anything was otherwise. Cutting and slowing a link takes two network namespaces, and a full disk a mount of its own: as
 root, on Linux; elsewhere these are left out and named.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks.chaos import ROOT, ROWS, Run, environment, largest_difference, last_step, run_and_kill, worker_pids
 from benchmarks.demo import make_inputs
 from benchmarks.network import Network, can_make_networks
-from moe.terminal import ends_with_reader
+from expertmesh.moe.base.terminal import ends_with_reader
 
 DDP_TIMEOUT = 30
 """Of runs that are to stand still, in seconds."""
@@ -41,8 +41,8 @@ class Unexpected(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one fault. happened: in words. seconds: from the fault to the end of the run; None where it did not end.
-    difference: the largest between any weight and the undisturbed run's, after going on."""
+    """Outcome of one fault. happened: in words. seconds: from the fault to the end of the run; None if it did not end.
+    difference: the largest between any weight and the undisturbed run's, after resuming."""
 
     happened: str
     seconds: float | None
@@ -53,7 +53,7 @@ class Outcome:
 class Bench:
     """What all faults share.
 
-    run_whole: makes a run into which no fault is put, of so many ranks with these flags; None: torchrun does.
+    run_whole: makes a run without a fault, on so many ranks with these flags; None: torchrun does.
     undisturbed: for each set of flags, where the weights lie of a run that had nothing but them.
     """
 
@@ -62,18 +62,19 @@ class Bench:
     steps: int
     rng: random.Random
     cp_size: int = 1
+    pp_size: int = 1
     run_whole: Callable[[int, list[str]], Run] | None = None
     undisturbed: dict[tuple[str, ...], Path] = field(default_factory=dict)
 
     @property
     def ep_size(self) -> int:
-        return self.ranks // 2
+        return max(self.ranks // self.pp_size // 2, 1)
 
     def some_rank(self) -> int:
         return self.rng.randrange(self.ranks)
 
     def some_step(self) -> int:
-        """Mostly, but not always, after the first checkpoint is whole."""
+        """A random step, mostly, but not always, after the first checkpoint is complete."""
         return self.rng.randint(3, self.steps - 1)
 
     def new_output(self) -> Path:
@@ -84,6 +85,7 @@ class Bench:
             "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
             "--model", str(self.directory / "model"), "--dataset", str(self.directory / "data.jsonl"),
             "--output-dir", str(out), "--ep-size", str(self.ep_size), "--cp-size", str(self.cp_size),
+            "--pp-size", str(self.pp_size), "--gradient-accumulation-steps", str(self.pp_size),
             "--max-steps", str(self.steps),
             "--per-device-train-batch-size", "4", "--learning-rate", "1e-3", "--save-steps", "2", "--resume", "auto",
             *more,
@@ -107,7 +109,7 @@ class Bench:
         return finish(self.start(out, *flags, fault=fault))
 
     def difference(self, out: Path, *flags: str) -> float:
-        """Of the weights in `out` from those of the run with these flags that nobody disturbed."""
+        """Difference of the weights in `out` from those of the undisturbed run with these flags."""
         if flags not in self.undisturbed:
             self.undisturbed[flags] = self.new_output()
             expect(self.run(self.undisturbed[flags], *flags), 0)
@@ -183,8 +185,8 @@ def dies(bench: Bench) -> Outcome:
 def dies_again_and_again(bench: Bench) -> Outcome:
     """Ranks are killed at random moments, during saves included, under --max-restarts."""
     arguments = argparse.Namespace(
-        ranks=bench.ranks, ep_size=bench.ep_size, cp_size=bench.cp_size, adapter="none", steps=60,
-        seed=bench.rng.random(), kills=5, timeout=1200,
+        ranks=bench.ranks, ep_size=bench.ep_size, cp_size=bench.cp_size, pp_size=bench.pp_size, adapter="none",
+        steps=60, seed=bench.rng.random(), kills=5, timeout=1200,
     )  # fmt: skip
     out, whole = bench.new_output(), bench.new_output()
     kills, _ = run_and_kill(bench.directory, out, arguments)
@@ -198,16 +200,42 @@ def dies_again_and_again(bench: Bench) -> Outcome:
 
 
 def stands_still(bench: Bench) -> Outcome:
-    """One rank comes to a halt in a layer's forward."""
+    """One rank hangs in a layer's forward."""
     out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
     run = bench.run(out, "--ddp-timeout", str(DDP_TIMEOUT), fault=("stand-still", rank, step))
     every_rank = [f"rank {r} has made no progress" for r in range(bench.ranks)]
     expect(run, None, *every_rank)
     told = (out / "stuck" / f"rank-{rank:05d}.txt").read_text()
-    if f"rank {rank}: step {step}, forward of layer 1" not in told or "in sleep" not in told:
+    if not re.match(rf"rank {rank}: step {step}, .*forward of layer \d", told) or "in sleep" not in told:
         raise Unexpected(f"rank {rank} did not report where it hangs:\n{told}")
     return Outcome(
         f"every rank reports where it hangs, --ddp-timeout {DDP_TIMEOUT}", seconds_since_fault(run), bench.go_on(out)
+    )
+
+
+def dies_while_sending(bench: Bench) -> Outcome:
+    """One rank is killed as it begins to send to another stage."""
+    out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
+    run = expect(bench.run(out, fault=("die-sending", rank, step)), None, "ended without a word")
+    if not re.search(rf"^rank \d+ lost the connection .* step {step}, stage \d of \d, ", run.text, re.MULTILINE):
+        raise Unexpected(f"no other rank tells its stage:\n{run.text[-6000:]}")
+    return Outcome("the others say in which stage they lost it", seconds_since_fault(run), bench.go_on(out))
+
+
+def hangs_while_receiving(bench: Bench) -> Outcome:
+    """One rank hangs while it waits for what another stage sends."""
+    out, rank, step = bench.new_output(), bench.some_rank(), bench.some_step()
+    run = bench.run(out, "--ddp-timeout", str(DDP_TIMEOUT), fault=("hang-receiving", rank, step))
+    stage = rank // (bench.ranks // bench.pp_size) + 1
+    expect(run, None, *(f"rank {r} has made no progress" for r in range(bench.ranks)))
+    told = (out / "stuck" / f"rank-{rank:05d}.txt").read_text()
+    where = rf"rank {rank}: step {step}, stage {stage} of {bench.pp_size}, \w+ of micro-batch \d+, (wait|send)ing"
+    if not re.match(where, told) or "in sleep" not in told:
+        raise Unexpected(f"rank {rank} did not report where it hangs:\n{told}")
+    return Outcome(
+        f"every rank reports where it hangs, the stage included, --ddp-timeout {DDP_TIMEOUT}",
+        seconds_since_fault(run),
+        bench.go_on(out),
     )
 
 
@@ -304,7 +332,7 @@ def fills_the_disk(bench: Bench) -> Outcome:
 def loses_a_node(bench: Bench) -> Outcome:
     """One of two nodes is gone for good: torchrun --nnodes 1:2 --max-restarts 3, --elastic."""
     out = bench.new_output()
-    node = Bench(bench.directory, bench.ranks // 2, bench.steps, bench.rng, bench.cp_size)
+    node = Bench(bench.directory, bench.ranks // 2, bench.steps, bench.rng, bench.cp_size, bench.pp_size)
     flags = ("--elastic", "--ep-size", str(bench.ep_size))
     rendezvous = (
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29533", "--rdzv-id", str(bench.rng.random()),
@@ -318,9 +346,9 @@ def loses_a_node(bench: Bench) -> Outcome:
         os.kill(pid, signal.SIGKILL)
     finish(nodes[1])
     run = expect(finish(nodes[0]), 0, "resumed from", f"elastic: {bench.ranks // 2} ranks")
-    if f"{bench.ranks} ranks: dp" not in run.text:
+    if f"{bench.ranks} ranks: {'dp' if bench.pp_size == 1 else 'pp'} " not in run.text:
         raise Unexpected("it did not begin on both nodes")
-    # before and after on different arrangements
+    # before and after on different parallel layouts
     return Outcome("it resumes on the remaining node, with the same global batch", None, bench.difference(out))
 
 
@@ -371,11 +399,13 @@ def start_nodes(bench: Bench, network: Network, out: Path, *flags: str) -> list[
 
 @dataclass(frozen=True)
 class Fault:
-    """exact: whether going on is on the same arrangement, and must give the same bits. is_possible: here."""
+    """exact: whether it resumes on the same parallel layout, and must give the same bits. of_pipelines: with --pp-size
+    alone. is_possible: here."""
 
     inject: Callable[[Bench], Outcome]
     exact: bool = True
     in_short: bool = False
+    of_pipelines: bool = False
     is_possible: Callable[[], bool] = lambda: True
 
     @property
@@ -388,6 +418,8 @@ FAULTS = {
     "die": Fault(dies),
     "die-again": Fault(dies_again_and_again),
     "stand-still": Fault(stands_still, in_short=True),
+    "die-sending": Fault(dies_while_sending, in_short=True, of_pipelines=True),
+    "hang-receiving": Fault(hangs_while_receiving, in_short=True, of_pipelines=True),
     "freeze": Fault(freezes),
     "nan-stop": Fault(poisons),
     "nan-skip": Fault(poisons_one_step),
@@ -413,20 +445,25 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--cp-size", type=int, default=1, help="ranks per sequence (context parallelism)")
+    parser.add_argument("--pp-size", type=int, default=1, help="parts that the layers are in (pipelines)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--short", action="store_true", help="a selection of faults, once each, on two ranks")
     arguments = parser.parse_args(argv)
-    names = arguments.faults or [name for name, fault in FAULTS.items() if fault.in_short or not arguments.short]
+    possible = {name: fault for name, fault in FAULTS.items() if arguments.pp_size > 1 or not fault.of_pipelines}
+    if arguments.faults and (without := [name for name in arguments.faults if name not in possible]):
+        parser.error(f"--faults {' '.join(without)}: happen in pipelines alone; give --pp-size 2")
+    names = arguments.faults or [name for name, fault in possible.items() if fault.in_short or not arguments.short]
     if arguments.short:
         arguments.times, arguments.ranks, arguments.steps = 1, 2, 6
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         rng = random.Random(arguments.seed)
-        bench = Bench(Path(directory), arguments.ranks, arguments.steps, rng, arguments.cp_size, run_whole)
+        layout = (arguments.cp_size, arguments.pp_size)
+        bench = Bench(Path(directory), arguments.ranks, arguments.steps, rng, *layout, run_whole)
         make_inputs(bench.directory / "model", bench.directory / "data.jsonl", num_rows=ROWS)
         print(
-            f"{bench.ranks} ranks, ep {bench.ep_size}, cp {bench.cp_size}, {bench.steps} steps, a checkpoint every 2, "
-            f"seed {arguments.seed}"
+            f"{bench.ranks} ranks, pp {bench.pp_size}, ep {bench.ep_size}, cp {bench.cp_size}, {bench.steps} steps, "
+            f"a checkpoint every 2, seed {arguments.seed}"
         )
         results = [inject_and_check(FAULTS[name], arguments.times, bench) for name in names]
     return 0 if all(results) else 1

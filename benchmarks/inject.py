@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-import train_ep
-from moe import decoder_layers, moe_layers
-from moe.command import run_command
-from sharding import local_tensor
+from expertmesh import train_ep
+from expertmesh.moe.base.command import run_command
+from expertmesh.sharding import local_tensor
+from expertmesh.sharding.pipeline.messages import Messages
+from expertmesh.sharding.pipeline.stages import experts_here, layers_here
 
 
 def _die(model: Any) -> None:
@@ -25,7 +26,7 @@ def _die(model: Any) -> None:
 
 
 def _freeze(model: Any) -> None:
-    """As a machine that stops: no connection is closed, nothing answers any more."""
+    """As a machine that stops: no connection is closed, nothing responds any more."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -34,17 +35,48 @@ def _raise(model: Any) -> None:
 
 
 def _stand_still(model: Any) -> None:
-    """In a layer's forward, where the others then wait for this rank's rows."""
+    """Hang in a layer's forward, where the others then wait for this rank's tokens."""
 
     def sleep(module: nn.Module, inputs: Any) -> None:
         time.sleep(10_000)
 
-    decoder_layers(model)[1].register_forward_pre_hook(sleep)
+    layers_here(model)[-1].register_forward_pre_hook(sleep)
+
+
+def _die_sending(model: Any) -> None:
+    """As the first tensors for another stage are about to go."""
+    begin = Messages.begin
+
+    def instead(self: Messages, send: Any, *more: Any) -> Any:
+        if send:
+            _die(model)
+        return begin(self, send, *more)
+
+    Messages.begin = instead  # type: ignore[method-assign, assignment]
+
+
+def _hang_receiving(model: Any) -> None:
+    """Once something is to be received."""
+    begin, wait = Messages.begin, Messages.wait
+    receiving: set[Messages] = set()
+
+    def noting(self: Messages, send: Any, to: int, shapes: Any, source: int) -> Any:
+        result = begin(self, send, to, shapes, source)
+        if shapes:
+            receiving.add(self)
+        return result
+
+    def sleep(self: Messages) -> None:
+        if self in receiving:
+            time.sleep(10_000)
+        wait(self)
+
+    Messages.begin, Messages.wait = noting, sleep  # type: ignore[method-assign]
 
 
 def _poison(model: Any) -> None:
-    """One number of a gradient of the experts becomes NaN in this step."""
-    mlp: Any = moe_layers(model)[1].mlp
+    """One element of a gradient of the experts becomes NaN in this step."""
+    mlp: Any = experts_here(model)[-1].mlp
     handle: Any = None
 
     def spoil(parameter: torch.Tensor) -> None:
@@ -57,7 +89,7 @@ def _poison(model: Any) -> None:
 
 def _flip(model: Any) -> None:
     """One bit of one weight of attention, as cosmic rays and bad memory do."""
-    attention: Any = decoder_layers(model)[0].self_attn
+    attention: Any = layers_here(model)[0].self_attn
     weight = local_tensor(attention.q_proj.weight.detach())
     weight.view(torch.int32)[0, 0] ^= 1 << 20
 
@@ -73,6 +105,8 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "freeze": _freeze,
     "raise": _raise,
     "stand-still": _stand_still,
+    "die-sending": _die_sending,
+    "hang-receiving": _hang_receiving,
     "poison": _poison,
     "flip": _flip,
     "lose-output": _lose_output,
@@ -87,9 +121,9 @@ def main() -> int:
 
 def inject(fault: Callable[[Any], None], rank: int, step: int) -> None:
     """Let `fault` happen on a rank at the beginning of a step of this process, counted from 1."""
-    import training.loop
+    import expertmesh.training.engine
 
-    train_step, made = training.loop.train_step, 0
+    train_step, made = expertmesh.training.engine.train_step, 0
 
     def with_fault(model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal made
@@ -103,7 +137,7 @@ def inject(fault: Callable[[Any], None], rank: int, step: int) -> None:
             fault(model)
         return train_step(model, *args, **kwargs)
 
-    training.loop.train_step = with_fault
+    expertmesh.training.engine.train_step = with_fault
 
 
 if __name__ == "__main__":

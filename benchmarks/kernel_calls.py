@@ -1,5 +1,5 @@
 """One example of each call that launches Triton kernels, for `benchmarks.kernels`: our wrappers, and MegaBlocks' and
-stk's as `moe.megablocks` calls them. Sizes: a rank of Mixtral 8x7B at ep 8, with one expert.
+stk's as `moe.megablocks.megablocks_kernels` calls them. Sizes: a rank of Mixtral 8x7B at ep 8, with one expert.
 
 To add a kernel: a function that calls its wrapper, and an `Example` of it in `EXAMPLES`.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from training.low_bit import Update
+from expertmesh.training.optim.low_bit import Update
 
 TOKENS, TOP_K, D, F = 4096, 2, 4096, 14336
 ROWS = TOKENS * TOP_K
@@ -36,7 +36,7 @@ def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def _swiglu(dtype: torch.dtype) -> None:
-    from moe.swiglu_triton import fused_backward, fused_forward
+    from expertmesh.moe.kernels.swiglu_triton import fused_backward, fused_forward
 
     grad, gate, up = (_empty(dtype, ROWS, F) for _ in range(3))
     fused_forward(gate, up)
@@ -44,7 +44,7 @@ def _swiglu(dtype: torch.dtype) -> None:
 
 
 def _adamw_8bit(dtype: torch.dtype) -> None:
-    from training.low_bit_triton import step_8bit, step_fp32
+    from expertmesh.training.optim.low_bit_triton import step_8bit, step_fp32
 
     def scalars(*shape: int) -> Tensor:
         return _empty(torch.float32, *shape)
@@ -60,7 +60,7 @@ def _adamw_8bit(dtype: torch.dtype) -> None:
 
 
 def _adamw_bf16(dtype: torch.dtype) -> None:
-    from training.low_bit_triton import step_bf16
+    from expertmesh.training.optim.low_bit_triton import step_bf16
 
     for shape in ((F, D), (D,)):
         weight, grad, mean, square = (_empty(dtype, *shape) for _ in range(4))
@@ -74,7 +74,7 @@ def _update() -> Update:
 
 def _permute(dtype: torch.dtype) -> None:
     """With padding, which reads the most."""
-    from moe.permute_triton import fused_combine_backward, fused_gather_sum, fused_spread
+    from expertmesh.moe.dispatch.permute_triton import fused_combine_backward, fused_gather_sum, fused_spread
 
     tokens, rows = _empty(dtype, TOKENS, D), _empty(dtype, ROWS, D)
     position = _empty(torch.int64, TOKENS, TOP_K)
@@ -85,7 +85,7 @@ def _permute(dtype: torch.dtype) -> None:
 
 
 def _widening(dtype: torch.dtype) -> None:
-    from moe.widen_triton import fused_fp8, fused_nf4
+    from expertmesh.moe.experts.widen_triton import fused_fp8, fused_nf4
 
     fused_fp8(_empty(torch.uint8, F, D), _empty(torch.float32, F, 1), dtype)
     pairs = _empty(torch.float32, 256, 2)
@@ -94,7 +94,7 @@ def _widening(dtype: torch.dtype) -> None:
 
 def _casts_to_fp8(dtype: torch.dtype) -> None:
     """Rows of what is multiplied, rows of a weight with each width, and columns of both."""
-    from moe.fp8_triton import fused_columns, fused_rows, fused_runs
+    from expertmesh.moe.kernels.fp8_triton import fused_columns, fused_rows, fused_runs
 
     ends = _empty(torch.int32, 1)
     for width in (D, F):
@@ -105,14 +105,14 @@ def _casts_to_fp8(dtype: torch.dtype) -> None:
 
 
 def _cross_entropy(dtype: torch.dtype) -> None:
-    from training.head_triton import fused_loss_and_gradient
+    from expertmesh.training.loss.head_triton import fused_loss_and_gradient
 
     fused_loss_and_gradient(_empty(dtype, TOKENS, 32000), _empty(torch.int64, TOKENS))
 
 
 def _norms(dtype: torch.dtype) -> None:
-    """Of the residual stream, and of heads."""
-    from training.fused_norm_triton import norm_backward, norm_forward
+    """Norms of the residual stream, and of heads."""
+    from expertmesh.training.fused.fused_norm_triton import norm_backward, norm_forward
 
     for rows, width in ((TOKENS, D), (32 * TOKENS, 128)):
         x, weight = _empty(dtype, rows, width), _empty(dtype, width)
@@ -121,7 +121,7 @@ def _norms(dtype: torch.dtype) -> None:
 
 
 def _rotary(dtype: torch.dtype) -> None:
-    from training.fused_rotary_triton import rotate
+    from expertmesh.training.fused.fused_rotary_triton import rotate
 
     heads, table = _empty(dtype, 1, TOKENS, 32, 128), _empty(dtype, 1, TOKENS, 128)
     for backwards in (False, True):
@@ -131,7 +131,7 @@ def _rotary(dtype: torch.dtype) -> None:
 def _megablocks_sparse(dtype: torch.dtype) -> None:
     """Forward and backward, on the CPU: MegaBlocks reads counts from the device. Of what has a size, memory is
     touched for a few rows only."""
-    from moe.megablocks import megablocks_sparse
+    from expertmesh.moe.megablocks.megablocks_kernels import megablocks_sparse
 
     rows_RD = torch.zeros(2 * 128, D, dtype=dtype, requires_grad=True)
     weights = [torch.empty(F, D, dtype=dtype, requires_grad=True) for _ in range(3)]

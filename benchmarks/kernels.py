@@ -4,9 +4,9 @@ Our wrappers, and MegaBlocks' and stk's, are called as a training step calls the
 launch is caught with its types, alignments and constants, and what would have been launched is compiled for compute
 capability 8.0, 9.0 and 10.0 (A100, H100, B200), but for what never runs on the first, by the assembler that triton
 brings. The table is read from the machine
-code: registers a thread, spills (instructions that move registers to or from memory), shared memory against a block's
-share of the card's, bits of global memory that a thread reads and writes at once, tensor-core instructions, and the
-size of the binary. Nothing runs. The exit code is 1 where a kernel spills, does not fit, multiplies without tensor
+code: registers per thread, spills (instructions that move registers to or from memory), shared memory against what a
+block may use of the card's, bits of global memory that a thread reads and writes at once, tensor-core instructions, and
+the size of the binary. Nothing runs. The exit code is 1 where a kernel spills, does not fit, multiplies without tensor
 cores, or moves less than 128 bits at once and nobody has said why.
 """
 
@@ -27,8 +27,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.kernel_calls import EXAMPLES, Example
-from moe.terminal import ends_with_reader
-from moe.whole import whole
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.base.whole import whole
 
 KIB = 1024
 SHARED_LIMITS = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB}

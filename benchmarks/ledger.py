@@ -1,9 +1,9 @@
-"""What a training step of one rank costs on a GPU, part by part, without one: `python -m benchmarks.ledger`.
+"""Cost breakdown of one rank's training step on a GPU by part, estimated without one: `python -m benchmarks.ledger`.
 
     python -m benchmarks.ledger --config configs/mixtral_8x7b.yaml --model tests/published/configs/mixtral-8x7b
     python -m benchmarks.ledger --gpus 16 --gpu B200 --model DIR --ep-size 8 --bf16 ...     # any flag of train_ep.py
 
-The real step (forward, backward, clipping, update) runs with tensors that hold no memory, and every operator, Triton
+The real step (forward, backward, clipping, update) runs on fake tensors, and every operator, Triton
 kernel and collective is recorded: FLOPs, bytes read and written, and what part of the step asked for it. Rows are
 single samples of --max-seq-length, experts get equally many. Time is at the card's rates (data sheets, of which 0.65 of
 the products', 0.8 of the memory's and 0.75 of the links' are attained): a kernel takes as long as its products or its
@@ -20,15 +20,15 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from moe import ExpertMeshError, seen_pairs, training_flops
-from moe.terminal import ends_with_reader
-from moe.whole import whole
-from sharding.planner.hardware import DEVICES, LINKS, Hardware, preset, products_in
-from sharding.planner.model_config import read_config
-from training import TrainConfig, parse_config
-from training.rehearsal.ledger import Ledger, ledger, sums
-from training.rehearsal.peaks import PeakMemory
-from training.rehearsal.world import rehearse
+from expertmesh.moe import ExpertMeshError, seen_pairs, training_flops
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.base.whole import whole
+from expertmesh.training import TrainConfig, parse_config
+from expertmesh.training.foresight.planner.hardware import DEVICES, LINKS, Hardware, preset, products_in
+from expertmesh.training.foresight.planner.model_config import read_config
+from expertmesh.training.foresight.rehearsal.ledger import Ledger, ledger, sums
+from expertmesh.training.foresight.rehearsal.peaks import PeakMemory
+from expertmesh.training.foresight.rehearsal.world import rehearse
 
 
 @ends_with_reader

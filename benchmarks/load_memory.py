@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from checkpoints import export_model, open_source, shard_and_load
-from checkpoints.output import INDEX_NAME
-from moe.terminal import ends_with_reader
-from moe.whole import whole
-from sharding import (
+from expertmesh.checkpoints import export_model, open_source, shard_and_load
+from expertmesh.checkpoints.storage.file_layout import INDEX_NAME
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.base.whole import whole
+from expertmesh.sharding import (
     Topology,
     build_mesh,
     end_process_group,

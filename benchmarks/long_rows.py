@@ -1,15 +1,15 @@
-"""What ranks that share rows hold and take: `python -m benchmarks.long_rows --ranks 4`.
+"""Memory and time with context parallelism: `python -m benchmarks.long_rows --ranks 4`.
 
-Whole training steps (forward, backward, clipping, AdamW) of a random Mixtral on the same global batch, a row a rank, at
---cp-size 1, 2 and 4, in turn in every round; every expert gets as many rows as any other. With N ranks a row, a step is
-N forwards of one row for N ranks. Losses must agree or the run aborts.
+Whole training steps (forward, backward, clipping, AdamW) of a random Mixtral on the same global batch, one sequence
+per rank, at --cp-size 1, 2 and 4, in turn in every round; every expert gets as many tokens as any other. At cp N, a
+step is N micro-batches of one sequence per N ranks. Losses must agree or the run aborts.
 
-    activations   most bytes of tensors at once in one forward and backward, less those with a row of a token a rank:
-                  gathered parameters and gradients are as many, however long a row; of the rank with most
+    activations   most bytes of tensors at once in one forward and backward, less those with one token per rank:
+                  gathered parameters and gradients do not depend on the length; of the rank with most
     tokens/CPU-s  of all ranks together; steadier than wall time where ranks share cores
     evenness      CPU time of the rank with least over that of the rank with most, in one step
 
-Transformers' own ways to share rows, by accelerate's ParallelismConfig, are torch's context_parallel, which knows the
+Transformers' own context parallelism, by accelerate's ParallelismConfig, are torch's context_parallel, which knows the
 attention kernels of GPUs alone (on a CPU: "_scaled_dot_product_flash_attention_for_cpu does not have a sharding
 strategy registered"), and DeepSpeed's: none is a variant here.
 """
@@ -30,16 +30,16 @@ import torch.distributed as dist
 
 from benchmarks.plan_accuracy import balance_routing
 from benchmarks.workers import measured_by_workers, random_mixtral
-from checkpoints import open_source
-from moe.terminal import ends_with_reader
-from sharding import Mesh, Ranks, Topology, build_mesh, end_process_group, start_process_group
-from sharding.planner.columns import Column, open_console, print_table
-from training import TrainConfig, assemble, place
-from training.balance import LossWeights
-from training.data import Batch, DataOrder, Sample, collate
-from training.optimizer import build_optimizer
-from training.rehearsal.live import LiveTensors
-from training.step import compute_gradients, train_step
+from expertmesh.checkpoints import open_source
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.sharding import Mesh, Ranks, Topology, build_mesh, end_process_group, start_process_group
+from expertmesh.training import TrainConfig, assemble, place
+from expertmesh.training.data import Batch, DataOrder, Sample, collate
+from expertmesh.training.foresight.planner.columns import Column, open_console, print_table
+from expertmesh.training.foresight.rehearsal.live import LiveTensors
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import compute_gradients, train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
 TOLERANCE = 1e-4
@@ -48,7 +48,7 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Figures:
-    """Of one variant at one length. activations: bytes. cpu_seconds: of each step, rank by rank."""
+    """Figures of one variant at one length. activations: bytes. cpu_seconds: of each step, rank by rank."""
 
     activations: int = 0
     losses: list[float] = field(default_factory=list)
@@ -94,12 +94,12 @@ class Variant:
     mesh: Mesh
 
     def batches(self, rows: Sequence[Sequence[int]], ranks: Ranks) -> list[Batch]:
-        """This rank's part of a global batch, in forwards of a row."""
+        """This rank's part of a global batch, in micro-batches of one sequence."""
         topology = self.mesh.topology
         order = DataOrder(len(rows), topology.data_size, 1, topology.cp_size, seed=0)
         forwards = order.micro_batches(0, topology.data_index(ranks.rank))
         samples = [[[Sample.of_prompt(list(rows[row]), 0)] for row in forward] for forward in forwards]
-        return [collate(forward, self.mesh.sharers).to(ranks.device) for forward in samples]
+        return [collate(forward, self.mesh.cp_group).to(ranks.device) for forward in samples]
 
 
 def build_variant(directory: Path, cp_size: int, arguments: argparse.Namespace, ranks: Ranks) -> Variant:
@@ -117,7 +117,7 @@ def build_variant(directory: Path, cp_size: int, arguments: argparse.Namespace, 
         learning_rate=1e-5,
     )
     model = assemble(config, source, device).model
-    # one row's own routing would be another's load in every variant
+    # natural routing of one sequence would give another load in every variant
     balance_routing(model)
     mesh = build_mesh(device, Topology(ranks.world_size, arguments.ep_size, "full", cp_size))
     place(config, model, source, mesh, ranks.device)
@@ -219,7 +219,7 @@ def print_figures(figures: dict[str, Any]) -> None:
 
 
 def speeds_of(variant: dict[str, Any], length: int) -> list[float]:
-    """Tokens a CPU-second, step by step."""
+    """Tokens per CPU-second, step by step."""
     return [len(step) * length / sum(step) for step in variant["cpu_seconds"]]
 
 

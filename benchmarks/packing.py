@@ -28,12 +28,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.workers import measured_by_workers, random_mixtral
-from checkpoints import open_source
-from moe.terminal import ends_with_reader
-from sharding import Topology, build_mesh, end_process_group, start_process_group
-from training import TrainConfig, assemble, place
-from training.balance import LossWeights
-from training.data import (
+from expertmesh.checkpoints import open_source
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.sharding import Topology, build_mesh, end_process_group, start_process_group
+from expertmesh.training import TrainConfig, assemble, place
+from expertmesh.training.data import (
     IGNORED,
     Batch,
     DataOptions,
@@ -45,8 +44,9 @@ from training.data import (
     make_rows,
     set_chat_template,
 )
-from training.optimizer import build_optimizer
-from training.step import train_step
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import train_step
 
 VARIANTS = ("padded to max", "padded", "grouped", "padded, larger batch", "packed")
 # tokens of GSM8K's training set with a 4,096-token vocabulary: the logarithm's mean and spread
@@ -187,7 +187,7 @@ def prepare(variant: str, samples: Samples, arguments: argparse.Namespace, world
     if variant == "padded, larger batch":
         a_forward = round(a_forward * arguments.max_seq_length / float(samples.lengths.float().mean()))
     order = DataOrder(len(rows), world_size, a_forward, 1, 0, rows.lengths if variant == "grouped" else None)
-    # a data set of less than a batch would leave ranks without rows
+    # a data set smaller than a batch would leave ranks without sequences
     assert order.steps_per_epoch > arguments.rounds, "fewer sequences than the rounds take"
     return rows, order
 
@@ -225,7 +225,7 @@ def print_table(figures: dict[str, Any]) -> None:
 
 
 def rates(variant: dict[str, list[float]], per: str) -> list[float]:
-    """Tokens a second, or a CPU-second of all ranks together, in each round."""
+    """Tokens per second, or per CPU-second of all ranks together, in each round."""
     return [tokens / seconds for tokens, seconds in zip(variant["tokens"], variant[per], strict=True)]
 
 

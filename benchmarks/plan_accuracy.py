@@ -8,8 +8,9 @@ does not, and the difference is malloc's slack. Bytes are counted at the collect
 equally many tokens, as the forecast assumes. Seconds are the median of 3 steps; the forecast goes by rates that the
 same ranks measure.
 
-rehearsed: models at full size on 8 to 1,024 GPUs, whose real step is rehearsed without a GPU (`training.rehearsal`):
-the most bytes that tensors hold. The planner composes the same from one layer of each kind.
+rehearsed: models at full size on 8 to 1,024 GPUs, whose real step is dry-run without a GPU
+(`training.foresight.rehearsal`): the most bytes that tensors hold. The planner composes the same from one layer of each
+kind.
 
 published: figures of others' runs, with every assumption said; none is fitted to them (`benchmarks.published`).
 """
@@ -38,10 +39,10 @@ from benchmarks.published import published
 from benchmarks.rehearsed import print_rehearsed
 from benchmarks.traffic import CountTraffic
 from benchmarks.variants import forced_experts
-from moe import moe_layers, store_frozen
-from moe.terminal import ends_with_reader
-from moe.whole import whole
-from sharding import (
+from expertmesh.moe import moe_layers, store_frozen
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.base.whole import whole
+from expertmesh.sharding import (
     Mesh,
     Topology,
     build_mesh,
@@ -50,22 +51,22 @@ from sharding import (
     materialize,
     start_process_group,
 )
-from sharding.choices import Checkpointing
-from sharding.parallelize import parallelize
-from sharding.planner.check import check_groups, measured_hardware
-from sharding.planner.cost import step_time
-from sharding.planner.hardware import Device, Hardware, Link
-from sharding.planner.memory import peak
-from sharding.planner.order import Run
-from sharding.planner.traffic import step_traffic
-from training import TrainConfig
-from training.balance import LossWeights
-from training.data import Batch, Sample, collate
-from training.engine import compute_dtype
-from training.optimizer import build_optimizer
-from training.rehearsal.building import build_rehearsed
-from training.rehearsal.planning import planned
-from training.step import train_step
+from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.place.parallelize import parallelize
+from expertmesh.training import TrainConfig
+from expertmesh.training.data import Batch, Sample, collate
+from expertmesh.training.engine import compute_dtype
+from expertmesh.training.foresight.planner.check import check_groups, measured_hardware
+from expertmesh.training.foresight.planner.cost import step_time
+from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
+from expertmesh.training.foresight.planner.peak_memory import peak
+from expertmesh.training.foresight.planner.step_order import PlannedRun
+from expertmesh.training.foresight.planner.traffic import step_traffic
+from expertmesh.training.foresight.rehearsal.building import build_rehearsed
+from expertmesh.training.foresight.rehearsal.planning import planned
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import train_step
 
 NO_LOSSES = LossWeights(0.0, 0.0)
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
@@ -119,7 +120,7 @@ class Case:
 
     @property
     def trained(self) -> float:
-        """Share of the tokens with a loss: all but each row's first."""
+        """Fraction of the tokens with a loss: all but each sequence's first."""
         return 1 - 1 / self.config.max_seq_length
 
 
@@ -165,7 +166,7 @@ def balance_routing(model: Any) -> None:
 
 
 def full_batch(config: TrainConfig, vocabulary: int, seed: int) -> Batch:
-    """Random tokens that fill every row; all but the first of a row are learned."""
+    """Random tokens that fill every sequence; all but the first of a sequence are learned."""
     generator = torch.Generator().manual_seed(seed)
     shape = (config.per_device_train_batch_size, config.max_seq_length)
     rows = torch.randint(0, vocabulary, shape, generator=generator)
@@ -245,7 +246,7 @@ def line(f: dict[str, Any]) -> str:
 
 
 def error(f: dict[str, Any]) -> float:
-    """Of the memory forecast, relative to what was measured."""
+    """Error of the memory forecast, relative to what was measured."""
     return float(f["memory_forecast"] / f["memory_measured"] - 1)
 
 
@@ -325,7 +326,7 @@ def warm_up(case: Case, device: torch.device) -> None:
     train_step(model, optimizer, [full_batch(config, model_config.vocab_size, seed=0)], mesh, NO_LOSSES, 1.0)
 
 
-def forecast_bytes(planned_run: Run) -> dict[str, int]:
+def forecast_bytes(planned_run: PlannedRun) -> dict[str, int]:
     """What a rank sends in a step, by kind."""
     sent: dict[str, float] = defaultdict(float)
     for traffic in step_traffic(planned_run):

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from benchmarks.rehearsed import model_config
-from sharding.planner.cost import model_flops, step_time, tokens_per_second
-from sharding.planner.hardware import LINKS, Hardware, preset
-from sharding.planner.memory import peak
-from training import TrainConfig
-from training.rehearsal.planning import planned
+from expertmesh.training import TrainConfig
+from expertmesh.training.foresight.planner.cost import model_flops, step_time, tokens_per_second
+from expertmesh.training.foresight.planner.hardware import LINKS, Hardware, preset
+from expertmesh.training.foresight.planner.peak_memory import peak
+from expertmesh.training.foresight.rehearsal.planning import planned
 
 Unit = Literal["GiB", "tok/s", "TFLOP/s", "steps/s"]
 H100, A100 = preset("H100", "infiniband-ndr"), preset("A100", "infiniband-hdr")
@@ -148,7 +148,7 @@ ROWS = (
 
 
 def forecast(row: Row, further: dict[str, Any]) -> dict[Unit, float]:
-    """Of one assumption."""
+    """The forecast under one assumption."""
     settings: dict[str, Any] = dict(bf16=True, per_device_train_batch_size=1, max_seq_length=4096)
     config = TrainConfig(model=row.model, dataset=["-"], **(settings | row.flags | further))
     run = planned(config, model_config(row.model), row.gpus, trained=1 - 1 / config.max_seq_length)
@@ -194,7 +194,7 @@ FSDP_SPEED, EP_SPEED = 0.033, 0.117
 
 
 def speed_up() -> list[str]:
-    """Of EP over FSDP2 alone: which assumptions give what was published."""
+    """The speed-up of EP over FSDP2 alone: which assumptions give what was published."""
     tokens = 811 * 414 / 871 / EP_SPEED
     lines = [
         f"Published: EP8 {EP_SPEED / FSDP_SPEED:.2f} x as fast as FSDP2 alone ({EP_SPEED} and {FSDP_SPEED} steps/s; of "

@@ -1,4 +1,4 @@
-"""The planner's memory forecast beside the rehearsal of the whole step, at full size."""
+"""The planner's memory forecast beside a dry run of the step, at full size."""
 
 import time
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sharding.planner.memory import peak
-from sharding.planner.model_config import read_config
-from training import TrainConfig
-from training.rehearsal.planning import planned
-from training.rehearsal.world import rehearse
+from expertmesh.training import TrainConfig
+from expertmesh.training.foresight.planner.model_config import read_config
+from expertmesh.training.foresight.planner.peak_memory import peak
+from expertmesh.training.foresight.rehearsal.planning import planned
+from expertmesh.training.foresight.rehearsal.world import rehearse
 
 MOST_ERROR = 0.03
 """What the forecast is held to, of the rehearsed peak."""
@@ -80,7 +80,7 @@ def cases() -> Iterator[Case]:
 
 
 def print_rehearsed() -> None:
-    """A row a case, as soon as it is known."""
+    """Print one row per case, as soon as it is known."""
     print("Most bytes of tensors on rank 0, without what the allocator, the driver and NCCL take; GiB. Times in s.")
     print(f"{'model':<15}{'GPUs':>6}  {'setting':<66}{'rehearsed':>10}{'in':>5}{'planned':>9}{'in':>5}{'off':>8}")
     errors = []

@@ -1,4 +1,4 @@
-"""A long run, watched: `python -m benchmarks.soak --minutes 120`.
+"""A long run, monitored: `python -m benchmarks.soak --minutes 120`.
 
 Trains a small model on several ranks with a checkpoint about every minute, written in the background, and every ten
 seconds looks at each rank's memory (what is its own, not shared: RssAnon of /proc), open files, threads and listening
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from benchmarks.chaos import ROOT, environment, last_step, worker_pids
 from benchmarks.demo import make_inputs
-from moe.terminal import ends_with_reader
-from moe.whole import whole
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.base.whole import whole
 
 SAMPLE_SECONDS = 10.0
 
@@ -134,7 +134,7 @@ def left_behind(pids: list[int], out: Path, temporary: Path) -> list[str]:
 
 
 def slope(seconds: list[float], values: list[float]) -> float:
-    """Of the least squares line, an hour."""
+    """Slope of the least squares line, per hour."""
     return statistics.linear_regression(seconds, values).slope * 3600
 
 

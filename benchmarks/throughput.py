@@ -42,17 +42,18 @@ from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, judge, print_tables, short
 from benchmarks.traffic import KINDS, CountTraffic
 from benchmarks.variants import Work, build_variant, parse_variant
-from checkpoints import open_source
-from moe import ExpertMeshError, count_parameters, moe_shape, seen_pairs, training_flops
-from moe.matmul import peak_of_products
-from moe.terminal import ends_with_reader
-from moe.whole import whole
-from sharding import Ranks, end_process_group, read_environment, start_process_group
-from training.compiling import compilation
-from training.config import CpuMatmul, TrainConfig
-from training.data import Batch, Sample, collate
-from training.environment import cpu_model
-from training.products import ProductLibraries, choose_products
+from expertmesh.checkpoints import open_source
+from expertmesh.moe import ExpertMeshError, count_parameters, moe_shape, seen_pairs, training_flops
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.moe.base.whole import whole
+from expertmesh.moe.cpu.matmul import peak_of_products
+from expertmesh.sharding import Ranks, end_process_group, read_environment, start_process_group
+from expertmesh.training.change.compiling import compilation
+from expertmesh.training.change.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
+from expertmesh.training.config.settings import CpuMatmul
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import Batch, Sample, collate
+from expertmesh.training.watch.environment import cpu_model
 
 PRELOADED = [
     "transformers.models.mixtral.modeling_mixtral",
@@ -69,7 +70,7 @@ class Setting:
     work: Work
     case: Case
     parameters: int
-    products: ProductLibraries
+    products: MatmulLibraries
 
 
 @ends_with_reader
@@ -82,7 +83,7 @@ def main() -> int:
         with scratch_directory() as scratch:
             # this process computes nothing else, and is on a CPU whatever the variants are on
             config = TrainConfig(model="-", dataset=["-"], cpu_matmul=arguments.cpu_matmul)
-            products = choose_products(config, ranks)
+            products = choose_matmul_libraries(config, ranks)
             assert products is not None
             peak_flops = measure_peak(arguments, ranks)
             values = arguments.values or [None]
@@ -108,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=1, help="sequences per rank")
     parser.add_argument("--seq-length", type=int, default=256)
-    parser.add_argument("--variants", nargs="+", help="hf-fsdp, ours-ep=N, hf-ep=N; default: all that the ranks allow")
+    parser.add_argument("--variants", nargs="+", help="hf-fsdp, ours-ep=N, hf-ep=N; hf-ours=N when asked for")
     parser.add_argument("--routing", choices=("natural", "balanced"), default="natural", help="balanced: forced")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "pure-bf16"), default="fp32", help="bf16: fp32 parameters")
     parser.add_argument("--router-aux-loss-coef", type=float, default=0.001)
@@ -174,7 +175,7 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def measure_peak(arguments: argparse.Namespace, ranks: Ranks) -> float | None:
-    """Floating point operations a second of CPU time that this machine's faster library makes of large fp32 products;
+    """Floating point operations per second of CPU time of this machine's faster library in large fp32 matmuls;
     None where the variants compute otherwise. On rank 0, while the others wait."""
     if arguments.dtype != "fp32" or not (arguments.use_cpu or not torch.cuda.is_available()):
         return None
@@ -188,7 +189,7 @@ def make_setting(
     arguments: argparse.Namespace,
     scratch: Path,
     ranks: Ranks,
-    products: ProductLibraries,
+    products: MatmulLibraries,
     peak_flops: float | None,
 ) -> Setting:
     """The model (made and saved, where there is none) and the work of one value of the sweep."""
@@ -233,7 +234,7 @@ def make_setting(
 
 
 def divide_rows(tokens: int, seq_length: int) -> tuple[int, int]:
-    """Rows of seq_length tokens that make up so many tokens, or one shorter row."""
+    """Sequences of seq_length tokens that make up so many tokens, or one shorter sequence."""
     if tokens > seq_length and tokens % seq_length:
         raise ExpertMeshError(f"--values {tokens}: is more than --seq-length {seq_length} and no multiple of it")
     return (tokens // seq_length, seq_length) if tokens > seq_length else (1, tokens)
@@ -299,7 +300,7 @@ def run_rounds(settings: list[Setting], arguments: argparse.Namespace, ranks: Ra
 
 
 def run_variant(variant: str, work: Work, arguments: argparse.Namespace) -> Figures:
-    """In a process a rank, which is ended when that of another rank has failed."""
+    """Run in one process per rank, which is ended when that of another rank has failed."""
     ours, theirs = context().Pipe()
     process = context().Process(
         target=measure, args=(theirs, variant, work, arguments.warm_up, arguments.steps, arguments.timeout)
@@ -403,7 +404,7 @@ def take_figures(name: str, work: Work, warm_up: int, num_steps: int, ranks: Ran
 
 
 def processor_use() -> torch.Tensor:
-    """Of this process so far: seconds of CPU time, those of them that the kernel took, minor page faults."""
+    """Use of the CPU by this process so far: seconds of CPU time, those of them in the OS kernel, minor page faults."""
     use = resource.getrusage(resource.RUSAGE_SELF)
     return torch.tensor([use.ru_utime + use.ru_stime, use.ru_stime, use.ru_minflt], dtype=torch.float64)
 

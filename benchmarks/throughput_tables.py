@@ -8,12 +8,12 @@ from textwrap import wrap
 from typing import Any
 
 from benchmarks.traffic import KINDS
-from moe import MoEShape
-from training.meter import peak_tflops
+from expertmesh.moe import MoEShape
+from expertmesh.training.watch.meter import peak_tflops
 
 MB = 1e6
 DASHES = ("none", "6 3", "2 3", "9 3 2 3")
-COLORS = {"hf-fsdp": "#8a8a8a", "hf-ep": "#c98a2b", "ours-ep": "#1f5a96"}
+COLORS = {"hf-fsdp": "#8a8a8a", "hf-ep": "#c98a2b", "hf-ours": "#7fb2e5", "ours-ep": "#1f5a96"}
 KIND_COLORS = dict(zip(KINDS, ("#1f5a96", "#7fb2e5", "#c98a2b", "#8a8a8a", "#d0d0d0"), strict=True))
 
 
@@ -44,8 +44,8 @@ class Figures:
 @dataclass(frozen=True)
 class Case:
     """What all variants have in common. value: of the sweep, if there is one. tokens: per step of all ranks. flops:
-    needed. bytes_a_number: of an activation on its way. peak_flops: a second of CPU time, of the faster library's
-    products."""
+    needed. bytes_a_number: of an activation on its way. peak_flops: per second of CPU time, of the faster library's
+    matmuls."""
 
     value: int | None
     shape: MoEShape
@@ -80,7 +80,7 @@ class Result:
         return self.rounds[-1]
 
     def rate(self, figures: Figures, clock: str) -> float:
-        """Tokens a second of the round's median step, by the "seconds" or the "cpu_seconds"."""
+        """Tokens per second of the round's median step, by the "seconds" or the "cpu_seconds"."""
         return self.case.tokens / statistics.median(getattr(figures, clock))
 
     def rates(self, clock: str) -> list[float]:
@@ -90,7 +90,7 @@ class Result:
         return statistics.median(self.rates(clock))
 
     def median_step(self, kind: str) -> float:
-        """Of the "cpu_seconds", "system_seconds" or "faults" of all timed steps."""
+        """Median of the "cpu_seconds", "system_seconds" or "faults" of all timed steps."""
         return statistics.median(value for figures in self.rounds for value in getattr(figures, kind))
 
     @property
@@ -173,8 +173,8 @@ def _print_speed(results: Sequence[Result]) -> None:
 
 
 def _print_cpu(results: Sequence[Result]) -> None:
-    """Of all ranks together in a step, medians over all steps of all rounds. floor: the CPU time that the step's FLOPs
-    would take at the peak of products, as a share of what it took."""
+    """Print CPU figures of all ranks together per step, medians over all steps of all rounds. floor: the CPU time that
+    the step's FLOPs would take at the peak of matmuls, as a fraction of what it took."""
     print(f"{'':12}{'CPU-s a step':>14}{'of them system':>24}{'page faults':>14}{'first to last':>26}{'floor':>8}")
     for result in results:
         case = result.case
@@ -199,7 +199,7 @@ def _print_traffic(results: Sequence[Result]) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """A variant of ours against another. least: of tokens a CPU-second. most: of memory."""
+    """A variant of ours against another. least: of tokens per CPU-second. most: of memory."""
 
     ours: str
     against: str
@@ -247,7 +247,7 @@ def _verdict(met: bool) -> str:
 
 
 def draw(results: Sequence[Result], title: str, sweep: str | None) -> str:
-    """An SVG: bars a variant for one case; for a sweep, or over ep, lines of time and bytes."""
+    """An SVG: bars per variant for one case; for a sweep, or over ep, lines of time and bytes."""
     cases = cases_of(results)
     clock = clock_of(results)
     unit = {"seconds": "s", "cpu_seconds": "CPU-s"}[clock]
@@ -258,8 +258,9 @@ def draw(results: Sequence[Result], title: str, sweep: str | None) -> str:
             _bars(results, "peak memory per rank, MB", lambda r: [r.peak_mb]),
             _bars(results, "sent per rank and step, MB", lambda r: [r.last.sent[k] / MB for k in KINDS], KINDS),
         ]
-        series = {"hf-ep": [r for r in results if r.variant.startswith("hf")]}
-        series["ours-ep"] = [r for r in results if r.variant.startswith("ours")]
+        kinds = {"hf-ep": ("hf-fsdp", "hf-ep"), "hf-ours": ("hf-ours",), "ours-ep": ("ours-ep",)}
+        series = {name: [r for r in results if r.variant.startswith(of)] for name, of in kinds.items()}
+        series = {name: found for name, found in series.items() if found}
         over, x_of = "ep", lambda r: r.ep_size
     else:
         names = list(dict.fromkeys(r.variant for r in results))
@@ -287,7 +288,7 @@ def draw(results: Sequence[Result], title: str, sweep: str | None) -> str:
 def _bars(
     results: Sequence[Result], title: str, values: Callable[[Result], list[float]], parts: Sequence[str] = ()
 ) -> str:
-    """A bar a variant, of one part or several, one behind the other."""
+    """One bar per variant, of one part or several, one behind the other."""
     left, length = 90, 260
     longest = max(sum(values(r)) for r in results) or 1.0
     body = [f'<text x="12" y="16" font-size="13">{escape(title)}</text>']
@@ -313,7 +314,7 @@ def _lines(
     x_of: Callable[[Result], Any],
     y_of: Callable[[Result], float],
 ) -> str:
-    """A line a series, its points evenly spaced in the order of x, from zero up."""
+    """One line per series, its points evenly spaced in the order of x, from zero up."""
     left, width, top, height = 50, 340, 28, 170
     places = sorted({x_of(r) for results in series.values() for r in results})
     highest = max(y_of(r) for results in series.values() for r in results) or 1.0

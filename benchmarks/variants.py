@@ -2,9 +2,10 @@
 
     hf-fsdp      transformers' Mixtral under its own FSDP2: what a user has without expert parallelism
     hf-ep=N      transformers' own expert parallelism, DistributedConfig(fsdp_size=ranks, ep_size=N)
+    hf-ours=N    the same with our dispatch and expert GEMMs in it, ep_implementation="expertmesh"
     ours-ep=N    this project's layer; with ep=1 its gain over hf-fsdp is the layer's own, with N more, the traffic's
 
-Shape suffixes: B rows, S positions, T = B·S tokens on this rank, D model width, E experts, K experts a token.
+Shape suffixes: B sequences, S positions, T = B·S tokens on this rank, D model width, E experts, K experts per token.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,27 +17,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoints import open_source
-from moe import ExpertMeshError
-from moe.matmul import Library, Product, use_libraries
-from sharding import Checkpointing, Ranks, Topology, build_mesh, set_parameter_dtype, settle_malloc
-from training import TrainConfig, assemble, place
-from training.balance import LossWeights
-from training.data import Batch
-from training.optimizer import build_optimizer
-from training.step import train_step
+from expertmesh.checkpoints import open_source
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.cpu.matmul import Library, Product, use_libraries
+from expertmesh.moe.registration import NAME, register_ep_implementation
+from expertmesh.sharding import Checkpointing, Ranks, Topology, build_mesh, set_parameter_dtype, settle_malloc
+from expertmesh.training import TrainConfig, assemble, place
+from expertmesh.training.data import Batch
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import train_step
 
 
 @dataclass(frozen=True)
 class Work:
     """What every variant is asked to do. Where transformers cannot, its variants do the nearest: full checkpointing for
-    selective, the whole model compiled and not regions, parameters resharded after forward in any case; and its
+    selective, the full model compiled and not regions, parameters resharded after forward in any case; and its
     balancing loss is over a rank's own batch, ours over the global one.
 
     rows, seq_length: B and S of a rank's batch. bf16: compute in bf16 over fp32 parameters; pure_bf16: everything in
     bf16, the optimizer's state too. balanced: routing forced to give each expert as many tokens, instead of natural.
     malloc: which variants on a CPU have `settle_malloc`: "as-is" ours, as in train_ep.py; "plain" none; "settled" all.
-    cpu: even where there is a GPU. products: the libraries of ours on a CPU; transformers' products are always torch's.
+    cpu: even where there is a GPU. products: our matmul libraries on a CPU; transformers' matmuls are always torch's.
     """
 
     model: Path
@@ -58,7 +60,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Variant:
-    """make_step: one whole step on this rank's batch; what it returns is the global mean loss before the update."""
+    """make_step: one full step on this rank's batch; what it returns is the global mean loss before the update."""
 
     name: str
     model: Any
@@ -74,7 +76,7 @@ def build_variant(name: str, work: Work, ranks: Ranks) -> Variant:
 
 
 def parse_variant(name: str) -> tuple[str, int]:
-    """(kind, ranks that share out the experts) of a variant.
+    """(kind, ranks over which experts are sharded) of a variant.
 
     Raises:
         ExpertMeshError: there is no variant of that name.
@@ -82,8 +84,8 @@ def parse_variant(name: str) -> tuple[str, int]:
     kind, _, size = name.partition("=")
     if name == "hf-fsdp":
         return name, 1
-    if kind not in ("hf-ep", "ours-ep") or not size.isdecimal() or int(size) < 1:
-        raise ExpertMeshError(f"--variants {name} is unknown; use hf-fsdp, hf-ep=N or ours-ep=N")
+    if kind not in ("hf-ep", "hf-ours", "ours-ep") or not size.isdecimal() or int(size) < 1:
+        raise ExpertMeshError(f"--variants {name} is unknown; use hf-fsdp, hf-ep=N, hf-ours=N or ours-ep=N")
     return kind, int(size)
 
 
@@ -132,6 +134,9 @@ def build_hf(name: str, ep_size: int, work: Work, ranks: Ranks) -> Variant:
 
     logging.disable_progress_bar()
     how: dict[str, Any] = {"ep_size": ep_size} if ep_size > 1 else {}
+    if parse_variant(name)[0] == "hf-ours":
+        register_ep_implementation()
+        how["ep_implementation"] = NAME
     try:
         distributed = DistributedConfig(
             fsdp_size=ranks.world_size, fsdp_mixed_precision=work.bf16 and not work.pure_bf16, **how

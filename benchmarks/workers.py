@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moe.whole import whole
+from expertmesh.moe.base.whole import whole
 
 
 def measured_by_workers(

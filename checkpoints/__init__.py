@@ -1,30 +1,36 @@
 """Bytes on disk: reading Hugging Face checkpoints into shards and writing them back."""
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe.lazy import import_on_demand
+if __name__ == "checkpoints":  # `python -m checkpoints` in a checkout: its own modules, whatever is installed
+    sys.path.insert(0, str(Path(__file__).parents[1] / "training" / "public"))
+
+from expertmesh.moe.base.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from checkpoints.adapter import export_adapter, load_adapter
-    from checkpoints.convert import HowToWrite
-    from checkpoints.export import export_model
-    from checkpoints.files import side_files, write_errors
-    from checkpoints.fingerprint import explain_model, file_facts, model_facts
-    from checkpoints.load import load_model, shard_and_load
-    from checkpoints.merge import merge_adapter
-    from checkpoints.names import Names
-    from checkpoints.opening import open_checkpoint
-    from checkpoints.source import Checkpoint, ModelSource, check_model, open_source, resolve_model
-    from checkpoints.state.carried import check_carried
-    from checkpoints.state.marker import (
+    from expertmesh.checkpoints.adapter.adapter_files import export_adapter, load_adapter
+    from expertmesh.checkpoints.adapter.merge import merge_adapter
+    from expertmesh.checkpoints.ep_shards.convert import HowToWrite
+    from expertmesh.checkpoints.hf.export import export_model
+    from expertmesh.checkpoints.hf.fingerprint import explain_model, file_facts, model_facts
+    from expertmesh.checkpoints.hf.names import Names
+    from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource, check_model, open_source, resolve_model
+    from expertmesh.checkpoints.load import load_model, shard_and_load
+    from expertmesh.checkpoints.opening import open_checkpoint
+    from expertmesh.checkpoints.state.marker import (
         is_checkpoint_entry,
+        is_complete,
         recorded_facts,
         recorded_order,
         recorded_settings,
         whole_checkpoints,
     )
-    from checkpoints.state.resuming import find_checkpoint, load_best_model, load_training_state
-    from checkpoints.state.saving import Progress, Saver
+    from expertmesh.checkpoints.state.resuming import find_checkpoint, load_best_model, load_training_state
+    from expertmesh.checkpoints.state.saving import Progress, Saver, checkpoint_name
+    from expertmesh.checkpoints.state.untrained import check_carried
+    from expertmesh.checkpoints.storage.directories import side_files, write_errors
 else:
     __getattr__ = import_on_demand(__name__)
 
@@ -37,12 +43,14 @@ __all__ = [
     "Saver",
     "check_carried",
     "check_model",
+    "checkpoint_name",
     "explain_model",
     "export_adapter",
     "export_model",
     "file_facts",
     "find_checkpoint",
     "is_checkpoint_entry",
+    "is_complete",
     "load_adapter",
     "load_best_model",
     "load_model",

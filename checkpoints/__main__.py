@@ -1,4 +1,4 @@
-"""Convert, export, merge, verify and inspect checkpoints: `python -m checkpoints ...`."""
+"""Convert, export, merge, verify and inspect checkpoints: `python -m expertmesh.checkpoints ...`."""
 
 import argparse
 import os
@@ -7,37 +7,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from checkpoints.convert import HowToWrite, convert, export_offline
-from checkpoints.dtypes import FLOATS
-from checkpoints.inspection import describe, describe_model, read_heads, with_claims_checked
-from checkpoints.manifest import MANIFEST, check_all_bytes
-from checkpoints.opening import open_readable
-from checkpoints.paths import read_ahead
-from checkpoints.source import resolve_model
-from checkpoints.state.marker import MARKER, check_owner
-from checkpoints.verify import compare
-from moe import ExpertMeshError
-from moe.command import run_command
-from moe.parser import Parser
-from moe.sizes import parse_size
-from moe.terminal import ends_with_reader, folded
+from expertmesh.checkpoints.ep_shards.convert import HowToWrite, convert, export_offline
+from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, check_all_bytes
+from expertmesh.checkpoints.hf.source import resolve_model
+from expertmesh.checkpoints.inspection import describe, describe_model, read_heads, with_claims_checked
+from expertmesh.checkpoints.opening import open_readable
+from expertmesh.checkpoints.state.marker import MARKER, check_owner
+from expertmesh.checkpoints.storage.dtypes import FLOATS
+from expertmesh.checkpoints.storage.paths import read_ahead
+from expertmesh.checkpoints.verify import compare
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.command import run_command
+from expertmesh.moe.base.parser import Parser
+from expertmesh.moe.base.sizes import parse_size
+from expertmesh.moe.base.terminal import ends_with_reader, folded
 
 READ_AHEAD = 4 * 10**9
-"""Bytes that are read before they are asked for, while what is to become of them is found out."""
+"""Bytes of weights that are read ahead, while the command's work is being prepared."""
 
 ADAPTER_CONFIG = "adapter_config.json"
 """What tells the directory of an adapter."""
 
 _EXAMPLE = """\
 example:
-  python -m checkpoints convert mistralai/Mixtral-8x7B-v0.1 SHARDS --ep-size 8"""
+  python -m expertmesh.checkpoints convert MODEL SHARDS --ep-size 8"""
 
 DTYPES = {name: code for code, name in FLOATS.items()}
 
 
 def build_parser() -> Parser:
     parser = Parser(
-        prog="python -m checkpoints",
+        prog="python -m expertmesh.checkpoints",
         description="Convert, export, merge, verify and inspect checkpoints.",
         epilog=_EXAMPLE,
     )
@@ -157,7 +157,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from checkpoints.merge import merge_adapter  # needs torch, which flags do without
+    from expertmesh.checkpoints.adapter.merge import merge_adapter  # needs torch, which flags do without
 
     base, adapter, how = resolve_model(arguments.base, "merge"), _directory(arguments.adapter), _how(arguments)
     read_ahead(base, READ_AHEAD)
@@ -169,7 +169,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     paths = [resolve_model(path, "verify") for path in (arguments.a, arguments.b)]
     if all(map(_is_adapter, paths)):
-        from checkpoints.adapter import compare_adapters
+        from expertmesh.checkpoints.adapter.adapter_files import compare_adapters
 
         comparison = compare_adapters(paths[0], paths[1], arguments.rtol)
     else:
@@ -188,7 +188,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     path = resolve_model(arguments.path, "inspect")
     if _is_adapter(path):
-        from checkpoints.adapter import describe_adapter
+        from expertmesh.checkpoints.adapter.adapter_files import describe_adapter
 
         for line in describe_adapter(path, arguments.tensors):
             print(folded(line))

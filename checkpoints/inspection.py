@@ -1,4 +1,4 @@
-"""Says what a checkpoint is: from its files' heads alone, or held against the model that its config describes."""
+"""Says what a checkpoint is: from its files' headers alone, or compared with the model that its config describes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,25 +7,25 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from checkpoints.claims import unfilled
-from checkpoints.dtypes import ALL_NAMES
-from checkpoints.encodings import TensorInfo, decoded
-from checkpoints.manifest import MANIFEST, listed_tensors, read_manifest
-from checkpoints.opening import Readable, is_shards
-from checkpoints.source import open_source, read_header, read_headers, read_json
-from checkpoints.state.marker import MARKER, read_marker
-from moe import active_parameters
-from sharding.topology import divisors
+from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, listed_tensors, read_manifest
+from expertmesh.checkpoints.hf.claims import unfilled
+from expertmesh.checkpoints.hf.encodings import TensorInfo, decoded
+from expertmesh.checkpoints.hf.source import open_source, read_header, read_headers, read_json
+from expertmesh.checkpoints.opening import Readable, is_shards
+from expertmesh.checkpoints.state.marker import MARKER, read_marker
+from expertmesh.checkpoints.storage.dtypes import ALL_NAMES
+from expertmesh.moe import active_parameters
+from expertmesh.sharding.topology import divisors
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What the heads of a checkpoint's files say.
+    """What the headers of a checkpoint's files say.
 
     Attributes:
         model_type: the family that config.json names.
         stored: tensors as files have them, by name.
-        known: tensors that they make up, which differ from these where numbers are encoded.
+        known: tensors that they make up, which differ from these where values are encoded.
     """
 
     model_type: str
@@ -35,14 +35,15 @@ class Heads:
 
 
 def read_heads(path: Path) -> Heads:
-    """Of any form, without transformers, and without torch unless it is a training checkpoint.
+    """Read the headers of a checkpoint of any form, without transformers, and without torch unless it is a training
+    one.
 
     Raises:
-        ExpertMeshError: a file is missing or damaged in its head.
+        ExpertMeshError: a file is missing or damaged in its header.
     """
     if (path / MARKER).exists():
-        from checkpoints.state.table import StateReader
-        from checkpoints.tensors import DTYPE_CODES
+        from expertmesh.checkpoints.state.state_table import StateReader
+        from expertmesh.checkpoints.storage.tensors import DTYPE_CODES
 
         saved: dict[str, Any] = StateReader(path / "state").read_metadata().state_dict_metadata
         infos = {
@@ -65,7 +66,7 @@ def read_heads(path: Path) -> Heads:
 
 
 def describe(path: Path, heads: Heads, list_tensors: bool) -> Iterator[str]:
-    """Lines: form, family, numbers in all and in experts, tensors, dtypes, encodings, files."""
+    """Lines: form, family, elements in all and in experts, tensors, dtypes, encodings, files."""
     sizes = {name: prod(info.shape) for name, info in heads.known.items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     dtypes = Counter(ALL_NAMES[info.dtype] for info in heads.stored.values())
@@ -84,8 +85,8 @@ def describe(path: Path, heads: Heads, list_tensors: bool) -> Iterator[str]:
 
 
 def describe_model(readable: Readable, without_tensors: str | None = None) -> Iterator[str]:
-    """Lines: the model's experts, parameters in all, active for a token and on a rank at each ep; what is left out;
-    whether the checkpoint is whole."""
+    """Lines: the model's experts, parameters in all, active per token and per rank at each ep; what is left out;
+    whether the checkpoint is complete."""
     checkpoint, names = readable.checkpoint, readable.names
     num_experts, top_k = names.shape.num_experts, names.shape.top_k
     yield f"experts     {num_experts} in each of {names.num_moe_layers} layers, top-{top_k} routing"

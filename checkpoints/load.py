@@ -4,18 +4,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoints.checksums import add_sums, row_sum
-from checkpoints.mapping import DiskTensor, overlap
-from checkpoints.names import Names
-from checkpoints.opening import open_checkpoint, parameter_dtypes
-from checkpoints.reader import SafetensorsReader
-from checkpoints.shards import ShardedParameter, sharded_parameters
-from checkpoints.source import Checkpoint, ModelSource
-from checkpoints.tensors import as_tensor
-from moe import ExpertMeshError
-from sharding import Mesh, Strategy, Topology, adapters_of, materialize, parameters_of, raise_together
-from sharding.parallelize import parallelize
-from sharding.state import set_parameter_dtypes
+from expertmesh.checkpoints.hf.mapping import DiskTensor, overlap
+from expertmesh.checkpoints.hf.names import Names
+from expertmesh.checkpoints.hf.reader import SafetensorsReader
+from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource
+from expertmesh.checkpoints.opening import open_checkpoint, parameter_dtypes
+from expertmesh.checkpoints.shards import ShardedParameter, sharded_parameters
+from expertmesh.checkpoints.storage.checksums import add_sums, row_sum
+from expertmesh.checkpoints.storage.tensors import as_tensor
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Mesh, Strategy, Topology, adapters_of, materialize, parameters_of, raise_together
+from expertmesh.sharding.place.parallelize import parallelize
+from expertmesh.sharding.state import set_parameter_dtypes
 
 
 def shard_and_load(
@@ -30,9 +30,9 @@ def shard_and_load(
     """Take a model from the meta device to its ranks, loaded. All ranks call it together.
 
     Args:
-        model: from `moe.build_model`; parallelised in place (see `sharding.parallelize`).
+        model: from `moe.build_model`; parallelised in place (see `sharding.place.parallelize`).
         source: the directory it is read from.
-        strategy: what is kept, freed and computed again; by default nothing is.
+        strategy: what is kept, freed and recomputed; by default nothing is.
         read_weights: False leaves them uninitialised, for one who fills them from elsewhere.
 
     Returns:

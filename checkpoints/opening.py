@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints.dtypes import wider
-from checkpoints.manifest import MANIFEST, open_shards
-from checkpoints.reader import ParameterReader, SafetensorsReader
-from checkpoints.source import Checkpoint, ModelSource, open_hf, open_source
-from checkpoints.state.marker import MARKER
+from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, open_shards
+from expertmesh.checkpoints.hf.reader import ParameterReader, SafetensorsReader
+from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource, open_hf, open_source
+from expertmesh.checkpoints.state.marker import MARKER
+from expertmesh.checkpoints.storage.dtypes import wider
 
 if TYPE_CHECKING:
-    from checkpoints.names import Names
+    from expertmesh.checkpoints.hf.names import Names
 
 
 def is_shards(path: Path) -> bool:
@@ -28,7 +28,7 @@ def open_checkpoint(source: ModelSource, names: Names, strict: bool = True) -> C
         names: of the model that it is to fill.
 
     Raises:
-        ExpertMeshError: it is damaged, not whole, or does not fit the model (see `open_hf` and `open_shards`).
+        ExpertMeshError: it is damaged, incomplete, or does not fit the model (see `open_hf` and `open_shards`).
     """
     found = open_shards(source, names) if is_shards(source.path) else open_hf(source, names, strict)
     return found if source.rope_scaling is None else found.stretched(source.rope_scaling, names)
@@ -57,10 +57,13 @@ def open_readable(
         drop_untrained: whether the latter may be gone.
 
     Raises:
-        ExpertMeshError: there is no checkpoint, or it is damaged or not whole (see the forms' own functions).
+        ExpertMeshError: there is no checkpoint, or it is damaged or incomplete (see the forms' own functions).
     """
     if (path / MARKER).exists():
-        from checkpoints.state.reading import TrainingReader, open_training  # of all forms the one that needs torch
+        from expertmesh.checkpoints.state.reading import (  # of all forms the one that needs torch
+            TrainingReader,
+            open_training,
+        )
 
         training = open_training(path, any_owner, strict and not drop_untrained, base)
         return Readable(path, training, training.source.names, lambda: TrainingReader(training, path))

@@ -6,15 +6,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe.quantised import fill
-from sharding import StateTensor, Topology, local_tensor, saved_state
+from expertmesh.moe.experts.quantised import fill
+from expertmesh.sharding import StateTensor, Topology, local_tensor, saved_state
 
 
 class ShardedParameter:
     """One parameter of a sharded model, or a buffer that checkpoints hold.
 
     Attributes:
-        local: this rank's rows, sharing memory with the parameter; of a weight in fewer bits, their codes.
+        local: this rank's rows, sharing memory with the parameter; of a quantized weight, their codes. Not to be read
+            where `rows` is empty.
         rows: which they are.
         row_shape: shape of one row.
         owners: (rank, rows) of all rows, in row order, one owner a row.
@@ -29,10 +30,11 @@ class ShardedParameter:
         self.row_shape = torch.Size(part.shape[1:])
         self.owners = list(topology.owners(part.num_rows, part.layout))
         self.is_owner = any(rank == dist.get_rank() for rank, _ in self.owners)
-        assert self.local.shape[0] == len(self.rows), (self.local.shape, self.rows)
+        assert not part.is_here or self.local.shape[0] == len(self.rows), (self.local.shape, self.rows)
 
     def fill(self, rows: range, values: Tensor) -> Tensor:
-        """Write some of this rank's rows; what was written, or, of a weight in fewer bits, what it stands for."""
+        """Write some of this rank's rows; returns what was written or, of a quantized weight, the values it stands
+        for."""
         target = self.view(rows)
         if self.storage is None:
             return target.copy_(values)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from checkpoints.carried import Carried
-from checkpoints.dtypes import ALL_NAMES, Array, as_double, cast, same_bits
-from checkpoints.mapping import Region
-from checkpoints.opening import Readable
-from checkpoints.output import OutputTensor
-from checkpoints.reader import gather
-from checkpoints.source import Checkpoint
+from expertmesh.checkpoints.hf.carried import Carried
+from expertmesh.checkpoints.hf.mapping import Region
+from expertmesh.checkpoints.hf.reader import gather
+from expertmesh.checkpoints.hf.source import Checkpoint
+from expertmesh.checkpoints.opening import Readable
+from expertmesh.checkpoints.storage.dtypes import ALL_NAMES, Array, as_double, cast, same_bits
+from expertmesh.checkpoints.storage.file_layout import OutputTensor
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Comparison:
 
 
 def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
-    """Hold every tensor of `a` against the same rows in `b`: dtype and bits; or, with `rtol`, values within
-    rtol · max(|a|, |b|), whatever the dtypes. Codes with a scale a block cannot be that near to small values: where one
-    of the two is encoded, the largest value of the row takes the place of the value. What one of them lacks, or has too
-    much, is a difference as well. Tensors that are carried over are compared likewise."""
+    """Compare every tensor of `a` with the same rows in `b`: dtype and bits; or, with `rtol`, values within
+    rtol · max(|a|, |b|), whatever the dtypes. Codes with a scale per block cannot be that near to small values: where
+    one of the two is encoded, the largest value of the row takes the place of the value. What one of them lacks, or has
+    too much, is a difference as well. Tensors that are carried over are compared likewise."""
     differences = [f"{problem} ({side.path})" for side in (a, b) for problem in side.checkpoint.problems]
     reader_a, reader_b = a.make_reader(), b.make_reader()
     dtypes_b = _dtypes(b.checkpoint)

@@ -1,20 +1,35 @@
 """Mixture-of-experts layers as plain maths: transformers' models of any family, with dropless experts in them."""
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe.lazy import import_on_demand
+if __name__ == "moe":  # `python -m moe` in a checkout: its own modules, whatever is installed
+    sys.path.insert(0, str(Path(__file__).parents[1] / "training" / "public"))
+
+from expertmesh.moe.base.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from moe.adapters import Lora, add_adapters, is_adapter, store_frozen, unquantized
-    from moe.config import check_config, load_config
-    from moe.counts import Attention, ParameterCounts, active_parameters, seen_pairs, training_flops
-    from moe.errors import ExpertMeshError
-    from moe.experts import ExpertLayout, ExpertMLP, ExpertParameter
-    from moe.kernel_names import KERNEL_NAMES, Precision, check_kernel_name
-    from moe.kernels import KERNELS, LOOP, ExpertKernel, KernelChoice, Needs, check_kernel, choose_kernel
-    from moe.layer import DroplessExperts
-    from moe.losses import load_balancing_loss, router_z_loss
-    from moe.model import (
+    from expertmesh.moe.base.errors import ExpertMeshError
+    from expertmesh.moe.experts.expert_mlp import ExpertLayout, ExpertMLP, ExpertParameter
+    from expertmesh.moe.experts.layer import DroplessExperts
+    from expertmesh.moe.experts.lora import Lora, add_adapters, is_adapter, store_frozen, unquantized
+    from expertmesh.moe.experts.router_losses import load_balancing_loss, router_z_loss
+    from expertmesh.moe.experts.router_stats import RouterStats
+    from expertmesh.moe.experts.shape import MoEShape
+    from expertmesh.moe.forward import Forward, Targets, current_forward
+    from expertmesh.moe.kernels.expert_kernels import (
+        KERNELS,
+        LOOP,
+        ExpertKernel,
+        KernelChoice,
+        Needs,
+        check_kernel,
+        choose_kernel,
+    )
+    from expertmesh.moe.kernels.kernel_names import KERNEL_NAMES, Precision, check_kernel_name
+    from expertmesh.moe.megablocks.original import original_dmoe
+    from expertmesh.moe.model.build import (
         build_model,
         count_parameters,
         decoder_layers,
@@ -32,10 +47,9 @@ if TYPE_CHECKING:
         use_kernel,
         without_computing,
     )
-    from moe.original import original_dmoe
-    from moe.rope import RopeScaling, advised_scaling, check_rope, read_rope_scaling, with_rope_scaling
-    from moe.routing import RouterStats
-    from moe.shape import MoEShape
+    from expertmesh.moe.model.config import check_config, load_config
+    from expertmesh.moe.model.counts import Attention, ParameterCounts, active_parameters, seen_pairs, training_flops
+    from expertmesh.moe.model.rope import RopeScaling, advised_scaling, check_rope, read_rope_scaling, with_rope_scaling
 else:
     __getattr__ = import_on_demand(__name__)
 
@@ -50,6 +64,7 @@ __all__ = [
     "ExpertMLP",
     "ExpertMeshError",
     "ExpertParameter",
+    "Forward",
     "KernelChoice",
     "Lora",
     "MoEShape",
@@ -58,6 +73,7 @@ __all__ = [
     "Precision",
     "RopeScaling",
     "RouterStats",
+    "Targets",
     "active_parameters",
     "add_adapters",
     "advised_scaling",
@@ -68,6 +84,7 @@ __all__ = [
     "check_rope",
     "choose_kernel",
     "count_parameters",
+    "current_forward",
     "decoder_layers",
     "dropless_experts",
     "is_adapter",

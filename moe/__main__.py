@@ -1,17 +1,17 @@
-"""Which families of models can be trained here: `python -m moe families [FAMILY ...]`.
+"""Which families of models can be trained here: `python -m expertmesh.moe families [FAMILY ...]`.
 
 Each is built from its default config on the meta device, with our experts in place of its own, and run there once;
-nothing is downloaded, and no memory held. `--table` prints, in Markdown, which ways of training each supports, and
-takes directories, config.json files and ids of the hub as well, of which it reads config.json alone.
+nothing is downloaded, and no memory held. `--table` prints, in Markdown, which ways of training each supports, and also
+takes directories, config.json files and hub ids, of which it reads config.json alone.
 """
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
-from moe.command import run_command
-from moe.errors import ExpertMeshError
-from moe.parser import Parser
-from moe.terminal import ends_with_reader, folded
+from expertmesh.moe.base.command import run_command
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.base.parser import Parser
+from expertmesh.moe.base.terminal import ends_with_reader, folded
 
 _DESCRIPTION = """\
 One line per model family: its class, how many layers have experts, and whether
@@ -23,8 +23,8 @@ config makes no model, so ask about one of its models."""
 
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0; 2 after a mistake in the flags."""
-    parser = Parser(prog="python -m moe", description="Which model families can be trained here.")
+    """Run the command; exit code 0, or 2 after a mistake in the flags."""
+    parser = Parser(prog="python -m expertmesh.moe", description="Which model families can be trained here.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     families: Parser = commands.add_parser(
         "families",
@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import transformers
 
-    from moe.families import causal_families
+    from expertmesh.moe.model.families import causal_families
 
-    # of packages that would make some families faster, once each is built
+    # logs of packages that would make some families faster, once each is built
     transformers.logging.set_verbosity_error()
     known = causal_families()
     unknown = [family for family in arguments.family if family not in known]
@@ -70,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_support(names: Sequence[str], models: Collection[str]) -> int:
-    """Exit code. models: those of the names that are no family's."""
+    """Print the table of support; returns the exit code. models: those of the names that are no family's."""
     from transformers import CONFIG_MAPPING
 
-    # of a higher floor, as only a run knows how it builds a model
-    from sharding.planner.model_config import find_config
-    from training.support import markdown
+    # from a higher layer of the code, as only training knows how it builds a model
+    from expertmesh.training.foresight.planner.model_config import find_config
+    from expertmesh.training.foresight.support import markdown
 
     try:
         configs = [find_config(name).load() if name in models else CONFIG_MAPPING[name]() for name in names]
@@ -88,8 +88,8 @@ def print_support(names: Sequence[str], models: Collection[str]) -> int:
 
 
 def table(families: Sequence[str]) -> Iterator[str]:
-    """Lines, each as soon as it is known."""
-    from moe.families import describe_family
+    """Lines of the table, each as soon as it is known."""
+    from expertmesh.moe.model.families import describe_family
 
     yield f"{'family':20}{'class':34}{'layers with experts':21}{'experts':14}supported"
     for family in families:

@@ -1,31 +1,46 @@
 """Where tensors live: topology, mesh, expert placement, FSDP2, activation checkpointing, clipping."""
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe.lazy import import_on_demand
+if __name__ == "sharding":  # `python -m sharding` in a checkout: its own modules, whatever is installed
+    sys.path.insert(0, str(Path(__file__).parents[1] / "training" / "public"))
+
+from expertmesh.moe.base.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from sharding.agreement import check_alike, differences
-    from sharding.allocator import let_segments_grow
-    from sharding.checkpointing import checkpoint_layers
-    from sharding.choices import Checkpointing, Strategy
-    from sharding.clipping import clip_grad_norm
-    from sharding.context import RowGroup
-    from sharding.debugger import debugging
-    from sharding.mesh import Mesh, build_mesh
-    from sharding.parallelize import fill_adapters, fsdp_units, materialize, zeros_by_rows
-    from sharding.process import (
+    from expertmesh.sharding.clipping import clip_grad_norm
+    from expertmesh.sharding.comms.context_parallel import CPGroup
+    from expertmesh.sharding.life.agreement import check_alike, differences
+    from expertmesh.sharding.life.allocator import let_segments_grow
+    from expertmesh.sharding.life.debugger import debugging
+    from expertmesh.sharding.life.process import (
         Ranks,
         device_type,
         end_process_group,
+        join_process_group,
         raise_together,
         refuse_at_start,
         settle_malloc,
         start_process_group,
         use_own_cores,
     )
-    from sharding.replicas import check_replicas
-    from sharding.state import (
+    from expertmesh.sharding.life.torchrun import node_name, nodes_of, read_environment, spans_nodes
+    from expertmesh.sharding.life.watchdog import NO_LIMIT_SECONDS, SAVERS, STUCK, Watchdog, collectives_limit
+    from expertmesh.sharding.mesh import Mesh, build_mesh
+    from expertmesh.sharding.pipeline.pipeline import cut_into_stages, pipeline_of, stage_group
+    from expertmesh.sharding.pipeline.schedule import ScheduleName
+    from expertmesh.sharding.place.choices import Checkpointing, Strategy
+    from expertmesh.sharding.place.parallelize import (
+        fill_adapters,
+        free_gathered,
+        materialize,
+        zeros_by_rows,
+    )
+    from expertmesh.sharding.place.recompute import checkpoint_layers
+    from expertmesh.sharding.replicas import check_replicas
+    from expertmesh.sharding.state import (
         StateTensor,
         adapters_of,
         changing_state,
@@ -37,9 +52,14 @@ if TYPE_CHECKING:
         state_of,
         trainable_of,
     )
-    from sharding.topology import DenseShard, Topology, check_cp_size, check_ep_size, rows_of
-    from sharding.torchrun import node_name, nodes_of, read_environment, spans_nodes
-    from sharding.watchdog import NO_LIMIT_SECONDS, SAVERS, STUCK, Watchdog, collectives_limit
+    from expertmesh.sharding.topology import (
+        DenseShard,
+        Topology,
+        check_cp_size,
+        check_ep_size,
+        check_pp_size,
+        rows_of,
+    )
 else:
     __getattr__ = import_on_demand(__name__)
 
@@ -47,11 +67,12 @@ __all__ = [
     "NO_LIMIT_SECONDS",
     "SAVERS",
     "STUCK",
+    "CPGroup",
     "Checkpointing",
     "DenseShard",
     "Mesh",
     "Ranks",
-    "RowGroup",
+    "ScheduleName",
     "StateTensor",
     "Strategy",
     "Topology",
@@ -62,23 +83,27 @@ __all__ = [
     "check_alike",
     "check_cp_size",
     "check_ep_size",
+    "check_pp_size",
     "check_replicas",
     "checkpoint_layers",
     "clip_grad_norm",
     "collectives_limit",
+    "cut_into_stages",
     "debugging",
     "device_type",
     "differences",
     "end_process_group",
     "fill_adapters",
-    "fsdp_units",
+    "free_gathered",
     "has_dtensor",
+    "join_process_group",
     "let_segments_grow",
     "local_tensor",
     "materialize",
     "node_name",
     "nodes_of",
     "parameters_of",
+    "pipeline_of",
     "raise_together",
     "read_environment",
     "refuse_at_start",
@@ -87,6 +112,7 @@ __all__ = [
     "set_parameter_dtype",
     "settle_malloc",
     "spans_nodes",
+    "stage_group",
     "start_process_group",
     "state_of",
     "trainable_of",

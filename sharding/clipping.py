@@ -10,8 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.mesh import Mesh
-from sharding.state import local_tensor, parameters_of
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.sharding.mesh import Mesh
+from expertmesh.sharding.state import StateTensor, local_tensor, parameters_of
+from expertmesh.sharding.topology import Topology
+
+STEP_PART: StepPart = "clipping"
 
 
 def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
@@ -23,9 +27,7 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     """
     parts = [part for part in parameters_of(model).values() if part.tensor.grad is not None]
     grads = [local_tensor(part.tensor.grad) for part in parts]  # type: ignore[arg-type]
-    dp_index, _ = mesh.topology.coordinates(dist.get_rank())
-    replicated = mesh.topology.dense_shard == "hybrid" and dp_index > 0
-    counted = [grad for part, grad in zip(parts, grads, strict=True) if not replicated or part.is_expert]
+    counted = [grad for part, grad in zip(parts, grads, strict=True) if _is_counted(part, mesh.topology)]
     # in fp32 whatever the gradients' dtype: a norm in bf16 would have three digits
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in counted]
     # a rank may have nothing to count: where experts are frozen, the replicas of all else
@@ -34,6 +36,16 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     norm = float(square.sqrt())
     if max_norm > 0 and math.isfinite(norm):
         scale = min(max_norm / (norm + 1e-6), 1.0)
-        if scale < 1.0:
+        # a rank may have none: where all that its stages of a pipeline hold is frozen
+        if scale < 1.0 and grads:
             torch._foreach_mul_(grads, scale)
     return norm
+
+
+def _is_counted(part: StateTensor, topology: Topology) -> bool:
+    """Whether this rank's shard is counted, and not another rank's copy of it."""
+    rank = dist.get_rank()
+    dp_index, _ = topology.coordinates(rank)
+    if topology.dense_shard == "hybrid" and dp_index > 0 and not part.is_expert:
+        return False
+    return part.layout.pp_ranks is None or topology.pp_rank(rank) == part.layout.pp_ranks[0]

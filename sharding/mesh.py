@@ -1,26 +1,32 @@
-"""The device mesh: (dp, ep), its flattening over all ranks, and the ranks that share rows."""
+"""The device mesh: (pp, dp, ep), its parts, and the groups of ranks beside it."""
 
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from sharding.context import RowGroup
-from sharding.topology import Topology
+from expertmesh.moe.torch_private import _set_pg_timeout
+from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.sharding.comms.pipeline_groups import PipelineGroups, make_pipeline_groups
+from expertmesh.sharding.topology import Topology
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """grid: the (dp, ep) mesh. all_ranks: the same ranks in one dimension, "fsdp". exchange: the ranks of `ep`, in a
-    group whose collectives do not stand in line with FSDP's. sharers: with whom this rank shares rows; None: nobody."""
+    """The meshes of this rank's pp index: its stages' ranks.
+
+    grid: the (dp, ep) mesh. all_ranks: the same ranks in one dimension, "fsdp". exchange: the ranks of `ep`, in a group
+    whose collectives do not queue behind FSDP's. cp_group: this rank's context-parallel group, if any. pipeline: the
+    ranks that pass its micro-batches on to one another, if there are several pp indices.
+    """
 
     topology: Topology
     grid: DeviceMesh
     all_ranks: DeviceMesh
     exchange: dist.ProcessGroup
-    sharers: RowGroup | None = None
+    cp_group: CPGroup | None = None
+    pipeline: PipelineGroups | None = None
 
     @property
     def dp(self) -> DeviceMesh:
@@ -32,13 +38,21 @@ class Mesh:
 
     @property
     def dense(self) -> DeviceMesh:
-        """Where FSDP puts everything that is no expert: all ranks, or replicas over dp of shards over ep."""
+        """The mesh of FSDP for non-expert parameters: all ranks of a pp index, or replicas over dp of shards over
+        ep."""
         return self.grid if self.topology.dense_shard == "hybrid" else self.all_ranks
 
     @property
     def dense_shards(self) -> DeviceMesh:
-        """The ranks that share out the rows of what is no expert; with replicas, those of one replica."""
+        """The ranks over which non-expert parameters are sharded; with replicas, those of one replica."""
         return self.ep if self.topology.dense_shard == "hybrid" else self.all_ranks
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup:
+        """The ranks of this pp index, over which a micro-batch's figures are summed."""
+        group = dist.group.WORLD if self.pipeline is None else self.all_ranks.get_group()
+        assert group is not None
+        return group
 
 
 def build_mesh(device_type: str, topology: Topology, timeout_seconds: int | None = None) -> Mesh:
@@ -47,37 +61,45 @@ def build_mesh(device_type: str, topology: Topology, timeout_seconds: int | None
     Args:
         timeout_seconds: after which a collective in one of the groups fails; default: torch's.
     """
-    shape = (topology.dp_size, topology.ep_size)
-    grid = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "ep"))
-    exchange, sharers = _exchange_group(topology, grid["ep"]), _row_group(topology)
-    mesh = Mesh(topology, grid, grid._flatten("fsdp"), exchange, sharers)
-    if timeout_seconds is not None:
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    shape, axes = (topology.dp_size, topology.ep_size), ("dp", "ep")
+    if topology.pp_size == 1:
+        grid = init_device_mesh(device_type, shape, mesh_dim_names=axes)
+    else:
+        grid = init_device_mesh(device_type, (topology.pp_size, *shape), mesh_dim_names=("pp", *axes))[axes]
+    exchange, cp_group = _exchange_group(topology, grid["ep"]), _cp_group(topology)
+    pipeline = make_pipeline_groups(topology, device_type, timeout)
+    mesh = Mesh(topology, grid, grid._flatten("fsdp"), exchange, cp_group, pipeline)
+    if timeout is not None:
         groups = [*(part.get_group() for part in (mesh.dp, mesh.ep, mesh.all_ranks)), exchange]
-        if sharers is not None and sharers.ranks is not None:
-            groups.append(sharers.ranks)
+        if cp_group is not None and cp_group.ranks is not None:
+            groups.append(cp_group.ranks)
+        if pipeline is not None:
+            groups += [pipeline.forward, pipeline.backward]
         # the groups of a mesh do not inherit the time limit of the default group
         for group in groups:
-            _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+            _set_pg_timeout(timeout, group)
     return mesh
 
 
 def _exchange_group(topology: Topology, ep: DeviceMesh) -> dist.ProcessGroup:
-    """A group of its own where FSDP has that of `ep` too: there NCCL would make rows wait for gathered parameters, and
+    """A separate group where FSDP uses that of `ep` too: there NCCL would make rows wait for gathered parameters, and
     the other way round, as it runs the collectives of one group one after the other."""
-    if topology.ep_size == 1 or (topology.ep_size < topology.world_size and topology.dense_shard == "full"):
+    if topology.ep_size == 1 or (topology.ep_size < topology.ranks_per_stage and topology.dense_shard == "full"):
         return ep.get_group()
-    return _group_of_neighbours(topology, topology.ep_size, "ep")
+    return _group_of_adjacent_ranks(topology, topology.ep_size, "ep")
 
 
-def _row_group(topology: Topology) -> RowGroup | None:
-    """In a group of its own: rows' way to their experts, and parameters', begin while attention's may be under way."""
+def _cp_group(topology: Topology) -> CPGroup | None:
+    """The context-parallel group, with a process group of its own: all-to-alls of rows and gathers of parameters begin
+    while those of attention may be under way."""
     if topology.cp_size == 1:
         return None
     index = dist.get_rank() % topology.cp_size
-    return RowGroup(topology.cp_size, index, _group_of_neighbours(topology, topology.cp_size, "cp"))
+    return CPGroup(topology.cp_size, index, _group_of_adjacent_ranks(topology, topology.cp_size, "cp"))
 
 
-def _group_of_neighbours(topology: Topology, size: int, axis: str) -> dist.ProcessGroup:
+def _group_of_adjacent_ranks(topology: Topology, size: int, axis: str) -> dist.ProcessGroup:
     groups = [list(range(start, start + size)) for start in range(0, topology.world_size, size)]
     # named as torch names those of a mesh, which is what is told of their collectives
     group, _ = dist.new_subgroups_by_enumeration(groups, group_desc=f"mesh_{axis}")

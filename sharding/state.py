@@ -11,26 +11,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe.adapters import is_adapter
-from moe.experts import ExpertMLP, ExpertParameter
-from moe.model import fp32_parameters
-from moe.quantised import SCALES, Storage, storages_of
-from sharding.topology import DENSE, EXPERT, REPLICATED, Layout, rows_of
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.experts.expert_mlp import ExpertMLP, ExpertParameter
+from expertmesh.moe.experts.lora import is_adapter
+from expertmesh.moe.experts.quantised import SCALES, Storage, storages_of
+from expertmesh.moe.model.build import fp32_parameters
+from expertmesh.sharding.pipeline.stages import stages_of
+from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED, Layout, rows_of
+
+STEP_PART: StepPart = None
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A parameter or buffer of a model, whole or sharded.
+    """A parameter or buffer of a model, complete or sharded.
 
     Attributes:
         name: in the model. A parameter that has several is enumerated once, under the first.
         tensor: sharded, a DTensor; a buffer is a plain tensor on every rank.
-        layout: along which axes its rows are cut.
-        expert: what it is to the experts whose weight it is; None for what is no expert's.
+        layout: over which axes of ranks its rows are sharded.
+        expert: which of the experts' parameters it is; None for a non-expert parameter.
         is_parameter: False for a buffer.
         persistent: whether checkpoints hold it. A buffer that is not is computed from the config.
+        is_here: whether this rank has a part in holding it. The layers of a pipeline's other stages are on the meta
+            device.
         is_adapter: whether it belongs to an adapter, and not to the model that a checkpoint of it holds.
-        storage, scales: of a frozen weight that is held in fewer bits; `tensor` is then its codes, in bytes.
+        storage, scales: of a quantized frozen weight; `tensor` is then its codes, in bytes.
     """
 
     name: str
@@ -39,6 +45,7 @@ class StateTensor:
     expert: ExpertParameter | None
     is_parameter: bool
     persistent: bool
+    is_here: bool = True
     is_adapter: bool = False
     storage: Storage | None = None
     scales: Tensor | None = None
@@ -53,7 +60,7 @@ class StateTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global; of a weight in fewer bits, that of the numbers that it stands for."""
+        """The global shape; of a quantized weight, that of the values that it stands for."""
         if self.storage is not None:
             return (self.tensor.shape[0], self.storage.columns)
         return tuple(self.tensor.shape)
@@ -70,8 +77,8 @@ class StateTensor:
 
 
 def state_of(model: nn.Module) -> dict[str, StateTensor]:
-    """By name, in the model's order: first the parameters, then the buffers."""
-    owners = dict(model.named_modules())
+    """All of a model's parameters and buffers by name, in the model's order: first the parameters, then the buffers."""
+    owners, stages = dict(model.named_modules()), stages_of(model)
     state = {}
     for name, parameter in model.named_parameters():
         owner, _, own_name = name.rpartition(".")
@@ -82,8 +89,10 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
         if isinstance(module := owners[owner], ExpertMLP):
             parts = (*module.layout.parameters, *module.layout.adapters)
             expert = next(part for part in parts if part.name == own_name)
-        layout = DENSE if expert is None else EXPERT
-        part = StateTensor(name, parameter, layout, expert, True, True, is_adapter(own_name))
+        layout, is_here = DENSE if expert is None else EXPERT, True
+        if stages is not None:
+            layout, is_here = layout.on(stages.pp_ranks(name)), stages.is_here(name)
+        part = StateTensor(name, parameter, layout, expert, True, True, is_here, is_adapter(own_name))
         if own_name in storages:
             scales = owners[owner].get_parameter(own_name + SCALES)
             part = replace(part, storage=storages[own_name], scales=scales)
@@ -96,7 +105,7 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
 
 
 def saved_state(model: nn.Module) -> dict[str, StateTensor]:
-    """What checkpoints of the model itself hold of it."""
+    """The part of the state that checkpoints of the model itself hold."""
     return {name: part for name, part in state_of(model).items() if part.persistent and not part.is_adapter}
 
 
@@ -105,7 +114,8 @@ def adapters_of(model: nn.Module) -> dict[str, StateTensor]:
 
 
 def changing_state(model: nn.Module) -> dict[str, StateTensor]:
-    """What a run changes of it and so must keep: beside adapters the rest of the parameters is as it was loaded."""
+    """The part of the state that a run changes and so must save: with adapters, all other parameters are as they were
+    loaded."""
     state = {name: part for name, part in state_of(model).items() if part.persistent}
     if not any(part.is_adapter for part in state.values()):
         return state
@@ -117,19 +127,19 @@ def parameters_of(model: nn.Module) -> dict[str, StateTensor]:
 
 
 def trainable_of(model: nn.Module) -> dict[str, StateTensor]:
-    """Its parameters but for frozen ones."""
-    return {name: part for name, part in parameters_of(model).items() if part.trainable}
+    """The parameters of a model that are not frozen, as far as they are here."""
+    return {name: part for name, part in parameters_of(model).items() if part.trainable and part.is_here}
 
 
 def set_parameter_dtype(model: nn.Module, dtype: torch.dtype, frozen_alone: bool = False) -> None:
-    """Of parameters alone, in place, before they are sharded: buffers such as a router's correction bias are never
-    rounded. `frozen_alone`: not of those that are trained."""
+    """Cast a model's parameters to `dtype`, in place, before they are sharded; buffers, such as a router's correction
+    bias, are never rounded. `frozen_alone`: only those that are not trained."""
     parameters = model.named_parameters()
     set_parameter_dtypes(model, {name: dtype for name, p in parameters if not (frozen_alone and p.requires_grad)})
 
 
 def set_parameter_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Of those parameters in floating point that are named, but for what the family keeps in fp32; in place, before
+    """Cast the floating-point parameters that are named, but for those that the family keeps in fp32; in place, before
     they are sharded."""
     kept = fp32_parameters(model).keys()
     named = {p: dtypes[name] for name, p in model.named_parameters() if name in dtypes and name not in kept}
@@ -144,11 +154,12 @@ def set_parameter_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) ->
 
 
 def has_dtensor(types: Iterable[type]) -> bool:
-    """Whether there is a DTensor among an operator's arguments: a dispatch mode that gives back NotImplemented then is
-    called with the local tensors.
+    """Whether there is a DTensor among an operator's arguments: a dispatch mode that returns NotImplemented then is
+    called again with the local tensors.
 
     Args:
-        types: that `__torch_dispatch__` is told: of the arguments with a dispatch of their own, in lists too.
+        types: as `__torch_dispatch__` gets them: those of the arguments that have a dispatch of their own, in lists
+            too.
     """
     return any(issubclass(kind, DTensor) for kind in types)
 

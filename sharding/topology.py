@@ -1,73 +1,108 @@
-"""How ranks are arranged and which rows of a parameter each of them holds. Pure arithmetic: no process group, no torch.
+"""The parallel layout, and which rows of a parameter each rank holds. Pure arithmetic: no process group, no torch.
 
-`world = dp × ep`; rank = dp index · ep + ep index. A tensor's layout says along which axes of the ranks it is cut.
+`world = pp × dp × ep`; rank = (pp index · dp + dp index) · ep + ep index. The ranks of one pp index hold the same
+layers of the model: a pipeline's stage, or several of them. A tensor's layout says which of these hold it, and over
+which axes of their ranks it is sharded.
 
-Data see another grid of the same ranks, `world = data × cp`: neighbours share rows. No parameter knows of it.
+For data the ranks of a pp index form another grid, `data × cp`: neighbours form a context-parallel group and share
+sequences. This does not change how parameters are sharded. All pp indices read the same sequences.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe import ExpertMeshError
+from expertmesh.moe import ExpertMeshError
 
 DenseShard = Literal["full", "hybrid"]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor is cut along its dim 0 over the ranks of an axis. "dense" stands for the ranks that share out what is no
-    expert: all of them, or those of one dp group."""
+    """A tensor is sharded along its dim 0 over the ranks of an axis. "dense" stands for the ranks over which non-expert
+    parameters are sharded: all of a pp index, or those of one dp group of it."""
 
     axis: Literal["ep", "dp", "dense"]
 
 
-Layout = tuple[Cut, ...]
-"""Cut after cut, each of what the one before has left."""
+@dataclass(frozen=True)
+class Layout:
+    """Where a tensor's rows are.
 
-EXPERT: Layout = (Cut("ep"), Cut("dp"))
-DENSE: Layout = (Cut("dense"),)
-REPLICATED: Layout = ()
+    Attributes:
+        cuts: successive ones, each of the part that the one before has left.
+        pp_ranks: the pp indices that hold the tensor, each all of it; None: every one.
+    """
+
+    cuts: tuple[Cut, ...]
+    pp_ranks: tuple[int, ...] | None = None
+
+    def on(self, pp_ranks: tuple[int, ...]) -> "Layout":
+        """The same cuts, on these pp indices alone."""
+        return replace(self, pp_ranks=pp_ranks)
+
+
+EXPERT = Layout((Cut("ep"), Cut("dp")))
+DENSE = Layout((Cut("dense"),))
+REPLICATED = Layout(())
 
 
 @dataclass(frozen=True)
 class Topology:
-    """An arrangement of ranks.
+    """A parallel layout.
 
     Attributes:
         world_size: all ranks.
-        ep_size: ranks that share out the experts; the dp groups each hold all of them.
-        dense_shard: "full" cuts everything that is no expert over all ranks; "hybrid" over the ep ranks, with a
-            replica in each dp group.
-        cp_size: neighbouring ranks that share rows, each with a run of their positions (context parallelism).
+        ep_size: ranks over which the experts are distributed; each dp group holds all of them.
+        dense_shard: "full" shards non-expert parameters over all ranks of a pp index; "hybrid" over the ep ranks, with
+            a replica in each dp group.
+        cp_size: neighbouring ranks that form a context-parallel group: they share sequences, each with a range of
+            positions.
+        pp_size: parts in which the layers are distributed, each to its own ranks.
     """
 
     world_size: int
     ep_size: int
     dense_shard: DenseShard = "full"
     cp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """The ranks of one pp index."""
+        return self.world_size // self.pp_size
 
     @property
     def dp_size(self) -> int:
-        return self.world_size // self.ep_size
+        return self.ranks_per_stage // self.ep_size
 
     @property
     def data_size(self) -> int:
-        """Groups of ranks that each read rows of their own."""
-        return self.world_size // self.cp_size
+        """The number of groups of ranks, of one pp index, that each read sequences of their own."""
+        return self.ranks_per_stage // self.cp_size
+
+    def pp_rank(self, rank: int) -> int:
+        """The pp index of a rank."""
+        return rank // self.ranks_per_stage
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """(dp index, ep index) of a rank."""
-        return divmod(rank, self.ep_size)
+        return divmod(rank % self.ranks_per_stage, self.ep_size)
 
     def data_index(self, rank: int) -> int:
-        """Which of the groups that read rows a rank is in."""
-        return rank // self.cp_size
+        """Which of the groups that read sequences a rank is in."""
+        return rank % self.ranks_per_stage // self.cp_size
+
+    def pipeline(self, rank: int) -> list[int]:
+        """The ranks, in the order of pp indices, that pass a rank's micro-batches on to one another."""
+        return list(range(rank % self.ranks_per_stage, self.world_size, self.ranks_per_stage))
 
     def rows(self, num_rows: int, layout: Layout, rank: int) -> range:
         """Rows of a tensor with `num_rows` rows that `rank` holds; may be empty."""
+        if layout.pp_ranks is not None and self.pp_rank(rank) not in layout.pp_ranks:
+            return range(0)
         rows = range(num_rows)
-        for cut in layout:
+        for cut in layout.cuts:
             size, index = self._place(cut, rank)
             assert cut.axis != "ep" or len(rows) % size == 0, (num_rows, self.ep_size)
             part = _chunk(len(rows), size, index)
@@ -75,11 +110,13 @@ class Topology:
         return rows
 
     def _place(self, cut: Cut, rank: int) -> tuple[int, int]:
-        """(ranks on the axis of a cut, this one's place among them)."""
+        """(ranks on the axis of a cut, this rank's index among them)."""
         dp_index, ep_index = self.coordinates(rank)
         if cut.axis == "ep" or (cut.axis == "dense" and self.dense_shard == "hybrid"):
             return self.ep_size, ep_index
-        return (self.dp_size, dp_index) if cut.axis == "dp" else (self.world_size, rank)
+        if cut.axis == "dp":
+            return self.dp_size, dp_index
+        return self.ranks_per_stage, rank % self.ranks_per_stage
 
     def owners(self, num_rows: int, layout: Layout) -> Iterator[tuple[int, range]]:
         """(rank, its rows) in row order, one owner for each row: of replicas, the lowest rank."""
@@ -90,7 +127,7 @@ class Topology:
 
 
 def rows_of(shape: tuple[int, ...]) -> int:
-    """Of a tensor of this shape; a scalar is one row."""
+    """Rows of a tensor of this shape; a scalar is one row."""
     return shape[0] if shape else 1
 
 
@@ -100,10 +137,24 @@ def _chunk(num_rows: int, parts: int, index: int) -> range:
     return range(min(index * size, num_rows), min((index + 1) * size, num_rows))
 
 
-def check_ep_size(ep_size: int, world_size: int, num_experts: int) -> None:
+def check_pp_size(pp_size: int, world_size: int) -> None:
     """
     Raises:
-        ExpertMeshError: `ep_size` does not divide the experts or the ranks; the message lists what would do.
+        ExpertMeshError: `pp_size` does not divide the ranks; the message lists what would work.
+    """
+    if pp_size < 1 or world_size % pp_size:
+        raise ExpertMeshError(
+            f"--pp-size {pp_size} does not divide the {world_size} ranks; use {either(divisors(world_size))}"
+        )
+
+
+def check_ep_size(ep_size: int, world_size: int, num_experts: int) -> None:
+    """
+    Args:
+        world_size: the ranks of one pp index.
+
+    Raises:
+        ExpertMeshError: `ep_size` does not divide the experts or the ranks; the message lists what would work.
     """
     fits = [n for n in range(1, world_size + 1) if num_experts % n == 0 and world_size % n == 0]
     if ep_size < 1 or num_experts % ep_size:
@@ -118,8 +169,11 @@ def check_ep_size(ep_size: int, world_size: int, num_experts: int) -> None:
 
 def check_cp_size(cp_size: int, world_size: int) -> None:
     """
+    Args:
+        world_size: the ranks of one pp index.
+
     Raises:
-        ExpertMeshError: `cp_size` does not divide the ranks; the message lists what would do.
+        ExpertMeshError: `cp_size` does not divide the ranks; the message lists what would work.
     """
     if cp_size < 1 or world_size % cp_size:
         raise ExpertMeshError(

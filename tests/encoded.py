@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are stored in fewer bits, made as their publishers make them: FP8 with a scale a block of
+"""Checkpoints whose tensors are stored quantized, made as their publishers make them: FP8 with a scale per block of
 128 x 128 (here 8 x 8), and MXFP4."""
 
 import json

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe.megablocks import load_megablocks
+from expertmesh.moe.megablocks.megablocks_kernels import load_megablocks
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 

@@ -10,18 +10,18 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import moe.model
-from moe.probe import Seen
-from moe.whole import whole
+import expertmesh.moe.model.build
+from expertmesh.moe.base.whole import whole
+from expertmesh.moe.model.probe import Probed
 
 
 def remember_probes(directory: Path) -> None:
     """Have this process look into `directory` before it probes a model, and leave there what it has seen: names and
     numbers, which a model's class, config and attention settle."""
-    probe = moe.model.probe
-    remembered: dict[str, Seen] = {}
+    probe = expertmesh.moe.model.build.probe
+    remembered: dict[str, Probed] = {}
 
-    def probe_once(model: Any) -> Seen:
+    def probe_once(model: Any) -> Probed:
         config = model.config
         settled = [repr(type(model)), config.to_json_string(use_diff=False), str(config._attn_implementation)]
         key = hashlib.sha256("\n".join(settled).encode()).hexdigest()
@@ -37,4 +37,4 @@ def remember_probes(directory: Path) -> None:
             remembered[key] = pickle.loads(file.read_bytes())
         return remembered[key]
 
-    moe.model.probe = probe_once
+    expertmesh.moe.model.build.probe = probe_once

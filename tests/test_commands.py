@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from moe.terminal import UNREAD
+from expertmesh.moe.base.terminal import UNREAD
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["train_ep", "checkpoints.__main__", "sharding.__main__", "training.report.__main__"]
+COMMANDS = [
+    "expertmesh.train_ep",
+    "expertmesh.checkpoints.__main__",
+    "expertmesh.training.foresight.cluster_commands",
+    "expertmesh.training.report.__main__",
+]
 # a tool of the tests of faults, which hands its flags on to train_ep
 BENCHMARKS = [
     f"benchmarks.{file.stem}"
@@ -45,13 +50,19 @@ def test_help(module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("checkpoints.__main__", ["inspect", "MODEL", "--tensors", "--check"]),
-        ("checkpoints.__main__", ["verify", "MODEL", "MODEL"]),
-        ("sharding.__main__", ["plan", "--model", "MODEL", "--gpus", "2", "--micro-batch", "1"]),
-        ("sharding.__main__", ["plan", "--model", "MODEL", "--sweep"]),
-        ("sharding.__main__", ["plan", "--model", "MODEL", "--gpus", "2", "--micro-batch", "1", "--json"]),
-        ("sharding.__main__", ["mesh", "--world-size", "16", "--ep-size", "8"]),
-        ("sharding.__main__", ["rehearse", "--model", "MODEL", "--max-seq-length", "32"]),
+        ("expertmesh.checkpoints.__main__", ["inspect", "MODEL", "--tensors", "--check"]),
+        ("expertmesh.checkpoints.__main__", ["verify", "MODEL", "MODEL"]),
+        (
+            "expertmesh.training.foresight.cluster_commands",
+            ["plan", "--model", "MODEL", "--gpus", "2", "--micro-batch", "1"],
+        ),
+        ("expertmesh.training.foresight.cluster_commands", ["plan", "--model", "MODEL", "--sweep"]),
+        (
+            "expertmesh.training.foresight.cluster_commands",
+            ["plan", "--model", "MODEL", "--gpus", "2", "--micro-batch", "1", "--json"],
+        ),
+        ("expertmesh.training.foresight.cluster_commands", ["mesh", "--world-size", "16", "--ep-size", "8"]),
+        ("expertmesh.training.foresight.cluster_commands", ["rehearse", "--model", "MODEL", "--max-seq-length", "32"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

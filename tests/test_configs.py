@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe import build_model, count_parameters, moe_layers, moe_shape
-from sharding import check_ep_size
-from sharding.planner.hardware import preset
-from sharding.planner.model_config import find_config, read_config
-from sharding.planner.search import Cluster, Plan, forecast
-from sharding.planner.table import summary
+from expertmesh.moe import build_model, count_parameters, moe_layers, moe_shape
+from expertmesh.sharding import check_ep_size
+from expertmesh.training import TrainConfig, parse_config
+from expertmesh.training.attention.packed_attention import check_packing, choose_attention
+from expertmesh.training.foresight.planner.forecast_table import summary
+from expertmesh.training.foresight.planner.hardware import preset
+from expertmesh.training.foresight.planner.model_config import find_config, read_config
+from expertmesh.training.foresight.planner.search import Cluster, Plan, forecast
+from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
+from expertmesh.training.foresight.rehearsal.planning import setting_of
+from expertmesh.training.optim.low_bit import LARGEST_BLOCK, block_size
 from tests.published.models import CONFIGS as PUBLISHED_CONFIGS
-from training import TrainConfig, parse_config
-from training.attention import check_packing, choose_attention
-from training.low_bit import LARGEST_BLOCK, block_size
-from training.rehearsal.cached import CachedMeasure
-from training.rehearsal.planning import setting_of
 
 ROOT = Path(__file__).parents[1]
 H100 = preset("H100", "infiniband-ndr")
@@ -142,7 +142,7 @@ def test_a_recipe_fits_its_model(name: str) -> None:
     if config.router_aux_loss_coef or config.router_z_loss_coef:
         assert hasattr(model.config, "router_aux_loss_coef")
         assert all(layer.router is not None for layer in moe_layers(model))
-    # parameters without blocks have whole moments
+    # parameters without blocks have unquantized moments
     whole = sum(p.numel() for p in model.parameters() if block_size(p.shape) is None) / count_parameters(model).total
     assert whole < 0.02 or config.optim != "adamw_torch_8bit"
     ((positions, _),) = POSITIONS.findall(text_of(name))

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from sharding.planner.model_config import find_config
-from sharding.planner.search import Cluster, forecast
+from expertmesh.training.foresight.planner.model_config import find_config
+from expertmesh.training.foresight.planner.search import Cluster, forecast
+from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
+from expertmesh.training.foresight.rehearsal.planning import setting_of
 from tests.test_configs import H100, IMBALANCE, RECIPES, ROOT, config_of, gpus_of, published
-from training.rehearsal.cached import CachedMeasure
-from training.rehearsal.planning import setting_of
 
 METHODS: list[dict[str, Any]] = [{"adapter": "lora"}, {"adapter": "lora", "base_dtype": "nf4"}]
 """Of the columns after the first, which is of the recipes."""
@@ -39,7 +39,7 @@ def test_adapters_fit(name: str, column: int) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
 def test_adapters_do_not_fit_on_half_as_many(column: int) -> None:
-    """Of one model: a forecast that took everything would pass the test before."""
+    """Checked on one model: a forecast that accepted everything would pass the test before."""
     assert not fits("glm_4_5_air", TABLE["glm_4_5_air"][column] // 2, METHODS[column - 1])
 
 

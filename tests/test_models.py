@@ -5,11 +5,13 @@ import re
 import pytest
 import transformers
 
-from checkpoints.source import open_source
-from moe.__main__ import main
-from moe.exceptions import UNSUPPORTED
-from moe.families import causal_families
-from tests.families import test_packing, test_shared_rows
+from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.__main__ import main
+from expertmesh.moe.model.families import causal_families
+from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+from expertmesh.training.attention.packed_attention import kinds_not_by_mask
+from expertmesh.training.foresight.support import METHODS
+from tests.families import test_context_parallel, test_packing
 from tests.families.models_page import (
     PAGE,
     introduction,
@@ -21,8 +23,6 @@ from tests.families.models_page import (
 )
 from tests.published.models import CONFIGS, MODELS
 from tests.test_readmes import ROOT
-from training.attention import kinds_not_by_mask
-from training.support import METHODS
 
 TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = rows_in(TEXT)
@@ -65,7 +65,7 @@ def test_the_root_readme_has_its_short_form() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a family by its default config, also one that makes no model, and of a directory."""
+    """The command on a family by its default config, also one that makes no model, and on a directory."""
     directory = str(CONFIGS / "granite-4.0-h-tiny")
     assert main(["families", "--table", "mixtral", "qwen4_exp", directory]) == 0
     _, _, mixtral, incomplete, granite = capsys.readouterr().out.splitlines()
@@ -83,11 +83,11 @@ def test_what_is_refused_is_what_the_tests_of_packing_and_cp_find(family: str) -
         assert set(cells) == {"no"}
         return
     assert cells[PACKING].startswith("no") == (family in test_packing.REFUSED)
-    assert cells[CP].startswith("no") == (family in test_shared_rows.REFUSED)
+    assert cells[CP].startswith("no") == (family in test_context_parallel.REFUSED)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_model_is_as_its_familys_row_says(name: str) -> None:
-    """Of a family with several kinds of layers a model might have some alone."""
+    """A model of a family with several kinds of layers might have only some of them."""
     refused = bool(kinds_not_by_mask(open_source(CONFIGS / name).config))
     assert ROWS[model_type_of(name)][PACKING].startswith("no") == refused

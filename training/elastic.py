@@ -4,24 +4,29 @@ import json
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from checkpoints import recorded_order, whole_checkpoints
-from moe import ExpertMeshError
-from sharding import Ranks, raise_together
-from training.config import TrainConfig
-from training.environment import FILE as ENVIRONMENT
+from expertmesh.checkpoints import recorded_order, whole_checkpoints
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.parser import flag_of
+from expertmesh.sharding import Ranks, raise_together
+from expertmesh.sharding.topology import divisors
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.watch.environment import FILE as ENVIRONMENT
 
 
 def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[TrainConfig, list[str]]:
-    """The configuration for the ranks that there are now: the same run, otherwise shared out.
+    """The configuration for the ranks that there are now: the same run in another parallel layout.
 
-    `ep_size` becomes the largest that divides the experts and the ranks and is no larger than was asked for. A larger
-    one never takes more memory (a rank's part of the experts depends on all ranks alone, what is gathered for a layer
-    falls with it), so if this one does not fit, none does. `cp_size` becomes the largest divisor of what was asked for
-    that divides the ranks. The global batch stays what the run began with, in as many forwards of
-    `per_device_train_batch_size` rows as it takes. (A balancing loss depends on how it is cut.)
+    `pp_size` becomes the largest that divides the ranks and is no larger than was asked for; --pipeline-layers, which
+    says how many layers each stage has, goes where it is another. `ep_size` becomes the largest that divides the
+    experts and the ranks of a pp index and is no larger than was asked for. A larger one never takes more memory (a
+    rank's part of the experts depends on all ranks alone, what is gathered for a layer falls with it), so if this one
+    does not fit, none does. `cp_size` becomes the largest divisor of what was asked for that divides these ranks. The
+    global batch stays what the run began with, in as many micro-batches of
+    `per_device_train_batch_size` sequences as it takes. (A balancing loss depends on how it is cut.)
 
     Returns:
         It, and what is not as it was asked for, in words. All ranks call it together and get the same.
@@ -29,19 +34,25 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     Raises:
         ExpertMeshError: on all ranks, when what the run has written cannot be read.
     """
-    cp_size = gcd(config.cp_size, ranks.world_size)
-    ep_size = max(
-        size for size in range(1, config.ep_size + 1) if num_experts % size == 0 and ranks.world_size % size == 0
-    )
+    pp_size = max(size for size in divisors(ranks.world_size) if size <= config.pp_size)
+    of_stage = ranks.world_size // pp_size
+    cp_size = gcd(config.cp_size, of_stage)
+    ep_size = max(size for size in divisors(of_stage) if size <= config.ep_size and num_experts % size == 0)
+    layout = replace(config, ep_size=ep_size, cp_size=cp_size, **_pipeline(config, pp_size))
     found: list[int | None] = [None]
     with raise_together():
         if ranks.rank == 0 and config.global_batch_size is None:
-            found = [rows_a_step_before(config.resume, Path(config.output_dir))]
+            found = [recorded_sequences_per_step(config.resume, Path(config.output_dir))]
     dist.broadcast_object_list(found, src=0)
-    fitting = replace(config, ep_size=ep_size, cp_size=cp_size)
+    fitting = layout
     if found[0] is not None:
         fitting = replace(fitting, global_batch_size=found[0], gradient_accumulation_steps=1)
     changes = []
+    if pp_size != config.pp_size:
+        changes.append(f"--pp-size {pp_size} in place of {config.pp_size}: a rank gets more layers")
+        left_out = [flag_of(name) for name in _pipeline(config, pp_size) if name != "pp_size"]
+        if left_out:
+            changes.append(f"without {' and '.join(left_out)}")
     if ep_size != config.ep_size:
         changes.append(f"--ep-size {ep_size} in place of {config.ep_size}")
     if cp_size != config.cp_size:
@@ -49,9 +60,9 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
         changes.append(
             f"--cp-size {cp_size} in place of {config.cp_size}: a rank gets {more} times as much of each sequence"
         )
-    forwards, asked = fitting.forwards(ranks.world_size), replace(config, cp_size=cp_size).forwards(ranks.world_size)
+    forwards, asked = fitting.micro_batches(ranks.world_size), layout.micro_batches(ranks.world_size)
     if forwards != asked:
-        rows = fitting.rows_a_step(ranks.world_size)
+        rows = fitting.sequences_per_step(ranks.world_size)
         changes.append(
             f"{forwards} micro-batches per step in place of {asked}, for a global batch of {rows} sequences as before"
         )
@@ -62,7 +73,17 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     return fitting, changes
 
 
-def rows_a_step_before(resume: str, output_dir: Path) -> int | None:
+def _pipeline(config: TrainConfig, pp_size: int) -> dict[str, Any]:
+    """Settings for so many pp indices, where they are others: what was asked for more of them may not be there."""
+    if pp_size == config.pp_size:
+        return {}
+    without: dict[str, Any] = {"pipeline_layers": None}
+    if pp_size == 1:
+        without |= {"pipeline_schedule": None, "pipeline_chunks": 1}
+    return {"pp_size": pp_size} | {name: value for name, value in without.items() if getattr(config, name) != value}
+
+
+def recorded_sequences_per_step(resume: str, output_dir: Path) -> int | None:
     """The global batch of the run that `--resume` means; None where there is none yet."""
     order = recorded_order([Path(resume)] if resume != "auto" else whole_checkpoints(output_dir / "checkpoints"))
     if order is not None:

@@ -1,28 +1,88 @@
-"""The assembly of a model: from a configuration to a model on its ranks, loaded.
+"""From a configuration to a model on its ranks, and what is done with it: steps, evaluations, checkpoints, exports.
 
-`train_ep.py`, dry runs, the planner, the reference of the parity tests and the benchmarks make their models here, in
-one order: what is trained is chosen, then what ranks share, then what computes each part, then what numbers are held
-in; then the model is sharded and its weights are read.
+`assemble` and `place` are the one assembly: `train_ep.py`, dry runs, the planner, the reference of the parity tests and
+the benchmarks make their models here, in one order. What is trained is chosen, then what ranks share, then what
+computes each part, then the dtypes it is held in; then the model is sharded and its weights are read. `Engine` is a
+model that was made so, for a training loop: ours in `training.loop`, a user's own, or that of `transformers.Trainer`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from checkpoints import Checkpoint, ModelSource, Names, load_adapter, shard_and_load
-from moe import KernelChoice, choose_kernel, kernel_needs, store_frozen, use_kernel
-from sharding import Mesh, fill_adapters, set_parameter_dtype
-from training.adapters import adapt, lora_of, unquantized_lines
-from training.attention import check_packing, choose_attention
-from training.compiling import compile_layers
-from training.config import TrainConfig
-from training.freezing import freeze
-from training.fused import fuse_layers
-from training.head import attach_loss_head, choose_cross_entropy
-from training.shared_attention import share_rows
+from expertmesh.checkpoints import (
+    Checkpoint,
+    HowToWrite,
+    ModelSource,
+    Names,
+    Progress,
+    Saver,
+    check_carried,
+    checkpoint_name,
+    export_adapter,
+    export_model,
+    find_checkpoint,
+    is_complete,
+    load_adapter,
+    load_training_state,
+    merge_adapter,
+    recorded_settings,
+    shard_and_load,
+    write_errors,
+)
+from expertmesh.moe import (
+    ExpertMeshError,
+    KernelChoice,
+    ParameterCounts,
+    choose_kernel,
+    count_parameters,
+    kernel_needs,
+    moe_shape,
+    outdate_working_weights,
+    store_frozen,
+    use_kernel,
+)
+from expertmesh.sharding import (
+    Mesh,
+    Ranks,
+    Topology,
+    build_mesh,
+    check_cp_size,
+    check_ep_size,
+    check_pp_size,
+    clip_grad_norm,
+    collectives_limit,
+    cut_into_stages,
+    fill_adapters,
+    free_gathered,
+    raise_together,
+    set_parameter_dtype,
+)
+from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
+from expertmesh.training.attention.packed_attention import check_packing, choose_attention
+from expertmesh.training.change.compiling import compile_layers
+from expertmesh.training.change.freezing import freeze
+from expertmesh.training.change.lora_targets import adapt, lora_of, unquantized_lines
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import Batch, batch_of, collate
+from expertmesh.training.elastic import fit_to_ranks
+from expertmesh.training.evaluate import Evaluation, mean_loss
+from expertmesh.training.fused.fuse import fuse_layers
+from expertmesh.training.generate import generate
+from expertmesh.training.inputs import load_tokenizer
+from expertmesh.training.loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
+from expertmesh.training.loss.head import attach_loss_head, choose_cross_entropy
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
+from expertmesh.training.resume_checks import check_trained
+from expertmesh.training.step import StepResult, after_update, compute_gradients, train_step
+from expertmesh.training.watch.alike import compare_models
+from expertmesh.training.watch.routing_figures import Routing
 
 
 class Buildable(Protocol):
@@ -32,6 +92,11 @@ class Buildable(Protocol):
     def config(self) -> Any: ...
 
     def build(self, attn_implementation: str) -> Any: ...
+
+
+def topology_of(config: TrainConfig, world_size: int) -> Topology:
+    """The parallel layout of a run with so many ranks."""
+    return Topology(world_size, config.ep_size, config.dense_shard, config.cp_size, config.pp_size)
 
 
 @dataclass(frozen=True)
@@ -87,7 +152,7 @@ def assemble(
     if config.packing:
         check_packing(model)
     if config.cp_size > 1:
-        share_rows(model, config.cp_size, config.packing)
+        apply_context_parallel(model, config.cp_size, config.packing)
     kernel = choose(config, model, device_type)
     use_kernel(model, kernel.kernel)
     if compiles and config.compile:
@@ -118,6 +183,10 @@ def place(
     Raises:
         ExpertMeshError: on all ranks, where the checkpoint is damaged or does not fit.
     """
+    if mesh.topology.pp_size > 1:
+        schedule = (config.schedule_name, config.pipeline_chunks, config.layers_of_stages)
+        with raise_together():
+            cut_into_stages(model, mesh, compute_dtype(config), *schedule)
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
     reads = resume_from is None or config.adapter != "none"
@@ -128,3 +197,409 @@ def place(
             of_model = (lora_of(config), config.rope, source.config)
             load_adapter(model, Path(config.init_adapter), Names(model), mesh.topology, *of_model)
     return checkpoint
+
+
+MicroBatch = Batch | Mapping[str, Any] | None
+"""What a step takes: a `Batch`, what a data collator of transformers or trl makes, or None for a rank that has nothing
+to do where others have."""
+
+
+class Engine:
+    """A model on its ranks, with its optimizer: what a training loop calls. All ranks call every method together.
+
+    `expertmesh.load` returns one that is ready. It is assembled on the meta device when it is made, which takes no
+    memory, and loaded by `place`.
+
+    Example:
+        for batch in batches:  # input_ids, labels and attention_mask, this rank's own
+            figures = engine.step(batch)
+        engine.save("checkpoints")
+        engine.export("model")
+
+    Attributes:
+        config: the settings; with --elastic those that fit the ranks.
+        changes: what is not as it was asked for then, in words.
+        source, ranks: what the model is read from, and where it is.
+        model: transformers' own class, with our experts in it.
+        kernel: what computes the experts. trained: what is trained, in words, where it is not everything.
+        balance: how the experts' load is kept even.
+        counts: of its parameters. topology: of its ranks.
+        facts: of what the run has read, to be compared on resume.
+        step_number, tokens: optimizer steps so far, and the tokens in them.
+        mesh, checkpoint, untrained: from `place` on; the last one says what becomes of tensors that are not trained.
+
+    Raises:
+        ExpertMeshError: on all ranks, when the model cannot be built or trained with these settings.
+    """
+
+    mesh: Mesh
+    checkpoint: Checkpoint
+
+    def __init__(self, config: TrainConfig, source: ModelSource, ranks: Ranks):
+        self.source, self.ranks = source, ranks
+        self.facts = {"model": compare_models(config, source, ranks)}
+        with raise_together():
+            assembled = assemble(config, source, ranks.device.type)
+        self.model, self.kernel, self.trained = assembled.model, assembled.kernel, assembled.trained
+        num_experts = moe_shape(self.model).num_experts
+        self.changes: list[str] = []
+        if config.elastic:
+            config, self.changes = fit_to_ranks(config, num_experts, ranks)
+        self.config = config
+        with raise_together():
+            check_pp_size(config.pp_size, ranks.world_size)
+            check_ep_size(config.ep_size, ranks.world_size // config.pp_size, num_experts)
+            check_cp_size(config.cp_size, ranks.world_size // config.pp_size)
+            self.balance: Balance = choose_balance(config, self.model, source.config)
+        self.counts: ParameterCounts = count_parameters(self.model)
+        self.topology = topology_of(config, ranks.world_size)
+        self.saver: Saver | None = None
+        self.untrained: str | None = None
+        self.scheduler: Schedule | None = None
+        self.step_number, self.tokens = 0, 0
+
+    def place(self, resume_from: Path | None = None, limit: int | None = None) -> None:
+        """Shard the model over the ranks and read its weights; seed torch's random numbers.
+
+        Args:
+            resume_from: the training checkpoint that `load_state` will be given.
+            limit: seconds after which a collective fails; None: never.
+
+        Raises:
+            ExpertMeshError: on all ranks, where the model's files are damaged or do not fit.
+        """
+        config, ranks = self.config, self.ranks
+        self.mesh = build_mesh(ranks.device.type, self.topology, collectives_limit(limit))
+        checkpoint = place(config, self.model, self.source, self.mesh, ranks.device, resume_from)
+        if self.balance.bias_rate:
+            checkpoint = checkpoint.exporting(correction_biases(self.model), "F32")
+        if carried := checkpoint.carried_summary:
+            self.untrained = _untrained(checkpoint, carried, config.drop_untrained)
+        if config.drop_untrained:
+            checkpoint = checkpoint.dropping_untrained()
+        elif resume_from is not None:
+            with raise_together():
+                check_carried(resume_from, checkpoint)
+        self.checkpoint = checkpoint
+        torch.manual_seed(config.seed + ranks.rank)
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that the settings name, made when it is first asked for."""
+        return build_optimizer(self.model, self.config, self.mesh)
+
+    def renew_optimizer(self) -> None:
+        """Have the optimizer made anew when it is next asked for, by the settings as they are then."""
+        vars(self).pop("optimizer", None)
+
+    @cached_property
+    def bias_update(self) -> BiasUpdate | None:
+        """What moves the routers' correction biases after each update; None where they stay."""
+        return BiasUpdate(self.model, self.balance.bias_rate) if self.balance.bias_rate else None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the settings, or of the model's directory."""
+        return load_tokenizer(self.config.tokenizer or str(self.source.path), self.source)
+
+    def schedule(self, num_steps: int) -> Schedule:
+        """Have the learning rate follow the settings' schedule over so many steps."""
+        self.scheduler = build_scheduler(self.optimizer, self.config, num_steps)
+        return self.scheduler
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank reads, of `data_size`: the same on all ranks of a context-parallel group."""
+        return self.topology.data_index(self.ranks.rank)
+
+    @property
+    def data_size(self) -> int:
+        """How many parts the data are read in."""
+        return self.topology.data_size
+
+    # ---- a step, in one piece or in three ----
+
+    def step(self, batches: MicroBatch | Sequence[MicroBatch]) -> StepResult:
+        """One optimizer step: gradients from zero, clipped to --max-grad-norm over all meshes, one update.
+
+        Where the loss or the gradient norm is not finite there is no update. The learning rate follows the schedule, if
+        there is one.
+
+        Args:
+            batches: this rank's micro-batch, or its several ones.
+
+        Raises:
+            ExpertMeshError: on all ranks, when a batch is not what it should be, or ranks have unequally many.
+        """
+        self.release()
+        self.model.train()
+        result = self.train_step(self.batches(batches))
+        self._advance()
+        return result
+
+    def train_step(self, batches: Sequence[Batch], at: Callable[[str], object] = lambda doing: None) -> StepResult:
+        """As `step`, of batches on this rank's device, equally many on each; the learning rate stays.
+
+        Args:
+            at: is told what comes next, beside the layers.
+        """
+        result = train_step(
+            *(self.model, self.optimizer, batches, self.mesh, self.balance.weights),
+            *(self.config.max_grad_norm, self.bias_update),
+            at=at,
+            before_update=self._wait_for_copies,
+        )
+        self._count(result)
+        return result
+
+    def forward_backward(self, batches: MicroBatch | Sequence[MicroBatch]) -> StepResult:
+        """Add to the gradients those of one or several micro-batches, whose mean loss is over all their target tokens.
+
+        Returns:
+            The losses over all ranks, with a grad_norm of 0.
+
+        Raises:
+            ExpertMeshError: as `step`.
+        """
+        self.release()
+        self.model.train()
+        return compute_gradients(self.model, self.batches(batches), self.balance.weights)
+
+    def clip(self, max_norm: float | None = None) -> float:
+        """Scale all gradients so that their norm over all meshes is at most `max_norm` (default: --max-grad-norm; 0
+        leaves them alone).
+
+        Returns:
+            The norm before that.
+        """
+        self.release()
+        return clip_grad_norm(self.model, self.mesh, self.config.max_grad_norm if max_norm is None else max_norm)
+
+    def update(self, result: StepResult) -> None:
+        """Take the optimizer's step and set the gradients to zero.
+
+        Args:
+            result: from `forward_backward`.
+        """
+        self.release()
+        self._wait_for_copies()
+        self.optimizer.step()
+        self.updated(result.routing)
+        self.optimizer.zero_grad()
+        self._count(result)
+        self._advance()
+
+    def updated(self, routing: Routing) -> None:
+        """To be called after each step of the optimizer that is not this class's own."""
+        after_update(self.model, routing, self.bias_update)
+
+    def release(self) -> None:
+        """Let go of parameters that a forward has gathered, as one without a backward leaves some: they would outlive
+        the next update of their shards, and be taken for what this rank holds."""
+        free_gathered(self.model)
+
+    def _count(self, result: StepResult) -> None:
+        self.step_number += 1
+        self.tokens += result.tokens
+
+    def _wait_for_copies(self) -> None:
+        """Before weights change: until those of a checkpoint under way have been copied."""
+        if self.saver is not None:
+            self.saver.wait_for_copies()
+
+    def _advance(self) -> None:
+        """The learning rate."""
+        if self.scheduler is not None:
+            step_scheduler(self.scheduler, None)
+
+    def batches(self, given: MicroBatch | Sequence[MicroBatch]) -> list[Batch]:
+        """This rank's micro-batches of a step, on its device.
+
+        Raises:
+            ExpertMeshError: on all ranks, when a batch is not what it should be, or ranks have unequally many.
+        """
+        is_several = isinstance(given, Iterable) and not isinstance(given, Batch | Mapping)
+        batches: list[Any] = list(given) if is_several else [given]  # type: ignore[arg-type]
+        made, problem = [], None
+        try:
+            made = [self.batch(batch) for batch in batches]
+        except ExpertMeshError as error:
+            problem = str(error)
+        told: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(told, (problem, len(batches)))
+        problems, numbers = zip(*told, strict=True)
+        if said := next(filter(None, problems), None):
+            raise ExpertMeshError(said)
+        if len(set(numbers)) > 1 or numbers[0] == 0:
+            raise ExpertMeshError(
+                f"ranks have {min(numbers)} to {max(numbers)} micro-batches in one step; it takes one or more, and "
+                "equally many on every rank: give None for one that a rank does not have"
+            )
+        return made
+
+    def batch(self, given: MicroBatch) -> Batch:
+        """A micro-batch on this rank's device, which takes no collective.
+
+        Raises:
+            ExpertMeshError: it is not what it should be (see `training.data.batch_of`).
+        """
+        if isinstance(given, Batch):
+            return given
+        if given is None:
+            return collate([], self.mesh.cp_group).to(self.ranks.device)
+        if not isinstance(given, Mapping):
+            raise ExpertMeshError(
+                f"a batch is a {type(given).__name__}; it must be a dict of input_ids, labels and attention_mask"
+            )
+        return batch_of(given, self.config.packing, self.mesh.cp_group).to(self.ranks.device)
+
+    # ---- between steps ----
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
+        """The mean loss over exactly the target tokens of all ranks' batches; ranks may have unequally many."""
+        with raise_together():
+            made = [self.batch(batch) for batch in batches]
+        numbers: list[int] = [0] * self.ranks.world_size
+        dist.all_gather_object(numbers, len(made))
+        made += [self.batch(None)] * (max(numbers) - len(made))
+        return mean_loss(self.model, made, self.ranks.device)
+
+    def generate(self, prompts: Sequence[str], max_new_tokens: int = 64) -> list[str]:
+        """Greedy continuations of texts, the same on every rank.
+
+        Raises:
+            ExpertMeshError: there is no tokenizer, or a prompt has no token.
+        """
+        tokens = [self.tokenizer(prompt)["input_ids"] for prompt in prompts]
+        found = generate(self.model, tokens, max_new_tokens, self.end_tokens(self.tokenizer), self.ranks)
+        return [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in found]
+
+    def end_tokens(self, tokenizer: Any) -> list[int]:
+        """Tokens that end a generated text: the model's own and the tokenizer's."""
+        own = getattr(self.model.config.get_text_config(), "eos_token_id", None)
+        ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+        return sorted(end for end in ends if end is not None)
+
+    # ---- training checkpoints ----
+
+    def saves_to(self, directory: Path, tokenizer: Any, facts: Mapping[str, dict[str, str]] | None = None) -> None:
+        """Have `save` write into a directory, beside what earlier ones wrote.
+
+        Args:
+            tokenizer: saved with the model, in place of the source's own; None: that.
+            facts: of the data, to be compared on resume.
+        """
+        base = None if self.config.adapter == "none" else {"path": str(self.source.path)}
+        limit, all_facts = self.config.save_total_limit, {**self.facts, **(facts or {})}
+        self.saver = Saver(directory, self.checkpoint, tokenizer, limit, base, all_facts)
+
+    def save(
+        self, directory: str | Path, order: Mapping[str, int] | None = None, best: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Write a training checkpoint into DIRECTORY/step-N: weights, optimizer, learning rate, random state.
+
+        It can be resumed on any number of ranks, and converted to Hugging Face form (`checkpoints convert`).
+
+        Returns:
+            Its path, once it is complete.
+
+        Raises:
+            ExpertMeshError: on all ranks, when it could not be written; nothing half-written has its name then.
+        """
+        directory = Path(directory)
+        with raise_together(), write_errors(directory):
+            if self.ranks.rank == 0:
+                directory.mkdir(parents=True, exist_ok=True)
+        if self.saver is None:
+            self.saves_to(directory, None)
+        assert self.saver is not None
+        self.release()
+        self.saver.directory = directory
+        self.saver.save(self.model, self.optimizer, self.progress(order or {}, best or {}))
+        if problem := self.saver.wait():
+            raise ExpertMeshError(problem)
+        return directory / checkpoint_name(self.step_number)
+
+    def progress(self, order: Mapping[str, int], best: Mapping[str, Any]) -> Progress:
+        """Where training stands, as a checkpoint records it."""
+        schedule = {} if self.scheduler is None else self.scheduler.state_dict()
+        return Progress(self.step_number, self.tokens, schedule, dict(order), asdict(self.config), dict(best))
+
+    def resume(self, checkpoint: str | Path) -> Path:
+        """Resume from a training checkpoint, of any number of ranks.
+
+        Args:
+            checkpoint: its path, or that of a directory of checkpoints, of which the newest complete one is taken.
+
+        Raises:
+            ExpertMeshError: on all ranks, when it is damaged, or of another model or optimizer.
+        """
+        path = Path(checkpoint)
+        is_one = is_complete(path) or not path.is_dir()
+        named, directory = (str(path), path.parent) if is_one else ("auto", path)
+        found, _ = find_checkpoint(named, directory, self.config.trust_checkpoint_owner)
+        if found is None:
+            raise ExpertMeshError(f"{checkpoint}: has no training checkpoint")
+        self.load_state(found)
+        return found
+
+    def load_state(self, path: Path) -> Progress:
+        """Put model, optimizer and schedule where a checkpoint that was found complete has them."""
+        self.release()
+        check_trained(recorded_settings(path), self.config, path)
+        progress = load_training_state(path, self.model, self.optimizer)
+        outdate_working_weights(self.model)
+        self.step_number, self.tokens = progress.step, progress.tokens
+        if self.scheduler is not None:
+            resume_scheduler(self.optimizer, self.scheduler, self.config, progress)
+        return progress
+
+    # ---- exports ----
+
+    def export(self, directory: str | Path, tokenizer: Any = None, overwrite: bool = False) -> None:
+        """Write the model for `from_pretrained` or, of a model with adapters, these alone, for PEFT.
+
+        Args:
+            tokenizer: saved with it, in place of the source's own.
+            overwrite: whether to replace what is in the directory, which is done atomically.
+
+        Raises:
+            ExpertMeshError: on all ranks, when the directory is not empty, or cannot be written.
+        """
+        out = Path(directory)
+        with raise_together():
+            if self.ranks.rank == 0 and not overwrite and out.exists() and (not out.is_dir() or any(out.iterdir())):
+                raise ExpertMeshError(f"{out}: already contains files; choose another, or give overwrite=True")
+        self.release()
+        config = self.config
+        if config.adapter == "none":
+            how = (config.shard_bytes, tokenizer, self.ranks)
+            export_model(self.model, self.checkpoint, self.topology, out, *how)
+        else:
+            written = (lora_of(config), config.model, config.adapter_format, tokenizer)
+            export_adapter(self.model, self.checkpoint, self.topology, out, *written)
+
+    def merge(self, adapter: Path, directory: Path, tokenizer: Any = None) -> None:
+        """Write the model with an adapter merged into its weights.
+
+        Args:
+            adapter: where `export` has written it.
+            directory: is replaced.
+        """
+        drops, max_shard_size = self.config.drop_untrained, self.config.shard_bytes
+        how = HowToWrite(max_shard_size, 1, overwrite=True, drop_untrained=drops, tokenizer=tokenizer)
+        with raise_together(patient=self.ranks):
+            if self.ranks.rank == 0:
+                merge_adapter(self.source.path, adapter, directory, how)
+
+
+def _untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:
+    """What becomes of tensors that are not trained, in a line.
+
+    Args:
+        carried: the checkpoint's summary of them.
+        dropped: whether the export will not have them.
+    """
+    if dropped:
+        return f"not trained, and left out of the export: {carried}"
+    return f"not trained, and copied unchanged to the export from {checkpoint.source.path}: {carried}"

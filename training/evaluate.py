@@ -2,21 +2,31 @@
 
 import math
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sharding import Mesh
-from training.data import Rows, collate, share_out
-from training.inference import inference
-from training.step import token_loss_sum
+from expertmesh.sharding import Mesh, pipeline_of
+from expertmesh.training.data import Batch, Rows, collate, share_out
+from expertmesh.training.inference import inference
+from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.pipelined import pipelined_loss_sum
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean cross-entropy of the target tokens, in nats. seconds: that it took."""
+    """An evaluation's figures, over all ranks.
+
+    loss: mean cross-entropy of the target tokens, in nats. targets: how many these are. seconds: that it took.
+
+    Example:
+        found = engine.evaluate(batches)
+        print(f"loss {found.loss:.4f}, perplexity {found.perplexity:.1f}")
+    """
 
     loss: float
     targets: int
@@ -28,23 +38,42 @@ class Evaluation:
 
 
 def evaluate(model: Any, rows: Rows, per_device: int, mesh: Mesh) -> Evaluation:
-    """The loss over all rows; all ranks call it together, and get the same.
+    """The loss over all sequences; all ranks call it together, and get the same.
 
-    A sum of token losses over a number of tokens, so neither how rows are spread over ranks and forwards nor how long
-    they are weighs in. Rows of like length share a forward.
+    A sum of token losses over a number of tokens, so it depends neither on how sequences are distributed over ranks and
+    micro-batches nor on how long they are. Sequences of like length share a micro-batch.
     """
-    begin = time.perf_counter()
     order = rows.lengths.sort(descending=True, stable=True).indices.tolist()
     device, topology = torch.device(mesh.grid.device_type), mesh.topology
+    mine = share_out(order, topology.data_size, per_device, topology.data_index(dist.get_rank()))
+    return mean_loss(model, (collate([rows[row] for row in forward], mesh.cp_group) for forward in mine), device)
+
+
+def mean_loss(model: Any, batches: Iterable[Batch], device: torch.device) -> Evaluation:
+    """The loss over all ranks' batches, equally many on each. All ranks call it together, and get the same."""
+    begin = time.perf_counter()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
+    pipeline = pipeline_of(model)
     with inference(model):
-        for forward in share_out(order, topology.data_size, per_device, topology.data_index(dist.get_rank())):
-            batch = collate([rows[row] for row in forward], mesh.sharers).to(device)
-            sums[0] += token_loss_sum(model, batch)
-            sums[1] += batch.num_targets
+        if pipeline is None:
+            for batch in batches:
+                sums[0] += token_loss_sum(model, batch.to(device))
+                sums[1] += batch.num_targets
+        else:
+            # as many at a time as keep every stage at work
+            for several in _in_lots(batches, 4 * pipeline.stages.number):
+                sums[0] += pipelined_loss_sum(model, [batch.to(device) for batch in several])
+                # every pp index has them
+                sums[1] += sum(batch.num_targets for batch in several) * (pipeline.groups.index == 0)
     dist.all_reduce(sums)
     total, targets = sums.tolist()
     return Evaluation(total / max(targets, 1), int(targets), time.perf_counter() - begin)
+
+
+def _in_lots(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    following = iter(batches)
+    while several := list(islice(following, size)):
+        yield several
 
 
 @dataclass

@@ -1,46 +1,41 @@
 """What is about to run, in a few lines."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
-from checkpoints import Checkpoint, ModelSource
-from moe import KernelChoice, ParameterCounts, advised_scaling, moe_shape
-from sharding import Topology
-from training.attention import OWN, inner_attention
-from training.config import TrainConfig
-from training.data import DataOrder, Origin, cache_directory, cached_bytes, describe
-from training.head import loss_head
-from training.inputs import Inputs
-from training.memory import Forecast, NoForecast
+from expertmesh.checkpoints import ModelSource
+from expertmesh.moe import advised_scaling, moe_shape
+from expertmesh.sharding import Topology, pipeline_of
+from expertmesh.sharding.pipeline.timeline import bubble
+from expertmesh.training.attention.packed_attention import OWN, inner_attention
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import DataOrder, Origin, cache_directory, cached_bytes, describe
+from expertmesh.training.engine import Engine
+from expertmesh.training.foresight.rank_memory import Forecast, NoForecast
+from expertmesh.training.inputs import Inputs
+from expertmesh.training.loss.head import loss_head
+
+MOST_BUBBLE = 1 / 3
+"""A longer one comes with a warning."""
 
 
-def first_lines(
-    model: Any,
-    source: ModelSource,
-    counts: ParameterCounts,
-    topology: Topology,
-    kernel: KernelChoice,
-    config: TrainConfig,
-    inputs: Inputs,
-    order: DataOrder,
-    memory: Forecast | NoForecast,
-    how: Sequence[str],
-) -> str:
-    """Model, mesh, batch, memory, computation, `how` it is trained, and data."""
+def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Forecast | NoForecast) -> str:
+    """Model, mesh, batch, memory, computation, how it is trained, and data."""
+    config, source, counts = engine.config, engine.source, engine.counts
     lines = [
         f"{source.path}: {source.model_type}, {counts.total / 1e6:,.1f} M parameters, "
         f"{counts.active / 1e6:,.1f} M active per token",
-        _mesh(moe_shape(model).num_experts, topology, config, order),
+        _mesh(moe_shape(engine.model).num_experts, engine.topology, config, order),
         *memory.lines(),
-        f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {kernel.name} ({kernel.why}), "
-        f"attention {_attention(model)}, cross-entropy {loss_head(model).kind}"
+        f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {engine.kernel.name} ({engine.kernel.why}), "
+        f"attention {_attention(engine.model)}, cross-entropy {loss_head(engine.model).kind}"
         + (", fp32 matmuls in TF32" if config.tf32 else "")
         + (", compiled attention and norms" if config.compile else "")
         + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing")
         + (", activation offloading" if config.offload_activations else ""),
         *_rope(config, source),
-        *how,
+        engine.balance.line(),
+        *engine.trained,
     ]
     if inputs.training is not None:
         lines += _data(inputs, order, config)
@@ -48,30 +43,44 @@ def first_lines(
     return "\n".join(lines)
 
 
-def untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:
-    """What becomes of tensors that are not trained, in a line.
-
-    Args:
-        carried: the checkpoint's summary of them.
-        dropped: whether the export will not have them.
-    """
-    if dropped:
-        return f"not trained, and left out of the export: {carried}"
-    return f"not trained, and copied unchanged to the export from {checkpoint.source.path}: {carried}"
+def pipeline_lines(engine: Engine) -> list[str]:
+    """The stages of a model that is cut into some, and a warning where its ranks mostly wait; nothing of another."""
+    pipeline, config = pipeline_of(engine.model), engine.config
+    if pipeline is None:
+        return []
+    pp_size, micro_batches = pipeline.stages.pp_size, config.micro_batches(engine.topology.world_size)
+    *counts, last = (str(len(layers)) for layers in pipeline.stages.layers)
+    idle = bubble(pipeline.schedule, pp_size, pipeline.chunks, micro_batches)
+    stages = f"{pipeline.stages.number} stages of {', '.join(counts)} and {last} layers"
+    lines = [f"pipeline: {stages}, {pipeline.schedule}, bubble {idle:.0%}"]
+    if idle > MOST_BUBBLE:
+        lines.append(
+            f"warning: --pp-size {pp_size} with {micro_batches} micro-batch{'es' * (micro_batches > 1)}: ranks wait "
+            f"for one another {idle:.0%} of the time (the bubble); raise --gradient-accumulation-steps"
+        )
+    return lines
 
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:
     world = topology.world_size
-    is_short = order.global_batch_size < config.rows_a_forward(world) * config.forwards(world)
-    readers = f"{world} ranks" if config.cp_size == 1 else f"{topology.data_size} CP groups"
+    is_short = order.global_batch_size < config.sequences_per_micro_batch(world) * config.micro_batches(world)
+    pipelines = f"pp {topology.pp_size} x " if topology.pp_size > 1 else ""
     return (
-        f"{world} ranks: dp {topology.dp_size} x ep {topology.ep_size}, "
+        f"{world} ranks: {pipelines}dp {topology.dp_size} x ep {topology.ep_size}, "
         f"{num_experts // topology.ep_size} experts per rank, dense shard {topology.dense_shard}; "
         + (f"context parallel over {config.cp_size} ranks; " if config.cp_size > 1 else "")
-        + f"global batch {order.global_batch_size} sequences = {readers} x {config.per_device_train_batch_size} "
+        + f"global batch {order.global_batch_size} sequences = {_readers(topology)} x "
+        f"{config.per_device_train_batch_size} "
         "sequences "
-        f"x {config.forwards(world)} micro-batches" + (", the last not full" if is_short else "")
+        f"x {config.micro_batches(world)} micro-batches" + (", the last not full" if is_short else "")
     )
+
+
+def _readers(topology: Topology) -> str:
+    """Which each read sequences of their own."""
+    if topology.cp_size > 1:
+        return f"{topology.data_size} CP groups"
+    return f"{topology.data_size} {'ranks' if topology.pp_size == 1 else 'pipelines'}"
 
 
 def _attention(model: Any) -> str:
@@ -121,7 +130,8 @@ def _endless(origin: Origin, tokenizer: Any) -> str:
 
 
 def _too_long(inputs: Inputs, source: ModelSource) -> list[str]:
-    """A warning of samples that go on beyond the positions the model knows. Dynamic ones go on without an end."""
+    """A warning of samples that are longer than the positions the model knows. With dynamic RoPE scaling these have no
+    end."""
     assert inputs.training is not None
     longest = int(inputs.training.samples.lengths.max())
     parameters = getattr(source.text_config, "rope_parameters", None)

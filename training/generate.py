@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
 
-from moe import ExpertMeshError
-from sharding import Ranks
-from training.inference import inference
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Ranks, pipeline_of
+from expertmesh.training.inference import inference
+from expertmesh.training.pipelined import through_stages
 
 
 def generate(
@@ -23,9 +24,9 @@ def generate(
 ) -> list[list[int]]:
     """The model's greedy continuation of each prompt, the same on every rank. All ranks call it together.
 
-    The prompts are shared out over the ranks. It ends when every continuation has, on every rank: the experts of one
-    rank answer the others' tokens until then. Training goes on as if nothing had happened: in the same mode, with the
-    same random numbers, gradients and weights. Call it where no forward waits for its backward.
+    The prompts are distributed over the ranks. It ends when every continuation has, on every rank: the experts of one
+    rank compute the others' tokens until then. Training continues as if nothing had happened: in the same mode, with
+    the same random numbers, gradients and weights. Call it where no forward waits for its backward.
 
     Args:
         model: sharded.
@@ -47,22 +48,27 @@ def generate(
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     longest = max(positions - max_new_tokens, 1)
     # a rank without a prompt of its own takes part with the first one, which ends when it ends elsewhere
-    mine = [prompt[-longest:] for prompt in prompts[ranks.rank :: ranks.world_size] or prompts[:1]]
+    pipeline = pipeline_of(model)
+    # the ranks of a pipeline have the same ones
+    readers = ranks.world_size if pipeline is None else pipeline.groups.topology.ranks_per_stage
+    mine = [prompt[-longest:] for prompt in prompts[ranks.rank % readers :: readers] or prompts[:1]]
     tokens_BS, attention_mask_BS = (t.to(ranks.device) for t in _pad_left(mine))
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=list(eos_token_ids) or None,
         pad_token_id=0,
+        # a KV cache tells its length by the first layer, which other stages have not
+        use_cache=pipeline is None,
     )
-    with inference(model), _generation_config(model, settings):
+    with inference(model), _generation_config(model, settings), through_stages(model):
         out_BS = model.generate(
             tokens_BS, attention_mask=attention_mask_BS, generation_config=settings, synced_gpus=ranks.world_size > 1
         )
     continued = [_until_end(row, eos_token_ids) for row in out_BS[:, tokens_BS.shape[1] :].tolist()]
     everyone: list[list[list[int]]] = [[] for _ in range(ranks.world_size)]
     dist.all_gather_object(everyone, continued)
-    return [everyone[i % ranks.world_size][i // ranks.world_size] for i in range(len(prompts))]
+    return [everyone[i % readers][i // readers] for i in range(len(prompts))]
 
 
 def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

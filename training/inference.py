@@ -1,4 +1,4 @@
-"""Forwards without a backward, in between steps of training."""
+"""Forward passes without a backward, between steps of training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from moe import take_stats
-from sharding import fsdp_units
+from expertmesh.sharding import free_gathered
 
 
 @contextmanager
@@ -19,13 +18,11 @@ def inference(model: Any) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        # compiled code would be compiled anew for this mode and, as answers grow, for key-value caches
+        # compiled code would be compiled anew for this mode and, as generations grow, for KV caches
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
-        take_stats(model)
     finally:
         model.train(was_training)
         # without a backward the root, and with --no-reshard-after-forward every unit, keeps its gathered parameters,
         # which would outlive the next update of their shards
-        for unit in fsdp_units(model):
-            unit.reshard()
+        free_gathered(model)

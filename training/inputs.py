@@ -1,13 +1,13 @@
-"""What a run reads before it starts: tokenizer, rows to train on, rows to evaluate on."""
+"""What a run reads before it starts: tokenizer, sequences to train on, sequences to evaluate on."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from checkpoints import ModelSource
-from moe import ExpertMeshError
-from sharding import Ranks, raise_together
-from training.config import TrainConfig
-from training.data import (
+from expertmesh.checkpoints import ModelSource
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Ranks, raise_together
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import (
     Columns,
     DataOptions,
     Rows,
@@ -19,7 +19,7 @@ from training.data import (
     prompt_tokens,
     set_chat_template,
 )
-from training.data.limits import bounded
+from expertmesh.training.data.limits import bounded
 
 _NUM_PROMPTS = 3
 
@@ -28,7 +28,7 @@ _NUM_PROMPTS = 3
 class Inputs:
     """template: which chat template the data are written in, in words. training, evaluation: None where there is none.
 
-    saved_tokenizer: the tokenizer to be saved with the model, where the source's own will not do.
+    saved_tokenizer: the tokenizer to be saved with the model, where it is not the source's own.
     """
 
     tokenizer: Any
@@ -121,7 +121,8 @@ def load_tokenizer(where: str, source: ModelSource) -> Any:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What the model is asked while it trains: texts, their tokens, and the tokenizer that reads its answers."""
+    """What the model is asked while it trains: texts, their tokens, and the tokenizer that decodes its sample
+    generations."""
 
     texts: list[str]
     tokens: list[list[int]]

@@ -1,64 +1,68 @@
-"""The training loop: data in, steps, evaluations, answers, checkpoints and figures out."""
+"""The training loop: data in, steps, evaluations, sample generations, checkpoints and figures out."""
 
 import math
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from checkpoints import Progress, Saver, load_best_model, load_training_state, recorded_settings
-from moe import ExpertMeshError, ParameterCounts, moe_layers, read_rope_scaling
-from moe.parser import flag_of
-from sharding import Mesh, Ranks, Watchdog, check_replicas
-from training.adapter_norms import adapter_norms, norms_line
-from training.alarms import Alarms
-from training.balance import Balance, BiasUpdate
-from training.collector import SteadyCollector
-from training.compiling import Compilation, compilation
-from training.config import TrainConfig
-from training.data import Batch, DataOrder, Rows, collate
-from training.evaluate import Best, evaluate
-from training.generate import generate
-from training.inputs import Inputs, Prompts
-from training.log import RunLog
-from training.meter import Meter
-from training.nonfinite import NonFiniteGuard
-from training.optimizer import build_optimizer
-from training.preemption import StopRequest
-from training.profiling import StepProfiler
-from training.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
-from training.step import train_step
+from expertmesh.checkpoints import Progress, Saver, load_best_model
+from expertmesh.moe import ExpertMeshError, moe_layers, moe_shape
+from expertmesh.sharding import Ranks, Watchdog, check_replicas
+from expertmesh.training.change.compiling import Compilation, compilation
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import Batch, DataOrder, Rows, collate
+from expertmesh.training.engine import Engine
+from expertmesh.training.evaluate import Best, evaluate
+from expertmesh.training.generate import generate
+from expertmesh.training.inputs import Inputs, Prompts
+from expertmesh.training.optim.schedule import Schedule, step_scheduler
+from expertmesh.training.preemption import StopRequest
+from expertmesh.training.watch.adapter_norms import adapter_norms, norms_line
+from expertmesh.training.watch.alarms import Alarms
+from expertmesh.training.watch.collector import SteadyCollector
+from expertmesh.training.watch.log import RunLog
+from expertmesh.training.watch.meter import Meter
+from expertmesh.training.watch.nonfinite import NonFiniteGuard
+from expertmesh.training.watch.profiling import StepProfiler
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that training needs. `prompts` and `saver` are None where they are not asked for."""
+    """Everything that training needs. `prompts` is None where none are asked for."""
 
-    config: TrainConfig
-    model: Any
-    counts: ParameterCounts
-    top_k: int
+    engine: Engine
     inputs: Inputs
     order: DataOrder
     prompts: Prompts | None
-    balance: Balance
-    mesh: Mesh
-    ranks: Ranks
     log: RunLog
-    saver: Saver | None
     watchdog: Watchdog
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.engine.config
+
+    @property
+    def model(self) -> Any:
+        return self.engine.model
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.engine.ranks
+
+    @property
+    def saver(self) -> Saver | None:
+        """What saves training checkpoints; None where none are saved."""
+        return self.engine.saver
 
 
 def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataOrder:
-    """How the rows are shared out under this configuration."""
+    """How the sequences are distributed under this configuration."""
     return DataOrder(
         0 if rows is None else len(rows),
-        world_size // config.cp_size,
+        world_size // (config.cp_size * config.pp_size),
         config.per_device_train_batch_size,
-        config.forwards(world_size),
+        config.micro_batches(world_size),
         config.seed,
         rows.lengths if rows is not None and config.group_by_length else None,
         config.global_batch_size,
@@ -80,10 +84,9 @@ def train(run: Run, resume_from: Path | None) -> bool:
         ExpertMeshError: on all ranks, when the checkpoint does not fit the run, training diverges, replicas differ, or
             a checkpoint cannot be saved and --on-save-error says stop.
     """
-    optimizer = build_optimizer(run.model, run.config, run.mesh)
-    scheduler = build_scheduler(optimizer, run.config, run.log.num_steps)
+    scheduler = run.engine.schedule(run.log.num_steps)
     try:
-        stopped = _train(run, optimizer, scheduler, resume_from)
+        stopped = _train(run, scheduler, resume_from)
     except KeyboardInterrupt:
         if run.saver is not None:
             run.saver.abandon()
@@ -96,20 +99,18 @@ def train(run: Run, resume_from: Path | None) -> bool:
     return not stopped
 
 
-def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resume_from: Path | None) -> bool:
+def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> bool:
     """Whether a signal stopped it."""
-    config, log, watchdog = run.config, run.log, run.watchdog
-    first_step, tokens, best = 0, 0, Best()
-    if resume_from is not None:
-        first_step, tokens, best = _resume(run, optimizer, scheduler, resume_from)
+    engine, config, log, watchdog = run.engine, run.config, run.log, run.watchdog
+    best = Best() if resume_from is None else _resume(run, resume_from)
+    first_step, top_k = engine.step_number, moe_shape(run.model).top_k
     run.model.train()
     log.begin_after(first_step)
     stopping, enough = False, _had_enough(config, best)
     compiled: Compilation | None = None
     groups = [layer.kind.num_groups for layer in moe_layers(run.model)]
-    guard, alarms = NonFiniteGuard(config, run.model, log), Alarms(config, run.balance, run.top_k, groups, log)
-    meter = Meter(run.counts, run.model.config.get_text_config(), run.top_k, run.ranks.device, config.bf16)
-    bias_update = BiasUpdate(run.model, run.balance.bias_rate) if run.balance.bias_rate else None
+    guard, alarms = NonFiniteGuard(config, run.model, log), Alarms(config, engine.balance, top_k, groups, log)
+    meter = Meter(engine.counts, run.model.config.get_text_config(), top_k, run.ranks.device, config.bf16)
     profiler = StepProfiler(config, run.model, run.ranks, log.output_dir, log.line)
     with StopRequest() as stop, SteadyCollector() as collector, profiler:
         for step in log.steps(log.num_steps if enough else first_step):
@@ -118,12 +119,7 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
             learning_rate = scheduler.get_last_lr()[0]
             batches = _batches(run, step)
             with profiler.step(done):
-                result = train_step(
-                    *(run.model, optimizer, batches, run.mesh, run.balance.weights, config.max_grad_norm, bias_update),
-                    at=watchdog.at,
-                    before_update=run.saver.wait_for_copies if run.saver is not None else lambda: None,
-                )
-            tokens += result.tokens
+                result = engine.train_step(batches, at=watchdog.at)
             guard.check(done, result)
             alarms.step(done, result)
             meter.add(result)
@@ -132,7 +128,7 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
                 compiled = compilation()
                 log.line(f"compiled {compiled}")
 
-            # what is saved or evaluated must also be logged: a run that goes on from there begins with an empty meter
+            # what is saved or evaluated must also be logged: a run resumed from there begins with an empty meter
             evaluates, saves = _evaluates_at(done, run), run.saver is not None and _saves_at(done, run)
             if evaluates or saves or _is_due(done, config.logging_steps, run):
                 _log_step(run, meter, alarms, done, learning_rate)
@@ -157,13 +153,10 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
             if config.check_replicas and (is_saving or _is_due(done, config.check_replicas, run)):
                 numbers = {"the learning rate": float(scheduler.get_last_lr()[0]), "the number of steps": done}
                 with meter.paused():
-                    check_replicas(run.model, run.ranks.device, done, numbers)
+                    check_replicas(run.model, engine.topology, run.ranks.device, done, numbers)
             if is_saving:
-                progress = Progress(
-                    done, tokens, scheduler.state_dict(), _order_facts(run), asdict(config), best.state()
-                )
                 with meter.paused():
-                    _save(run, optimizer, progress)
+                    _save(run, engine.progress(_order_facts(run), best.state()))
             if stopping or enough:
                 break
         _write_profile(run, profiler)
@@ -179,18 +172,16 @@ def _train(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, resu
     watchdog.at("the end of training", limited=False)
     if config.load_best_model_at_end and not stopping:
         _load_best(run, best)
-    if norms := adapter_norms(run.model, run.mesh):
+    if norms := adapter_norms(run.model, engine.mesh):
         run.log.event({"step": run.log.num_steps, "adapter_norms": norms}, norms_line(norms))
     return stopping
 
 
-def _resume(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, path: Path) -> tuple[int, int, Best]:
-    """Put model, optimizer and schedule where a checkpoint has them: steps and tokens so far, the best evaluation."""
+def _resume(run: Run, path: Path) -> Best:
+    """Put model, optimizer and schedule where a checkpoint has them; the best evaluation so far."""
     run.watchdog.at("reading the checkpoint", limited=False)
-    _check_trained(recorded_settings(path), run.config, path)
-    progress = load_training_state(path, run.model, optimizer)
+    progress = run.engine.load_state(path)
     _check_order(progress, run, path)
-    resume_scheduler(optimizer, scheduler, run.config, progress)
     best = Best(**progress.best)
     if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
         run.log.line(f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone")
@@ -199,7 +190,7 @@ def _resume(run: Run, optimizer: torch.optim.Optimizer, scheduler: Schedule, pat
         run.log.line(_nothing_to_train(progress.step, run))
     if run.saver is not None and (later := run.saver.later_than(progress.step)):
         run.log.line(f"warning: the next save deletes the newer checkpoints, up to {later[0].name}")
-    return progress.step, progress.tokens, best
+    return best
 
 
 def _nothing_to_train(step: int, run: Run) -> str:
@@ -216,8 +207,8 @@ def _had_enough(config: TrainConfig, best: Best) -> bool:
 
 def _batches(run: Run, step: int) -> list[Batch]:
     assert run.inputs.training is not None
-    rows, sharers = run.order.micro_batches(step, run.mesh.topology.data_index(run.ranks.rank)), run.mesh.sharers
-    return [collate([run.inputs.training[row] for row in forward], sharers).to(run.ranks.device) for forward in rows]
+    rows, cp_group = run.order.micro_batches(step, run.engine.data_rank), run.engine.mesh.cp_group
+    return [collate([run.inputs.training[row] for row in forward], cp_group).to(run.ranks.device) for forward in rows]
 
 
 def _is_due(done: int, every: int, run: Run) -> bool:
@@ -235,13 +226,13 @@ def _saves_at(done: int, run: Run) -> bool:
 
 def _log_step(run: Run, meter: Meter, alarms: Alarms, done: int, learning_rate: Any) -> None:
     epoch = round(done / run.order.steps_per_epoch, 4)
-    metrics = {"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.balance.weights)
+    metrics = {"step": done, "epoch": epoch, "learning_rate": learning_rate} | meter.metrics(run.engine.balance.weights)
     run.log.step(metrics)
     alarms.interval(done, metrics)
 
 
 def _write_profile(run: Run, profiler: StepProfiler) -> None:
-    """Of the steps since the last one was written, if any was profiled."""
+    """Write the profile of the steps since the last one was written, if any was profiled."""
     run.watchdog.at("the profile", limited=False)
     profiler.finish()
 
@@ -249,7 +240,7 @@ def _write_profile(run: Run, profiler: StepProfiler) -> None:
 def _evaluate(run: Run, done: int) -> float:
     assert run.inputs.evaluation is not None
     run.watchdog.at("evaluation")
-    found = evaluate(run.model, run.inputs.evaluation, run.config.per_device_eval_batch_size, run.mesh)
+    found = evaluate(run.model, run.inputs.evaluation, run.config.per_device_eval_batch_size, run.engine.mesh)
     run.log.event(
         {
             "step": done,
@@ -270,18 +261,12 @@ def _generate(run: Run, done: int) -> None:
     prompts = run.prompts
     assert prompts is not None
     run.watchdog.at("sample generations")
-    answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, _ends(run, prompts), run.ranks)
+    ends = run.engine.end_tokens(prompts.tokenizer)
+    answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, ends, run.ranks)
     texts = [prompts.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
     pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts.texts, texts, strict=True)]
     said = "".join(f"\n  {_short(pair['prompt'])!r} -> {_short(pair['text'])!r}" for pair in pairs)
     run.log.event({"step": done, "generations": pairs}, f"step {done}: sample generations{said}")
-
-
-def _ends(run: Run, prompts: Prompts) -> Sequence[int]:
-    """Tokens that end an answer: the model's own and the tokenizer's."""
-    own = getattr(run.model.config.get_text_config(), "eos_token_id", None)
-    ends = {*(own if isinstance(own, list) else [own]), prompts.tokenizer.eos_token_id}
-    return sorted(end for end in ends if end is not None)
 
 
 def _short(text: str) -> str:
@@ -300,18 +285,18 @@ def _load_best(run: Run, best: Best) -> None:
         run.log.line(f"took the weights of {path}, eval loss {best.loss:.4f}")
 
 
-def _save(run: Run, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+def _save(run: Run, progress: Progress) -> None:
     """Begin a checkpoint, once the one before it is there; with --no-async-save, also end it."""
     assert run.saver is not None
     _handle(_wait(run), run)
     run.watchdog.at("the beginning of a checkpoint", limited=False)
-    run.saver.save(run.model, optimizer, progress)
+    run.saver.save(run.model, run.engine.optimizer, progress)
     if not run.config.async_save:
         _handle(_wait(run), run)
 
 
 def _wait(run: Run) -> str | None:
-    """Until the checkpoint under way is whole, however long it takes; what went wrong with it."""
+    """Wait until the checkpoint under way is complete, however long it takes; returns what went wrong with it."""
     if run.saver is None:
         return None
     run.watchdog.at("waiting for the checkpoint", limited=False)
@@ -351,36 +336,3 @@ def _check_order(progress: Progress, run: Run, path: Path) -> None:
                 "with other batches it would not be the same run"
                 + (f"; --global-batch-size {there} keeps it" if name == "global_batch_size" else "")
             )
-
-
-_ADAPTER_SETTINGS = ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_targets", "base_dtype")
-
-
-def _check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> None:
-    """One optimizer's state means nothing to another, to another adapter, or to what was frozen; and weights that were
-    trained with positions stretched one way are not meant for another."""
-    if settings.get("adapter", "none") != "none" or config.adapter != "none":
-        for name in _ADAPTER_SETTINGS:
-            if settings.get(name, "none") != getattr(config, name):
-                flag = flag_of(name)
-                raise ExpertMeshError(
-                    f"--resume {path}: that run had {flag} {settings.get(name, 'none')}, this one has "
-                    f"{getattr(config, name)}; take the same"
-                )
-    there = settings.get("optim", "adamw_torch_fused")
-    if there != config.optim:
-        raise ExpertMeshError(
-            f"--resume {path}: that run had --optim {there}, this one has {config.optim}; take the same"
-        )
-    scaling = settings.get("rope_scaling", "")
-    if (read_rope_scaling(scaling) if scaling else None) != config.rope:
-        there, here = (
-            f"--rope-scaling {text}" if text else "no --rope-scaling" for text in (scaling, config.rope_scaling)
-        )
-        raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")
-    frozen = settings.get("freeze", [])
-    if sorted(frozen) != sorted(config.freeze):
-        there, here = (
-            f"--freeze {' '.join(entries)}" if entries else "nothing frozen" for entries in (frozen, config.freeze)
-        )
-        raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")

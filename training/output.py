@@ -12,17 +12,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from checkpoints import is_checkpoint_entry, write_errors
-from moe import ExpertMeshError
-from moe.parser import flag_of
-from moe.whole import PARTIAL
-from sharding import STUCK, Ranks, node_name, nodes_of, raise_together
-from training.config import TrainConfig
-from training.data import parse_datasets
-from training.environment import FILE as ENVIRONMENT
-from training.lock import DirectoryLock
-from training.report import PROFILES
-from training.trackers import TRACKERS
+from expertmesh.checkpoints import is_checkpoint_entry, write_errors
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.parser import flag_of
+from expertmesh.moe.base.whole import PARTIAL
+from expertmesh.sharding import STUCK, Ranks, node_name, nodes_of, raise_together
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import parse_datasets
+from expertmesh.training.lock import DirectoryLock
+from expertmesh.training.report import PROFILES
+from expertmesh.training.watch.environment import FILE as ENVIRONMENT
+from expertmesh.training.watch.trackers import TRACKERS
 
 CHECKPOINTS = "checkpoints"
 _DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS)
@@ -91,7 +91,7 @@ def _results(output_dir: Path) -> list[str]:
 
 
 def _goes_on(config: TrainConfig, output_dir: Path) -> bool:
-    """Whether the run goes on with the one that the output directory holds, or may begin it anew: killed before its
+    """Whether the run resumes the one that the output directory holds, or may begin it anew: killed before its
     first checkpoint, it has exported nothing."""
     directory = output_dir / CHECKPOINTS
     if config.resume == "auto":

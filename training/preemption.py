@@ -32,7 +32,7 @@ class StopRequest:
         self.received = True
 
     def on_any_rank(self, device: torch.device) -> bool:
-        """Whether any rank has received one. All ranks call it together and get the same answer."""
+        """Whether any rank has received one. All ranks call it together and get the same result."""
         mark = torch.tensor(int(self.received), device=device)
         dist.all_reduce(mark, op=dist.ReduceOp.MAX)
         return bool(mark)

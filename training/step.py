@@ -1,8 +1,6 @@
-"""One training step: loss, gradients, clipping, update. The same result however ranks are arranged.
+"""One training step: loss, gradients, clipping, update. The same result with every parallel layout.
 
 Every loss is a local sum over a global count, so that gradients are plain sums over ranks and micro-steps.
-
-Shape suffixes: L MoE layers, E experts, G groups of layers that are balanced together: 1, or L.
 """
 
 import math
@@ -16,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe import load_balancing_loss, outdate_working_weights, router_z_loss, seen_pairs, take_stats
-from sharding import Mesh, clip_grad_norm
-from training.attention import attention_arguments, told_whether_packed
-from training.balance import BiasUpdate, LossWeights
-from training.data import Batch
-from training.head import loss_head
-from training.routing import Routing, routing_of
-from training.shared_attention import tell_rows
+from expertmesh.moe import outdate_working_weights
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.sharding import Mesh, clip_grad_norm, pipeline_of
+from expertmesh.training.data import Batch
+from expertmesh.training.loss.balance import BiasUpdate, LossWeights
+from expertmesh.training.micro_batch import StepCounts, count_step, losses_of
+from expertmesh.training.pipelined import pipelined_gradients
+from expertmesh.training.watch.routing_figures import Routing
+
+STEP_PART: StepPart = "the step"
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class StepResult:
 
     loss: mean cross-entropy of the target tokens. balance_loss, z_loss: unweighted. tokens: without padding.
     pairs: of tokens that attend to one another, for each entry of the model's `attention` (see `moe.seen_pairs`).
+
+    Example:
+        figures = engine.step(batch)
+        print(f"loss {figures.loss:.4f}, gradient norm {figures.grad_norm:.3f}, {figures.tokens} tokens")
     """
 
     loss: float
@@ -49,65 +53,70 @@ class StepResult:
         return math.isfinite(self.loss + self.balance_loss + self.z_loss + self.grad_norm)
 
 
-def compute_gradients(model: Any, batches: Sequence[Batch], weights: LossWeights) -> StepResult:
+def add_gradients(
+    model: Any, batch: Batch, number: int, counts: StepCounts, weights: LossWeights
+) -> tuple[Tensor, Routing]:
+    """Forward and backward over one micro-batch of a step; gradients are added to what the parameters hold.
+
+    Args:
+        number: of the micro-batch in its step, from 0 on.
+        weights: of the auxiliary losses (see `compute_gradients`).
+
+    Returns:
+        This rank's part of the step's mean cross-entropy, balancing loss and z-loss, (3,) fp32, and its routing.
+    """
+    found = losses_of(model, batch, weights, counts.over(number))
+    found.total(weights).backward()
+    return found.values(), found.routing
+
+
+def compute_gradients(
+    model: Any, batches: Sequence[Batch], weights: LossWeights, at: Callable[[str], object] = lambda doing: None
+) -> StepResult:
     """Forward and backward over the micro-batches of one step; gradients are added to what the parameters hold.
 
     Args:
         model: sharded, with a `LossHead`.
         batches: this rank's, equally many on every rank, on the model's device.
-        weights: of the auxiliary losses. The balancing loss is taken over one forward of all ranks, as HF does,
+        weights: of the auxiliary losses. The balancing loss is taken over one micro-batch of all ranks, as HF does,
             and averaged over the micro-steps; the z-loss over all tokens of the step.
+        at: is told what comes next in a pipeline.
 
     Returns:
         The step's figures, with a grad_norm of 0.
     """
-    device = batches[0].tokens_BS.device
-    figures = [(b.num_targets, b.num_tokens, *seen_pairs(model.attention, b.spans)) for b in batches]
-    counted = torch.tensor(figures, device=device)
-    dist.all_reduce(counted)
-    num_targets, num_tokens, *pairs = (max(n, 1) for n in counted.sum(dim=0).tolist())
-
-    losses = torch.zeros(3, dtype=torch.float64, device=device)
+    counts = count_step(model, batches)
+    if pipeline_of(model) is not None:
+        return step_result(*pipelined_gradients(model, batches, counts, weights, at), counts)
+    losses = torch.zeros(3, dtype=torch.float64, device=counts.tokens_M.device)
     routings = []
-    for batch, (_, tokens_in_forward, *_) in zip(batches, counted, strict=True):
-        cross_entropy = token_loss_sum(model, batch) / num_targets
-        stats = take_stats(model)
-        routings.append(routing_of(stats))
-        balance = z = torch.zeros((), device=device)
-        if weights.balance > 0:
-            counts_LE = routings[-1].counts_LE
-            counts_GE = counts_LE.clone() if weights.balance_per_layer else counts_LE.sum(dim=0, keepdim=True)
-            dist.all_reduce(counts_GE)
-            balance = load_balancing_loss(stats, counts_GE, tokens_in_forward.clamp(min=1)) / len(batches)
-        if weights.z > 0:
-            z = router_z_loss(stats, num_tokens)
-        # a loss that is not taken would keep its graph, and with it the inputs of checkpointed layers, beyond backward
-        del stats
-        (cross_entropy + weights.balance * balance + weights.z * z).backward()
-        losses += torch.stack([cross_entropy, balance, z]).detach()
+    for number, batch in enumerate(batches):
+        mine, routing = add_gradients(model, batch, number, counts, weights)
+        losses += mine
+        routings.append(routing)
+    return step_result(losses, reduce(add, routings), counts)
 
+
+def step_result(losses: Tensor, routing: Routing, counts: StepCounts) -> StepResult:
+    """The figures of a step, with a grad_norm of 0. All ranks call it together.
+
+    Args:
+        losses: (3,) fp64, this rank's parts from `add_gradients`, added up; summed over ranks in place.
+    """
     dist.all_reduce(losses)
     loss, balance_loss, z_loss = losses.tolist()
-    routing = reduce(add, routings)
-    return StepResult(loss, balance_loss, z_loss, 0.0, num_tokens, num_targets, tuple(pairs), routing)
+    return StepResult(loss, balance_loss, z_loss, 0.0, counts.tokens, counts.targets, counts.pairs, routing)
 
 
-def token_loss_sum(model: Any, batch: Batch) -> Tensor:
-    """Sum of the target tokens' cross-entropies after a forward of a model with a `LossHead`, an fp32 scalar."""
-    with told_whether_packed(model, batch):
-        # masks are made before the model is called
-        tell_rows(batch.shared)
-        logits: Tensor = model(
-            **attention_arguments(model, batch),
-            **({} if batch.shared is None else {"shared": batch.shared}),
-            input_ids=batch.tokens_BS,
-            position_ids=batch.positions_BS,
-            is_token_BS=batch.is_token_BS,
-            targets_BS=batch.targets_BS,
-            target_index_N=batch.target_index_N,
-            use_cache=False,
-        ).logits
-    return loss_head(model).loss_of(logits)
+def after_update(model: Any, routing: Routing, bias_update: BiasUpdate | None) -> None:
+    """What an optimizer's step leaves to be done: experts' working weights are outdated, correction biases move.
+
+    Args:
+        routing: this rank's, of the step.
+    """
+    outdate_working_weights(model)
+    if bias_update is not None:
+        bias_update.step(routing)
 
 
 def train_step(
@@ -132,15 +141,13 @@ def train_step(
     """
     optimizer.zero_grad()
     at("the step's beginning")
-    figures = compute_gradients(model, batches, weights)
+    figures = compute_gradients(model, batches, weights, at)
     at("the gradient norm")
     result = replace(figures, grad_norm=clip_grad_norm(model, mesh, max_grad_norm))
     at("the optimizer step")
     if result.is_finite:
         before_update()
         optimizer.step()
-        outdate_working_weights(model)
-        if bias_update is not None:
-            bias_update.step(result.routing)
+        after_update(model, result.routing, bias_update)
     at("after the optimizer step")
     return result

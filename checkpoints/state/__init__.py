@@ -1,11 +1,11 @@
-"""Training checkpoints: model, optimizer and position of a run, saved while it goes on and resumed on any ranks.
+"""Training checkpoints: model, optimizer and position of a run, saved while it continues and resumed on any ranks.
 
-    RUN/checkpoints/latest              the name of the newest whole one
+    RUN/checkpoints/latest              the name of the newest complete one
     RUN/checkpoints/best                a link to that of the lowest evaluation loss, if there is one
     RUN/checkpoints/step-00000500/
         state/                          torch.distributed.checkpoint: model.*, optimizer.*, rng.*: tensors only
         model/                          config.json and tokenizer files, for exports
         checkpoint.json                 step, tokens, settings, and the size and checksum of every file
 
-One is written under a temporary name and renamed once every rank's bytes are on disk: what has the name is whole.
+A checkpoint is written under a temporary name and renamed once every rank's bytes are on disk.
 """

@@ -1,4 +1,4 @@
-"""checkpoint.json, which makes a training checkpoint whole (see `checkpoints.state`): what it says of the run,
+"""checkpoint.json, which makes a training checkpoint complete (see `checkpoints.state`): what it says of the run,
 and of the checkpoint's files."""
 
 import os
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints.checksums import check_seal, file_checksum
-from checkpoints.paths import named_file
-from checkpoints.source import check_fields, read_json
-from moe import ExpertMeshError
-from moe.whole import PARTIAL
+from expertmesh.checkpoints.hf.source import check_fields, read_json
+from expertmesh.checkpoints.storage.checksums import check_seal, file_checksum
+from expertmesh.checkpoints.storage.paths import named_file
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.whole import PARTIAL
 
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
@@ -23,11 +23,16 @@ METADATA = ".metadata"
 def whole_checkpoints(directory: Path) -> list[Path]:
     """Those with a completion marker, newest first."""
     found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted((path for path in found if (path / MARKER).is_file()), key=step_of, reverse=True)
+    return sorted((path for path in found if is_complete(path)), key=step_of, reverse=True)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a directory is a training checkpoint that was written to its end."""
+    return (path / MARKER).is_file()
 
 
 def is_checkpoint_entry(path: Path) -> bool:
-    """Whether something in a directory of training checkpoints has a name that only a saver gives, whole or not."""
+    """Whether something in a directory of training checkpoints has a name that only a saver gives, complete or not."""
     return re.fullmatch(rf"(step-\d+|latest|best)({PARTIAL})?|\.step-\d+-.*{PARTIAL}", path.name) is not None
 
 

@@ -6,22 +6,22 @@ from typing import Any
 
 import torch
 
-from checkpoints.encodings import TensorInfo
-from checkpoints.manifest import exported_from
-from checkpoints.mapping import DiskTensor, Region
-from checkpoints.reader import Piece
-from checkpoints.source import Checkpoint, open_source, well_formed
-from checkpoints.state.carried import with_carried
-from checkpoints.state.marker import MARKER, check_file, check_owner, read_marker
-from checkpoints.state.table import StateReader, load_state
-from checkpoints.tensors import DTYPE_CODES, as_array, torch_dtype
-from moe import ExpertMeshError
-from sharding import rows_of
+from expertmesh.checkpoints.ep_shards.manifest import exported_from
+from expertmesh.checkpoints.hf.encodings import TensorInfo
+from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
+from expertmesh.checkpoints.hf.reader import Piece
+from expertmesh.checkpoints.hf.source import Checkpoint, open_source, well_formed
+from expertmesh.checkpoints.state.marker import MARKER, check_file, check_owner, read_marker
+from expertmesh.checkpoints.state.state_table import StateReader, load_state
+from expertmesh.checkpoints.state.untrained import with_carried
+from expertmesh.checkpoints.storage.tensors import DTYPE_CODES, as_array, torch_dtype
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import rows_of
 
 
 class TrainingReader:
-    """A `ParameterReader` of the model in a training checkpoint, outside of any process group: one parameter at a time
-    is held whole."""
+    """A `ParameterReader` of the model in a training checkpoint, outside of any process group: one full parameter is
+    held at a time."""
 
     def __init__(self, checkpoint: Checkpoint, path: Path):
         self.checkpoint = checkpoint
@@ -53,7 +53,7 @@ def open_training(path: Path, any_owner: bool, strict: bool = True, base: Path |
         base: the directory of the model that they are to be taken from instead.
 
     Raises:
-        ExpertMeshError: it is damaged, not whole, or another user's.
+        ExpertMeshError: it is damaged, incomplete, or another user's.
     """
     marker = read_marker(path)
     check_owner(path, any_owner)

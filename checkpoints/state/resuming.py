@@ -1,4 +1,4 @@
-"""Goes on from training checkpoints, on any arrangement of ranks."""
+"""Resumes from training checkpoints, on any parallel layout."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoints.files import write_errors
-from checkpoints.state.marker import check_file, check_owner, read_marker, whole_checkpoints
-from checkpoints.state.saving import BEST, Progress, checkpoint_name, sweep, training_state
-from checkpoints.state.table import StateReader, load_state
-from moe import ExpertMeshError
-from sharding import changing_state, raise_together, zeros_by_rows
+from expertmesh.checkpoints.state.marker import check_file, check_owner, read_marker, whole_checkpoints
+from expertmesh.checkpoints.state.saving import BEST, Progress, checkpoint_name, sweep, training_state
+from expertmesh.checkpoints.state.state_table import StateReader, load_state
+from expertmesh.checkpoints.storage.directories import write_errors
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import changing_state, raise_together, zeros_by_rows
 
 
 def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path | None, list[str]]:
@@ -23,7 +23,7 @@ def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path
         any_owner: whether to read one that another user owns.
 
     Raises:
-        ExpertMeshError: the one named is not whole or damaged; or all that "auto" could take are.
+        ExpertMeshError: the one named is incomplete or damaged; or all that "auto" could take are.
     """
     if resume != "auto":
         problem = _check_together(Path(resume), any_owner)
@@ -51,7 +51,7 @@ def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path
 
 
 def _check_together(path: Path, any_owner: bool) -> str | None:
-    """What is wrong with a checkpoint; its files are shared out among the ranks to be read."""
+    """What is wrong with a checkpoint; its files are distributed among the ranks to be read."""
     try:
         with raise_together():
             marker = read_marker(path)
@@ -65,8 +65,8 @@ def _check_together(path: Path, any_owner: bool) -> str | None:
 
 
 def load_training_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Fill a sharded model and its optimizer from a checkpoint that `find_checkpoint` has checked, on any arrangement
-    of ranks. The random state is taken over where as many ranks saved it; else each rank seeds its own.
+    """Fill a sharded model and its optimizer from a checkpoint that `find_checkpoint` has checked, on any parallel
+    layout. The random state is taken over where as many ranks saved it; else each rank seeds its own.
 
     Raises:
         ExpertMeshError: the checkpoint is of another model or optimizer.
@@ -112,7 +112,8 @@ def load_best_model(directory: Path, model: nn.Module, step: int, any_owner: boo
     problem = _check_together(link, any_owner)
     if problem is not None:
         raise ExpertMeshError(f"--load-best-model-at-end: {link}: {problem}")
-    state = {f"model.{name}": part.tensor.detach() for name, part in changing_state(model).items()}
+    parts = changing_state(model).items()
+    state = {f"model.{name}": part.tensor.detach() for name, part in parts if part.is_here}
     load_state(state, link / "state")
     return link.resolve()
 
@@ -131,6 +132,8 @@ def _state_to_fill(
         if not name.startswith("optimizer."):
             continue
         owner, _, key = name.removeprefix("optimizer.").rpartition(".")
+        if not parts[owner].is_here:
+            continue
         parameter = parts[owner].tensor
         if entry.size and entry.size[0] == parameter.shape[0]:
             value = zeros_by_rows(parameter, entry.size[1:], entry.properties.dtype)

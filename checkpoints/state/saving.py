@@ -1,4 +1,4 @@
-"""Saves training checkpoints while a run goes on (see `checkpoints.state`)."""
+"""Saves training checkpoints while a run continues (see `checkpoints.state`)."""
 
 import json
 import shutil
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from checkpoints.checksums import file_checksum, seal
-from checkpoints.files import copy_side_files, temporary_beside
-from checkpoints.manifest import export_table
-from checkpoints.source import Checkpoint
-from checkpoints.state.carried import record
-from checkpoints.state.marker import FORMAT, MARKER, VERSION, step_of, whole_checkpoints
-from checkpoints.state.table import brief
-from moe import ExpertMeshError
-from moe.whole import PARTIAL, place_link, whole
-from sharding import NO_LIMIT_SECONDS, SAVERS, changing_state, raise_together
+from expertmesh.checkpoints.ep_shards.manifest import export_table
+from expertmesh.checkpoints.hf.source import Checkpoint
+from expertmesh.checkpoints.state.marker import FORMAT, MARKER, VERSION, step_of, whole_checkpoints
+from expertmesh.checkpoints.state.state_table import brief
+from expertmesh.checkpoints.state.untrained import record
+from expertmesh.checkpoints.storage.checksums import file_checksum, seal
+from expertmesh.checkpoints.storage.directories import copy_side_files, temporary_beside
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.whole import PARTIAL, place_link, whole
+from expertmesh.sharding import NO_LIMIT_SECONDS, SAVERS, changing_state, raise_together
 
 LATEST = "latest"
 BEST = "best"
@@ -57,7 +57,7 @@ class Saver:
         directory: holds them all.
         origin: what the model was loaded from; its side files and its table of exported tensors go along.
         tokenizer: saved in place of the origin's own, if not None.
-        limit: how many whole ones to keep; None keeps all.
+        limit: how many complete ones to keep; None keeps all.
         base: what to say of the model beside which adapters alone are saved; None where all of it is.
         facts: what the run has read, to be compared on resume: digests by name, of its model and of its data.
     """
@@ -110,7 +110,8 @@ class Saver:
         self.thread.start()
 
     def wait_for_copies(self) -> None:
-        """Until the tensors of the checkpoint under way have been copied, or could not be, which `wait` will tell."""
+        """Wait until the tensors of the checkpoint under way have been copied, or could not be, which `wait` will
+        tell."""
         if self.copying is not None:
             wait_for_futures([self.copying])
             self.copying = None
@@ -139,7 +140,7 @@ class Saver:
             self.stager = None
 
     def wait(self) -> str | None:
-        """Until the checkpoint under way is whole; what went wrong with it, the same on all ranks, or None.
+        """Wait until the checkpoint under way is complete; what went wrong with it, the same on all ranks, or None.
 
         Raises:
             RuntimeError: another rank is gone, so that this one could not find out.
@@ -253,7 +254,7 @@ class Saver:
 
     def later_than(self, step: int) -> list[Path]:
         """Checkpoints of an attempt that got beyond `step`, newest first. A run that has gone back to `step` deletes
-        them when it saves its first: else `--resume auto` would go on from what it has given up."""
+        them when it saves its first: else `--resume auto` would resume from what it has given up."""
         return [path for path in whole_checkpoints(self.directory) if step_of(path) > step]
 
     def restore_best(self, resumed_from: Path, best: dict[str, Any]) -> bool:
@@ -300,9 +301,11 @@ def checkpoint_name(step: int) -> str:
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters, buffers and optimizer state under flat names, sharing memory with what they name."""
+    """Parameters, buffers and optimizer state that are here under flat names, sharing memory with what they name."""
     state: dict[str, Tensor] = {}
     for name, part in changing_state(model).items():
+        if not part.is_here:
+            continue
         state[f"model.{name}"] = part.tensor.detach()
         for key, value in optimizer.state.get(part.tensor, {}).items():
             state[f"optimizer.{name}.{key}"] = value
@@ -332,7 +335,7 @@ def _name_latest(directory: Path, name: str) -> None:
 
 
 def sweep(directory: Path) -> list[str]:
-    """Delete what a killed run left half-written, and let `latest` name the newest whole checkpoint, should the run
+    """Delete what a killed run left half-written, and let `latest` name the newest complete checkpoint, should the run
     have been killed before it could.
 
     Returns:

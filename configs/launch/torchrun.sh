@@ -3,8 +3,8 @@
 #
 #   NNODES=2 HEAD=first-node configs/launch/torchrun.sh CONFIG.yaml --dataset data.jsonl --output-dir /shared/run
 #
-# The output directory must be one that all nodes share. A rank that dies takes its attempt down, and the next attempt
-# (up to MAX_RESTARTS) goes on from the newest whole checkpoint. The same line started again does so too.
+# The output directory must be on storage shared by all nodes. If a rank dies, its attempt ends, and the next attempt (up
+# to MAX_RESTARTS) resumes from the newest complete checkpoint. So does the same line started again.
 set -euo pipefail
 
 nodes=${NNODES:-1}           # nodes in all

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-import train_ep
 from benchmarks import demo
+from expertmesh import train_ep
 from tests.distributed.pool import RankPool
 from tests.test_readmes import ROOT, blocks
 

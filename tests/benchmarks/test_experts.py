@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import experts
 from benchmarks.experts import BOTH, EXPERTS, FORWARD, LAYER, ROUTINGS, TARGET_SETTING, Model, Result, Setting
-from moe import KERNELS, MoEShape
+from expertmesh.moe import KERNELS, MoEShape
 from tests.moe.test_kernels import fused
 
 CPU = torch.device("cpu")

@@ -43,7 +43,7 @@ def launched_kernels() -> set[tuple[str, str]]:
     for file in ROOT.glob("[!.]*/**/*_triton.py"):
         if file.is_relative_to(ROOT / "tests"):
             continue
-        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        module = "expertmesh." + ".".join(file.relative_to(ROOT).with_suffix("").parts)
         functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
         kernels = {f.name: f for f in functions if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)}
         calls = [node for f in kernels.values() for node in ast.walk(f) if isinstance(node, ast.Call)]
@@ -55,7 +55,7 @@ def launched_kernels() -> set[tuple[str, str]]:
 @pytest.mark.exhaustive
 def test_every_kernel_is_there(rows: list[dict[str, Any]]) -> None:
     there = {(row["module"], row["kernel"]) for row in rows}
-    assert ("moe.swiglu_triton", "_forward_kernel") in launched_kernels()
+    assert ("expertmesh.moe.kernels.swiglu_triton", "_forward_kernel") in launched_kernels()
     assert launched_kernels() <= there
     assert {name for _, name in there} >= {"_padded_copy", "_sdd_kernel", "_dsd_kernel"}
     since = {example.title: example.since for example in EXAMPLES}

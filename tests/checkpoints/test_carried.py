@@ -16,15 +16,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from checkpoints.__main__ import main
-from checkpoints.carried import find_carried
-from checkpoints.checksums import seal
-from checkpoints.encodings import TensorInfo, decoded
-from checkpoints.manifest import read_manifest
-from checkpoints.opening import open_checkpoint
-from checkpoints.source import open_source, read_header
-from checkpoints.tensors import as_tensor
-from moe import read_rope_scaling
+from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.ep_shards.manifest import read_manifest
+from expertmesh.checkpoints.hf.carried import find_carried
+from expertmesh.checkpoints.hf.encodings import TensorInfo, decoded
+from expertmesh.checkpoints.hf.source import open_source, read_header
+from expertmesh.checkpoints.opening import open_checkpoint
+from expertmesh.checkpoints.storage.checksums import seal
+from expertmesh.checkpoints.storage.tensors import as_tensor
+from expertmesh.moe import read_rope_scaling
 from tests.encoded import BLOCK, change_config, from_fp8, to_fp8, to_mxfp4
 from tests.untrained import (
     PREDICTOR,
@@ -291,8 +291,8 @@ def test_mxfp4_is_dequantized_as_transformers_does_it(tmp_path: Path) -> None:
 
 
 def test_long_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whole rows; what is longer than a piece is cut."""
-    monkeypatch.setattr("checkpoints.carried._PIECE_BYTES", 100)
+    """Pieces have complete rows; a row longer than a piece is cut."""
+    monkeypatch.setattr("expertmesh.checkpoints.hf.carried._PIECE_BYTES", 100)
     tensors = {"a": torch.randn(7, 3, 5), "b": torch.randn(120), "c": torch.tensor(1.5), "d": torch.randn(0, 4)}
     save_file(tensors, tmp_path / "x.safetensors")
     stored = read_header(tmp_path / "x.safetensors")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints.__main__ import main
-from checkpoints.paths import _advise
+from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.storage.paths import _advise
 from tests.tiny import save_model, save_tokenizer, tiny_mixtral
 
 
@@ -222,7 +222,7 @@ def test_shards_of_an_older_version(shards: Path, tmp_path: Path, capsys: pytest
 def test_an_interrupted_conversion_is_not_whole_and_goes_on(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import checkpoints.relayout as relayout
+    import expertmesh.checkpoints.ep_shards.relayout as relayout
 
     written: list[str] = []
     write = relayout._write_file

@@ -1,4 +1,5 @@
-"""Checkpoints in FP8 and MXFP4: against transformers' own widening, through all forms and arrangements, and damaged."""
+"""Checkpoints in FP8 and MXFP4: against transformers' own dequantization, through all forms and parallel layouts, and
+damaged."""
 
 import json
 import re
@@ -16,12 +17,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from checkpoints.__main__ import main
-from checkpoints.encodings import Encoding, pack, scale_values, unpack, widen
-from checkpoints.opening import open_readable
-from checkpoints.reader import gather
-from checkpoints.tensors import as_tensor
-from moe import ExpertMeshError
+from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.hf.encodings import Encoding, pack, scale_values, unpack, widen
+from expertmesh.checkpoints.hf.reader import gather
+from expertmesh.checkpoints.opening import open_readable
+from expertmesh.checkpoints.storage.tensors import as_tensor
+from expertmesh.moe import ExpertMeshError
 from tests.encoded import BLOCK, change_config, from_fp8, save_fp8, save_mxfp4, to_fp8
 from tests.families.configs import tiny_model
 from tests.hostile.models import loaded

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from checkpoints.__main__ import main
-from checkpoints.peft_format import unread_settings
+from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.adapter.peft_format import unread_settings
 from tests.families.configs import TEXT_IDS, tiny_config, tiny_model
 from tests.tiny import relative_error
 

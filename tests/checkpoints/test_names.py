@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from checkpoints import Names
-from checkpoints.names import Matched
-from moe import build_model
-from moe.families import causal_families
+from expertmesh.checkpoints import Names
+from expertmesh.checkpoints.hf.names import Matched
+from expertmesh.moe import build_model
+from expertmesh.moe.model.families import causal_families
 from tests.families.configs import tiny_config, tiny_model
 from tests.tiny import our_rows
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.__main__ import main
+from expertmesh.checkpoints.__main__ import main
 from tests.tiny import tiny_mixtral
 
 peft = pytest.importorskip("peft")

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from checkpoints import Names
-from checkpoints.peft_format import (
+from expertmesh.checkpoints import Names
+from expertmesh.checkpoints.adapter.peft_format import (
     LoraPair,
     adapter_config,
     lora_names,
@@ -25,8 +25,8 @@ from checkpoints.peft_format import (
     reads_by_expert,
     unpack_experts,
 )
-from moe import build_model
-from moe.experts import ExpertLayout, expert_modules, read_layout
+from expertmesh.moe import build_model
+from expertmesh.moe.experts.expert_mlp import ExpertLayout, expert_modules, read_layout
 from tests.families.configs import TEXT_IDS, skip_if_older, tiny_config, tiny_model
 
 peft = pytest.importorskip("peft")

@@ -24,15 +24,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import checkpoints
-import moe
-import sharding
-import training
+from expertmesh import checkpoints, moe, sharding, training
 from tests.probes import remember_probes
 
 
 def modules_of(package: ModuleType) -> list[str]:
-    """Of a package and of those in it, but what only runs as a command."""
+    """Names of a package's modules, nested ones included, but those that only run as a command."""
     modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     return [module.name for module in modules if not module.name.endswith("__main__")]
 
@@ -53,7 +50,7 @@ PRELOAD = [
     "transformers.models.mixtral.modeling_mixtral",
     # a package of ours imports on demand, and so by itself brings nothing
     *(name for package in (moe, sharding, checkpoints, training) for name in modules_of(package)),
-    "train_ep",
+    "expertmesh.train_ep",
     "tests.distributed.reference",
 ]
 
@@ -197,7 +194,7 @@ def _run_job(
 ) -> Any:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from sharding import end_process_group, start_process_group
+    from expertmesh.sharding import end_process_group, start_process_group
 
     os.environ.update(
         RANK=str(rank),

@@ -1,4 +1,5 @@
-"""The yardstick: a family's own class in one process on the whole batch, and the same figures from our ranks."""
+"""The reference implementation: a family's own class in one process on the full batch, and the same figures from our
+ranks."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -6,24 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from checkpoints import open_source
-from moe import KERNELS, KernelChoice, build_model
-from moe.kernels import FP8
-from sharding import Checkpointing, RowGroup, Topology, build_mesh, local_tensor, parameters_of
+from expertmesh.checkpoints import open_source
+from expertmesh.moe import KERNELS, KernelChoice, build_model
+from expertmesh.moe.kernels.expert_kernels import FP8
+from expertmesh.sharding import Checkpointing, CPGroup, Topology, build_mesh, local_tensor, parameters_of
+from expertmesh.training import TrainConfig, assemble, place
+from expertmesh.training.data import Batch, DataOrder, Sample, collate
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import train_step
 from tests.families.configs import tiny_model
 from tests.tiny import our_rows, tiny_mixtral
-from training import TrainConfig, assemble, place
-from training.balance import LossWeights
-from training.data import Batch, DataOrder, Sample, collate
-from training.optimizer import build_optimizer
-from training.step import train_step
 
 STEPS = 3
 MAX_GRAD_NORM = 0.5
@@ -249,6 +249,7 @@ def config_of(case: Case, topology: Topology) -> TrainConfig:
     settings: dict[str, Any] = {
         "ep_size": topology.ep_size,
         "cp_size": topology.cp_size,
+        "pp_size": topology.pp_size,
         "dense_shard": topology.dense_shard,
         "attn_implementation": case.attention or ("auto" if case.family == "mixtral" else "eager"),
         "cross_entropy": case.cross_entropy,
@@ -262,10 +263,10 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
     """The same figures from this process group; rank 0 returns them."""
     model, mesh, _ = sharded_model(path, topology, case)
     model.train()
-    config = train_config(**case.settings)
+    config = config_of(case, topology)
     optimizer = build_optimizer(model, config, mesh)
     rank = dist.get_rank()
-    batches = my_batches(case, topology, rank, mesh.sharers)
+    batches = my_batches(case, topology, rank, mesh.cp_group)
     weights = LossWeights(case.balance, case.z, config.router_aux_loss_per_layer)
     grads: dict[str, Tensor] = {}
 
@@ -285,12 +286,12 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
     return Figures(losses, results[0].balance_loss, results[0].z_loss, grad_norms, grads, final)
 
 
-def my_batches(case: Case, topology: Topology, rank: int, sharers: RowGroup | None = None) -> list[Batch]:
-    assert (sharers is not None) == (topology.cp_size > 1), "whose run of the rows?"
+def my_batches(case: Case, topology: Topology, rank: int, cp_group: CPGroup | None = None) -> list[Batch]:
+    assert (cp_group is not None) == (topology.cp_size > 1), "whose run of the rows?"
     per_device = -(-len(case.samples) // (topology.data_size * case.accumulation))
     order = DataOrder(len(case.samples), topology.data_size, per_device, case.accumulation, seed=0)
     forwards = order.micro_batches(0, topology.data_index(rank))
-    return [collate([[case.samples[row]] for row in rows], sharers) for rows in forwards]
+    return [collate([[case.samples[row]] for row in rows], cp_group) for rows in forwards]
 
 
 def in_full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -298,33 +299,40 @@ def in_full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     All at once: a `full_tensor` of each is one collective a tensor and mesh dimension, which costs more than a step.
     """
-    locals_ = {name: local_tensor(tensor.detach()).contiguous() for name, tensor in tensors.items()}
-    # as arrays of bytes, which are pickled ten times as fast as tensors
-    sent = {name: (part.shape, part.flatten().view(torch.uint8).numpy()) for name, part in locals_.items()}
+    here = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
+    sent = {name: _sent(tensor) for name, tensor in here.items()}
     received: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(sent, received if dist.get_rank() == 0 else None)
     if dist.get_rank() > 0:
         return {}
+    # the ranks of a pipeline's other stages have other tensors
+    first = {name: sent_by[name] for sent_by in reversed(received) for name in sent_by}
     whole = {}
-    for name, tensor in tensors.items():
-        parts = [_of_bytes(sent_by[name], tensor.dtype) for sent_by in received]
-        whole[name] = _joined(parts, tensor) if isinstance(tensor, DTensor) else parts[0]
+    for name, (_, _, dtype, where) in first.items():
+        parts = [_of_bytes(sent_by[name]) if name in sent_by else torch.empty(0, dtype=dtype) for sent_by in received]
+        whole[name] = _of_bytes(first[name]) if where is None else _joined(parts, *where)
     return whole
 
 
-def _of_bytes(sent: tuple[torch.Size, np.ndarray], dtype: torch.dtype) -> Tensor:
-    shape, content = sent
+def _sent(tensor: Tensor) -> tuple[Any, ...]:
+    """A rank's part of a tensor, as bytes, which are pickled ten times as fast as a tensor; and where the parts lie."""
+    part = local_tensor(tensor).contiguous()
+    where = (tensor.device_mesh.mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return part.shape, part.flatten().view(torch.uint8).numpy(), tensor.dtype, where
+
+
+def _of_bytes(sent: tuple[Any, ...]) -> Tensor:
+    shape, content, dtype, _ = sent
     tensor = torch.empty(shape, dtype=dtype)
     tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(content))
     return tensor
 
 
-def _joined(parts: Sequence[Tensor], tensor: DTensor) -> Tensor:
+def _joined(parts: Sequence[Tensor], mesh: Tensor, placements: Sequence[Any]) -> Tensor:
     """`parts`: of all ranks of the process group, in order."""
-    mesh = tensor.device_mesh.mesh
     # FSDP cuts what a mesh dimension after its own has cut already: a strided shard is a part of a part
-    dims = sorted(range(mesh.dim()), key=lambda dim: type(tensor.placements[dim]) not in (Shard, Replicate))
-    return _join(parts, mesh.permute(dims), [tensor.placements[dim] for dim in dims])
+    dims = sorted(range(mesh.dim()), key=lambda dim: type(placements[dim]) not in (Shard, Replicate))
+    return _join(parts, mesh.permute(dims), [placements[dim] for dim in dims])
 
 
 def _join(parts: Sequence[Tensor], ranks: Tensor, placements: Sequence[Any]) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from checkpoints.__main__ import main
-from checkpoints.checksums import seal
-from checkpoints.state.marker import read_marker
+from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.state.marker import read_marker
+from expertmesh.checkpoints.storage.checksums import seal
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 from tests.untrained import PREDICTOR, SIDE_FILES, assert_same_bits, read, save_deepseek, save_multimodal

@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from moe import take_stats
-from moe.dispatch import AllToAllDispatcher
-from sharding import Checkpointing, Topology, local_tensor
-from sharding.checkpointing import _ROUTING, _selective_contexts
+from expertmesh.moe import Forward, take_stats
+from expertmesh.moe.dispatch.plain import AllToAllDispatcher
+from expertmesh.sharding import Checkpointing, Topology, local_tensor
+from expertmesh.sharding.place.recompute import _ROUTING, _selective_contexts
+from expertmesh.training.micro_batch import forward_of, token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, my_batches, random_samples, sharded_model
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.tiny import save_model, tiny_block
-from training.step import token_loss_sum
 
 LAYERS, WIDTH = 12, 32
 MODES: tuple[Checkpointing, ...] = ("none", "full", "selective")
@@ -115,8 +115,9 @@ def _measure(path: Path) -> list[Measured]:
 
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_what_would_be_sent_is_not_computed_again(ranks: RankPool, tmp_path: Path, ep_size: int) -> None:
-    """Of an expert's three products the last, whose result only its all-to-all reads; tokens as rows, which another
-    reads; and those results in the order of their sources. On one ep rank the results are weighted and summed."""
+    """The last of an expert's three GEMMs is not recomputed, as only its all-to-all reads the result; nor are tokens as
+    rows, which another reads, and those results in the order of their sources. On one ep rank the results are weighted
+    and summed."""
     save_model(tmp_path)
     for none, full, selective in ranks.run(_measure_products, 2, tmp_path, ep_size):
         layers = none.forward["products"] // 3
@@ -183,7 +184,9 @@ def _norm_behind_each_expert() -> list[dict[str, Tensor]]:
         layer.experts.post_expert_norm = torch.nn.RMSNorm(layer.experts.shape.model_width)
         torch.manual_seed(world.rank())
         x_BSD = torch.randn(1, 7, layer.experts.shape.model_width, requires_grad=True)
-        run(layer, x_BSD).square().sum().backward()
+        with Forward():
+            out_BSD = run(layer, x_BSD)
+        out_BSD.square().sum().backward()
         found.append({name: p.grad for name, p in (*layer.named_parameters(), ("x", x_BSD))})
     return found
 
@@ -198,9 +201,10 @@ def _measure_mode(path: Path, topology: Topology, case: Case) -> Measured:
     model, _, _ = sharded_model(path, topology, case)
     (batch,) = my_batches(case, topology, rank)
     torch.manual_seed(rank)
+    of_batch = forward_of(batch)
     with Watch() as forward:
-        loss = token_loss_sum(model.train(), batch)
-    rows = sum(stats.rows_computed for stats in take_stats(model))
+        loss = token_loss_sum(model.train(), batch, of_batch)
+    rows = sum(stats.rows_computed for stats in take_stats(model, of_batch))
     held = forward.held()
     with Watch() as backward:
         loss.backward()

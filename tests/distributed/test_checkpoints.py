@@ -1,4 +1,4 @@
-"""HF checkpoint in, HF checkpoint out: the same bits, streamed, at any arrangement of ranks."""
+"""HF checkpoint in, HF checkpoint out: the same bits, streamed, for every parallel layout."""
 
 import json
 import resource
@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import AutoTokenizer, MixtralForCausalLM
 
-from checkpoints import export_model
-from checkpoints.carried import Carried
-from checkpoints.dtypes import Array
-from moe import ExpertMeshError
-from sharding import Topology, end_process_group, start_process_group
+from expertmesh.checkpoints import export_model
+from expertmesh.checkpoints.hf.carried import Carried
+from expertmesh.checkpoints.storage.dtypes import Array
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Topology, end_process_group, start_process_group
+from expertmesh.training.data import collate
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, attention_mask, random_samples, sharded_model
 from tests.tiny import relative_error, save_model, save_tokenizer
 from tests.untrained import add_tensors
-from training.data import collate
 
 CASE = Case(random_samples([8, 5]))
 
@@ -41,7 +41,7 @@ def round_trip(source: Path, out: Path, topology: Topology, max_shard_size: int 
 
 
 @pytest.mark.quick(8)
-# of dtype, names and size of files each two together on every arrangement, though not all three
+# of dtype, names and size of files each two together on every parallel layout, though not all three
 @pytest.mark.parametrize(
     ("original", "dtype", "max_shard_size"),
     [

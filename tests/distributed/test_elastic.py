@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from moe import ExpertMeshError
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.elastic import recorded_sequences_per_step
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import assert_equal_weights
 from tests.distributed.test_training import lines, start
-from training.elastic import rows_a_step_before
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def common(tiny_model: Path, tiny_data: Path) -> list[object]:
 
 @pytest.mark.exhaustive
 def test_goes_on_with_fewer_and_more_ranks(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
-    """4 ranks, then 3, then 8. Neither 3 nor 8 share out 8 rows in forwards of 2 rows without a rest, and 3 divides no
-    number of experts."""
+    """4 ranks, then 3, then 8. Neither 3 nor 8 divide 8 sequences in micro-batches of 2 without a rest, and 3 divides
+    no number of experts."""
     whole = tmp_path / "whole"
     assert start(ranks, 4, *common, "--output-dir", whole, "--max-steps", 6, "--save-steps", 0) == [(0, "")] * 4
     out = tmp_path / "elastic"
@@ -39,12 +39,12 @@ def test_goes_on_with_fewer_and_more_ranks(ranks: RankPool, common: list[object]
 
 
 def test_same_batch_before_the_first_checkpoint(tmp_path: Path) -> None:
-    assert rows_a_step_before("auto", tmp_path) is None
+    assert recorded_sequences_per_step("auto", tmp_path) is None
     (tmp_path / "environment.json").write_text("{")
     with pytest.raises(ExpertMeshError, match="give it, by --global-batch-size"):
-        rows_a_step_before("auto", tmp_path)
+        recorded_sequences_per_step("auto", tmp_path)
     (tmp_path / "environment.json").write_text(json.dumps({"global_batch_size": 24}))
-    assert rows_a_step_before("auto", tmp_path) == 24
+    assert recorded_sequences_per_step("auto", tmp_path) == 24
 
 
 def test_other_ranks_without_it_are_refused(ranks: RankPool, common: list[object], tmp_path: Path) -> None:

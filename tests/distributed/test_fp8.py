@@ -1,12 +1,12 @@
-"""Experts' products in fp8 on any arrangement of ranks: the same but for what bf16 rounds, as without."""
+"""Expert GEMMs in fp8 for every parallel layout: the same but for what bf16 rounds, as without."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from sharding import Topology
-from sharding.topology import DenseShard
+from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import DenseShard
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.tiny import relative_error, save_model
@@ -56,7 +56,7 @@ def test_arrangements(
 
 
 def _error(found: Figures, expected: Figures) -> float:
-    """Of the first step's gradients as one vector."""
+    """Relative error of the first step's gradients as one vector."""
     assert found.grads.keys() == expected.grads.keys()
     mine, theirs = (torch.cat([of.grads[name].flatten() for name in expected.grads]) for of in (found, expected))
     return relative_error(mine, theirs)

@@ -13,7 +13,7 @@ from tests.tiny import save_tokenizer, tiny_mixtral
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of tensors in three dtypes, some of which have more digits than others."""
+    """A model with tensors in three dtypes, some of which have more digits than others."""
     path = tmp_path_factory.mktemp("mixed")
     tiny_mixtral().save_pretrained(path)
     tensors = load_file(path / "model.safetensors")

@@ -7,16 +7,17 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from sharding import Topology
+from expertmesh.sharding import Topology
+from expertmesh.training import engine
+from expertmesh.training.fused import fused_norm, fused_rotary
+from expertmesh.training.fused.fuse import fuse_layers
+from expertmesh.training.loss.head import attach_loss_head
 from tests.distributed import reference
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, hf_model, ours, random_samples
 from tests.families.configs import TEXT_IDS
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
-from training import engine, fused_norm, fused_rotary
-from training.fused import fuse_layers
-from training.head import attach_loss_head
 
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 5e-5

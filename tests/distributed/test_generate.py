@@ -1,4 +1,4 @@
-"""Text from the sharded model: HF's own greedy `generate`, however ranks are arranged, and training undisturbed."""
+"""Text from the sharded model: HF's own greedy `generate`, for every parallel layout, and training undisturbed."""
 
 from pathlib import Path
 from typing import Any
@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe import ExpertMeshError, moe_layers
-from sharding import Ranks, Topology, local_tensor
+from expertmesh.moe import ExpertMeshError, current_forward
+from expertmesh.sharding import Ranks, Topology, local_tensor
+from expertmesh.training.generate import generate
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import MAX_GRAD_NORM, Case, my_batches, sharded_model, train_config
 from tests.distributed.test_parity import SAMPLES
 from tests.tiny import save_model, tiny_mixtral
-from training.balance import LossWeights
-from training.generate import generate
-from training.optimizer import build_optimizer
-from training.step import train_step
 
 TOPOLOGIES = [(1, 1), (2, 1), (4, 2), (4, 4)]
 NEW_TOKENS = 12
@@ -38,9 +38,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def hf_continuations(prompts: list[list[int]], eos: list[int] | int) -> list[list[int]]:
+def hf_continuations(prompts: list[list[int]], eos: list[int] | int, **changes: Any) -> list[list[int]]:
     """One prompt at a time, without padding and without a KV cache."""
-    model: Any = tiny_mixtral().eval()
+    model: Any = tiny_mixtral(**changes).eval()
     continued = []
     for prompt in prompts:
         out = model.generate(
@@ -136,7 +136,7 @@ def _generate_leaving_no_trace(model: Any) -> list[list[int]]:
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.generation_config is settings
     assert all(module.training for module in model.modules())
-    assert all(layer.stats is None and not layer.recording for layer in moe_layers(model))
+    assert current_forward() is None
     return text
 
 

@@ -1,21 +1,27 @@
 """FSDP's collectives over gloo: what torch's own give, without its copies."""
 
+import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharding import Topology
-from sharding.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Topology
+from expertmesh.sharding.comms import gloo
+from expertmesh.sharding.comms.gloo import GlooAllGather, GlooReduceScatter, SharedMemory, counts_references
+from expertmesh.sharding.place.parallelize import communicate_over_gloo
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, my_batches, sharded_model
 from tests.distributed.test_parity import SAMPLES
 from tests.tiny import save_model
-from training.balance import LossWeights
-from training.step import compute_gradients
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -33,7 +39,7 @@ def _compare() -> None:
         part_P = torch.arange(length).add(rank * length).to(dtype)
         gather, expected_nP = GlooAllGather(memory), torch.empty(world * length, dtype=dtype)
         dist.all_gather_into_tensor(expected_nP, part_P)
-        # FSDP puts its own part into the output, and hands over that place; any other will do as well
+        # FSDP puts its own part into the output, and hands over that place; any other works as well
         for in_place in (False, True):
             out_nP = gather.allocate((world * length,), dtype=dtype, device=torch.device("cpu"))
             own_P = out_nP[rank * length : (rank + 1) * length].copy_(part_P) if in_place else part_P
@@ -61,8 +67,9 @@ def _sum() -> list[float]:
     terms = [1.0, 1e8, -1e8, 1.0]
     scatter, group = GlooReduceScatter(SharedMemory()), dist.group.WORLD
     assert group is not None
-    out_P = torch.empty(1)
-    scatter(out_P, torch.full((4,), terms[dist.get_rank()]), group, dist.ReduceOp.SUM)
+    data_nP = scatter.allocate((4,), dtype=torch.float32, device=torch.device("cpu"))
+    out_P = scatter.allocate((1,), dtype=torch.float32, device=torch.device("cpu"))
+    scatter(out_P, data_nP.fill_(terms[dist.get_rank()]), group, dist.ReduceOp.SUM)
     found: list[float] = out_P.tolist()
     return found
 
@@ -85,6 +92,120 @@ def test_memory_is_handed_out_again_only_when_nobody_has_it() -> None:
     del again, second
     memory.take(5000, torch.float32)
     assert len(memory.pieces) == held
+
+
+def test_memory_that_autograd_keeps_is_not_handed_out() -> None:
+    memory = SharedMemory()
+    kept = memory.take(4, torch.float32).fill_(3.0)
+    place, weight = kept.data_ptr(), torch.ones(4, requires_grad=True)
+    product = weight * kept
+    del kept
+    assert memory.take(4, torch.float32).data_ptr() != place
+    product.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0] * 4
+    del product
+    # of two free pieces of a size the first
+    assert memory.take(4, torch.float32).data_ptr() == place
+
+
+@pytest.mark.parametrize("references", [1, 2, 3])
+def test_without_counted_references_nothing_is_handed_out_twice(
+    monkeypatch: pytest.MonkeyPatch, references: int
+) -> None:
+    """As if torch gave every piece the same count, so that all were free, or none."""
+    monkeypatch.setattr(gloo, "storage_references", lambda tensor: references)
+    assert not counts_references()
+    with pytest.warns(UserWarning, match=r"torch .* does not count references"):
+        memory = SharedMemory()
+    first = memory.take(1000, torch.float32).fill_(1.0)
+    memory.take(1000, torch.float32).fill_(2.0)
+    assert first.eq(1.0).all()
+    assert not memory.holds(first)
+
+
+@pytest.mark.parametrize("counted_beside", [-1, 1])
+def test_other_ways_of_counting_are_noticed(monkeypatch: pytest.MonkeyPatch, counted_beside: int) -> None:
+    """As if an object of Python's did not count, or one more did."""
+    count = gloo.storage_references
+    monkeypatch.setattr(gloo, "storage_references", lambda tensor: count(tensor) + counted_beside)
+    assert not counts_references()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_references_are_counted_whatever_is_on(context: Any) -> None:
+    with context(), torch.device("meta"):
+        assert counts_references()
+
+
+def test_memory_whose_size_was_changed_is_not_handed_out() -> None:
+    memory = SharedMemory()
+    memory.take(10, torch.float32).untyped_storage().resize_(0)
+    with pytest.raises(AssertionError, match="resized"):
+        memory.take(10, torch.float32)
+
+
+def allocated(scatter: GlooReduceScatter, numel: int) -> Tensor:
+    return scatter.allocate((numel,), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_output_is_never_in_shared_memory() -> None:
+    """Also after a backward that ended between an input and its output, and in a group of one rank, for which FSDP
+    calls no collective."""
+    scatter = GlooReduceScatter(SharedMemory())
+    for ends_early in (False, True, True, False, False):
+        data_nP = allocated(scatter, 8)
+        assert scatter.memory.holds(data_nP)
+        if not ends_early:
+            assert not scatter.memory.holds(allocated(scatter, 4))
+        del data_nP
+
+
+def test_another_order_of_calls_is_refused() -> None:
+    """As if FSDP asked for its output first; or for one of them elsewhere."""
+    group: Any = None
+    for order in ("output first", "input elsewhere", "output alone"):
+        scatter = GlooReduceScatter(SharedMemory())
+        if order == "output first":
+            out_P, data_nP = allocated(scatter, 4), allocated(scatter, 8)
+        elif order == "input elsewhere":
+            data_nP, out_P = torch.empty(8), torch.empty(4)
+        else:
+            out_P, data_nP = allocated(scatter, 4), torch.empty(8)
+        with pytest.raises(ExpertMeshError, match=r"torch .*FSDP asks for the memory of a reduce-scatter"):
+            scatter(out_P, data_nP, group, dist.ReduceOp.SUM)
+
+
+def test_two_micro_batches_in_flight(ranks: RankPool) -> None:
+    """Forwards A and B, then their backwards in either order: to the last bit what torch's own memory gives."""
+    ranks.run(_two_in_flight, 4)
+
+
+def _two_in_flight() -> None:
+    for order in ((0, 1), (1, 0)):
+        shared, fresh = (_gradients_of_two(order, is_shared) for is_shared in (True, False))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(shared, fresh, strict=True))
+
+
+def _gradients_of_two(order: tuple[int, int], is_shared: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    with mock.patch.object(gloo, "counts_references", return_value=is_shared), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        communicate_over_gloo(model)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        losses = [model(torch.randn(5, 16, generator=generator)).square().sum() for _ in order]
+        for number in order:
+            losses[number].backward()
+    return [parameter.grad.to_local() for parameter in model.parameters()]  # type: ignore[union-attr]
 
 
 class Places(TorchDispatchMode):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import group
 
-from moe import original_dmoe
-from moe.dispatch import AllToAllDispatcher
-from sharding import Topology
+from expertmesh.moe import Forward, original_dmoe
+from expertmesh.moe.dispatch.plain import AllToAllDispatcher
+from expertmesh.sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_parity import assert_same
@@ -55,8 +55,9 @@ def _skewed(kernel: str) -> tuple[int, dict[str, Any]]:
     torch.nn.init.zeros_(layer.gate.weight)
     layer.gate.weight.data[1] = 1.0
     x_BSD = 1.0 + torch.rand(1, 3 + torch.distributed.get_rank(), 128)
-    figures = _run(layer, x_BSD, torch.ones_like(x_BSD))
-    return layer.experts.stats.rows_computed, figures | _expert_grads(layer.experts.mlp)
+    with Forward() as forward:
+        figures = _run(layer, x_BSD, torch.ones_like(x_BSD))
+    return forward.stats[layer.experts].rows_computed, figures | _expert_grads(layer.experts.mlp)
 
 
 @interpreted
@@ -81,7 +82,7 @@ def _original_against_ours(mlp_impl: Any) -> dict[str, float]:
 
 
 def _layer_on_ranks(kernel: str, **changes: Any) -> Any:
-    """The same layer on all ranks, but for the experts, which they share out."""
+    """The same layer on all ranks, but for the experts, which are sharded."""
     world: Any = group.WORLD
     layer = tiny_block(kernel, **CHANGES, **changes)
     experts = layer.experts

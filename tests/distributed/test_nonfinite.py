@@ -14,18 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import train_ep
-import training.loop
-import training.step
-from checkpoints.__main__ import main as checkpoints_main
-from sharding import local_tensor
+import expertmesh.training.engine
+import expertmesh.training.loop
+import expertmesh.training.step
+from expertmesh import train_ep
+from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.sharding import local_tensor
+from expertmesh.training.evaluate import Evaluation
+from expertmesh.training.step import StepResult
+from expertmesh.training.watch.anomaly import AnomalyDetector
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_resume import flags, shares
 from tests.distributed.test_train_ep import FIXED_PRODUCTS
-from training.anomaly import AnomalyDetector
-from training.evaluate import Evaluation
-from training.step import StepResult
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -44,28 +45,28 @@ class Poison:
 @contextlib.contextmanager
 def poisoned(poison: Poison | None, first_step: int) -> Iterator[None]:
     """Training from `first_step` on, with poison."""
-    train_step, step = training.loop.train_step, first_step
+    train_step, step = expertmesh.training.engine.train_step, first_step
 
     def poisoned_train_step(model: Any, *args: Any, **more: Any) -> Any:
         nonlocal step
         step += 1
         if poison is None or dist.get_rank() != poison.rank or step - 1 not in poison.steps:
             return train_step(model, *args, **more)
-        with _applied(poison, model):
+        with applied(poison, model):
             return train_step(model, *args, **more)
 
-    with patch.object(training.loop, "train_step", poisoned_train_step):
+    with patch.object(expertmesh.training.engine, "train_step", poisoned_train_step):
         yield
 
 
 @contextlib.contextmanager
-def _applied(poison: Poison, model: nn.Module) -> Iterator[None]:
+def applied(poison: Poison, model: nn.Module) -> Iterator[None]:
     if poison.what == "parameter":
         local_tensor(model.get_parameter(poison.name).detach()).fill_(torch.nan)
         yield
         return
     if poison.what == "parameter's gradient":
-        compute_gradients = training.step.compute_gradients
+        compute_gradients = expertmesh.training.step.compute_gradients
 
         def spoil_gradient(*args: Any) -> StepResult:
             result = compute_gradients(*args)
@@ -74,7 +75,7 @@ def _applied(poison: Poison, model: nn.Module) -> Iterator[None]:
             local_tensor(grad).fill_(torch.nan)
             return result
 
-        with patch.object(training.step, "compute_gradients", spoil_gradient):
+        with patch.object(expertmesh.training.step, "compute_gradients", spoil_gradient):
             yield
         return
 
@@ -295,12 +296,12 @@ def test_a_run_does_not_skip_all_night(ranks: RankPool, tiny_model: Path, tiny_d
 
 def run_with_evaluations(argv: list[str], losses: list[float]) -> tuple[int, str]:
     """train_ep.py on this rank, with these evaluation losses."""
-    evaluate, left = training.loop.evaluate, iter(losses)
+    evaluate, left = expertmesh.training.loop.evaluate, iter(losses)
 
     def tell(*args: Any) -> Evaluation:
         return replace(evaluate(*args), loss=next(left))
 
-    with patch.object(training.loop, "evaluate", tell):
+    with patch.object(expertmesh.training.loop, "evaluate", tell):
         return run_poisoned(argv, None)
 
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe import decoder_layers
-from sharding import Checkpointing, Topology, local_tensor
-from sharding.offloading import Copies, CopiesAtOnce, CopiesBeside, InputStore, copies_of
+from expertmesh.moe import decoder_layers
+from expertmesh.sharding import Checkpointing, Topology, local_tensor
+from expertmesh.sharding.place.offload import Copies, CopiesAtOnce, CopiesBeside, InputStore, copies_of
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.micro_batch import forward_of, token_loss_sum
+from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, my_batches, random_samples, sharded_model
-from training.balance import LossWeights
-from training.step import compute_gradients, token_loss_sum
 
 SAMPLES = random_samples([5, 9, 7, 3, 12, 4, 8, 6])
 MODES: tuple[Checkpointing, ...] = ("full", "selective")
@@ -104,17 +105,20 @@ def _inputs_held(path: Path, mode: Checkpointing, offload: bool) -> tuple[int, i
     seen: list[Any] = []
 
     def note(layer: nn.Module, args: Any) -> None:
-        # not what is computed again
+        # not what is recomputed
         if torch._C._current_autograd_node() is None:
             seen.append(weakref.ref(args[0].untyped_storage()))
 
     for layer in decoder_layers(model):
         layer.register_forward_pre_hook(note)
-    loss = token_loss_sum(model.train(), batch)
+    forward = forward_of(batch)
+    loss = token_loss_sum(model.train(), batch, forward)
     assert len(seen) == LAYERS
     held = sum(storage() is not None for storage in seen)
     loss.backward()
-    return held, sum(storage() is not None for storage in seen)
+    held_after = sum(storage() is not None for storage in seen)
+    assert forward.stats, "whose graph is not given up, as no loss was made of them"
+    return held, held_after
 
 
 class Log:
@@ -220,7 +224,7 @@ def test_what_all_layers_share_stays() -> None:
 
 
 def test_an_input_that_backward_had_is_not_fetched_again() -> None:
-    """Of an earlier forward, whose graph is still held."""
+    """An input of an earlier forward, whose graph is still held."""
     come: list[Any] = []
 
     class Noting(CopiesAtOnce):
@@ -245,7 +249,7 @@ def test_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_memory_of_a_gpu() -> None:
-    """Of 16 inputs none is there at the end of forward."""
+    """None of 16 inputs is on the GPU at the end of forward."""
     held = []
     for copies in (None, copies_of("cuda")):
         plain = partial(checkpoint, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""Every optimizer, and parameters in host memory: the same weights however ranks are arranged, also over a resume."""
+"""Every optimizer, and parameters in host memory: the same weights for every parallel layout, also over a resume."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sharding import Topology
+from expertmesh.sharding import Topology
+from expertmesh.training.optim.optimizer import build_optimizer
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, ours, random_samples, reference, sharded_model, train_config
 from tests.distributed.test_checkpoints import read
@@ -14,11 +15,10 @@ from tests.distributed.test_parity import assert_same
 from tests.distributed.test_resume import flags, run, shares
 from tests.distributed.test_train_ep import run_main
 from tests.tiny import relative_error, save_model, save_tokenizer
-from training.optimizer import build_optimizer
 
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
 OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
-# between arrangements after three steps; a rank with random numbers of its own would be 3e-3 off in bf16
+# between parallel layouts after three steps; a rank with random numbers of its own would be 3e-3 off in bf16
 TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5}
 
 
@@ -86,7 +86,7 @@ def decay_by_name(path: Path, optim: str) -> dict[str, float]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16", "muon"])
 def test_resume(ranks: RankPool, tiny_data: Path, tmp_path: Path, optim: str) -> None:
-    """From step 2 of 3: bit for bit on the same ranks, and on others as close as arrangements are."""
+    """From step 2 of 3: bit for bit on the same ranks, and on others as close as parallel layouts are."""
     save_model(tmp_path / "model", hidden_size=256)
     save_tokenizer(tmp_path / "model")
     common = ["--optim", optim, "--ep-size", "2", "--max-steps", "3", "--save-steps", "2"]

@@ -1,4 +1,4 @@
-"""Rows that travel in parts beside other parts' products, and products that selective checkpointing keeps: the bits of
+"""Chunked all-to-all overlap with expert GEMMs, and GEMM outputs that selective checkpointing keeps: the bits of
 a step stay, and what is claimed to run side by side does."""
 
 import weakref
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe import ExpertMeshError, moe_layers, take_stats
-from moe.dispatch import _part_sizes, _places
-from moe.exchange import Exchange
-from moe.experts import ExpertMLP
-from sharding import Topology, local_tensor
+from expertmesh.moe import ExpertMeshError, moe_layers, take_stats
+from expertmesh.moe.dispatch.exchange import Exchange
+from expertmesh.moe.dispatch.plain import _part_sizes, _places
+from expertmesh.moe.experts.expert_mlp import ExpertMLP
+from expertmesh.sharding import Topology, local_tensor
+from expertmesh.training.micro_batch import forward_of, token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, my_batches, random_samples, sharded_model
 from tests.distributed.test_checkpointing import Watch
-from training.step import token_loss_sum
 
 SAMPLES = random_samples([25, 19, 27, 33, 28, 24, 26, 31])
 EXPERTS = 6
@@ -45,8 +45,8 @@ def case_of(kind: str, **settings: Any) -> Case:
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_stay(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    """Of losses, gradients and routing, on two and on three of a rank's experts a part, with an FSDP unit of experts
-    and without, whatever is computed again."""
+    """Losses, gradients and routing keep their bits, with two and three of a rank's experts per chunk, with an FSDP
+    unit of experts and without, whatever is recomputed."""
     # a CPU rounds the last few numbers of a tensor otherwise where their number is no multiple of its registers'
     changes = {"num_local_experts": EXPERTS, "intermediate_size": 64}
     hf_model(replace(case_of(kind), changes=changes), seed=1).save_pretrained(tmp_path)
@@ -74,8 +74,9 @@ def _figures(path: Path, topology: Topology, variants: list[Case]) -> list[dict[
         model, _, _ = sharded_model(path, topology, case)
         (batch,) = my_batches(case, topology, dist.get_rank())
         torch.manual_seed(0)
-        loss = token_loss_sum(model.train(), batch)
-        stats = take_stats(model)
+        forward = forward_of(batch)
+        loss = token_loss_sum(model.train(), batch, forward)
+        stats = take_stats(model, forward)
         counts = torch.stack([layer.counts_E for layer in stats])
         rows = torch.tensor([layer.rows_computed for layer in stats])
         loss.backward()

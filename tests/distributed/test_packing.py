@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe import RouterStats, take_stats
-from sharding import Topology
+from expertmesh.moe import Forward, RouterStats, take_stats
+from expertmesh.sharding import Topology
+from expertmesh.training.attention.packed_attention import OWN, attention_arguments, told_whether_packed
+from expertmesh.training.data import IGNORED, Batch, Sample, collate, pack
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, in_full, random_samples, sharded_model, train_config
 from tests.tiny import relative_error, save_model, tiny_mixtral
-from training.attention import OWN, attention_arguments, told_whether_packed
-from training.balance import LossWeights
-from training.data import IGNORED, Batch, Sample, collate, pack
-from training.optimizer import build_optimizer
-from training.step import train_step
 
 CAPACITY = 48
 SAMPLES = random_samples([31, 17, 16, 12, 11, 9, 8, 5, 3, 2, 2, 1, 40])
@@ -82,18 +82,17 @@ def _both_ways(path: Path, topology: Topology, attention: str) -> Any:
 @torch.no_grad()
 def _losses_and_stats(model: Any, batch: Batch) -> tuple[Tensor, list[RouterStats]]:
     """The loss of every target token, in the order of the batch."""
-    with told_whether_packed(model, batch):
+    with Forward(batch.is_token_BS) as forward, told_whether_packed(model, batch):
         out = model(
             **attention_arguments(model, batch),
             input_ids=batch.tokens_BS,
             position_ids=batch.positions_BS,
-            is_token_BS=batch.is_token_BS,
             use_cache=False,
         )
     losses = F.cross_entropy(
         out.logits.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORED, reduction="none"
     )
-    return losses[batch.target_index_N], take_stats(model)
+    return losses[batch.target_index_N], take_stats(model, forward)
 
 
 @torch.no_grad()

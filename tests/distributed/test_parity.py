@@ -1,6 +1,6 @@
-"""The first law: loss, gradients and updated weights do not depend on how ranks are arranged.
+"""The main guarantee: loss, gradients and updated weights are identical for every parallel layout.
 
-Each case is held against `MixtralForCausalLM` in one process on the whole batch.
+Each case is tested against `MixtralForCausalLM` in one process on the full batch.
 """
 
 from functools import cache
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sharding import Topology
+from expertmesh.sharding import Topology
+from expertmesh.training.change.compiling import compilation
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.tiny import relative_error, save_model
-from training.compiling import compilation
 
 TOPOLOGIES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (8, 8)]
 TOLERANCE = 1e-5
@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-# held against one process on fewer arrangements
+# held against one process on fewer parallel layouts
 OTHER_CASES = {
     "selective": Case(SAMPLES, balance=0.05, z=0.01, gradient_checkpointing="selective", kernel="torch-grouped"),
     "compiled": Case(SAMPLES, z=0.01, gradient_checkpointing="selective", settings={"compile": True}),
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modes(world_size: int, ep_size: int) -> list[tuple[str, str]]:
-    """(dense shard, case) of an arrangement: of several that take one path through the code there, one."""
+    """(dense shard, case) of a parallel layout: of several that take one path through the code there, one."""
     if world_size == 8:
         # Eight ranks cost most, and add larger groups and a rank with one expert alone. What a rank does by itself, how
         # often it accumulates and by which kernel, is the same with four: each is among these, not with each other.

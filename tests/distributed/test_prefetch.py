@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe import decoder_layers
-from sharding import Checkpointing, DenseShard, Topology, local_tensor
-from sharding.parallelize import prefetch_layers
+from expertmesh.moe import decoder_layers
+from expertmesh.sharding import Checkpointing, DenseShard, Topology, local_tensor
+from expertmesh.sharding.place.parallelize import prefetch_layers
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, my_batches, sharded_model
 from tests.distributed.test_parity import SAMPLES
 from tests.tiny import save_model
-from training.balance import LossWeights
-from training.step import compute_gradients
 
 LAYERS = 4
 LETTERS = {"expertmesh::all_gather": "G", "aten::topk": "R", "expertmesh::reduce_scatter": "S"}

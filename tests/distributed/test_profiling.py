@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
-import train_ep
+from expertmesh import train_ep
+from expertmesh.training.preemption import StopRequest
+from expertmesh.training.report import BETWEEN
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import FIXED_PRODUCTS
-from training.preemption import StopRequest
-from training.report import BETWEEN
 
 STEPS = 4
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.quantised import SCALES, Kind, Storage, quantise, storages_of
-from moe.working import local_part
-from sharding import Topology
+from expertmesh.moe.experts.quantised import SCALES, Kind, Storage, quantise, storages_of
+from expertmesh.moe.experts.working import local_part
+from expertmesh.sharding import Topology
+from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, in_our_layout, my_batches, random_samples, sharded_model
-from training.step import token_loss_sum
 
 SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(8)])
 

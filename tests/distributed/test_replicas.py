@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import training.loop
-from checkpoints.state.marker import whole_checkpoints
-from moe import ExpertMeshError
-from sharding import Topology, check_replicas, local_tensor, replicas
-from sharding.replicas import checksum, replicated_tensors
+import expertmesh.training.engine
+from expertmesh.checkpoints.state.marker import whole_checkpoints
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Topology, check_replicas, local_tensor, replicas
+from expertmesh.sharding.replicas import checksum, replicated_state
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, sharded_model
 from tests.distributed.test_checkpoints import read
@@ -66,14 +66,14 @@ def flip(tensor: Tensor, ranks: list[int]) -> None:
 def find(model_dir: Path, topology: Topology, flipped: dict[str, list[int]], rates: list[float]) -> tuple[Any, str]:
     """Names of what is replicated, and what is said once these tensors were changed on these ranks."""
     model, *_ = sharded_model(model_dir, topology, Case([]))
-    names = sorted(replicated_tensors(model))
+    names = sorted(replicated_state(model, topology))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     cpu = torch.device("cpu")
-    check_replicas(model, cpu, 6, {"the rate": rates[0]})
+    check_replicas(model, topology, cpu, 6, {"the rate": rates[0]})
     for name, ranks in flipped.items():
         flip(tensors[name], ranks)
     try:
-        check_replicas(model, cpu, 7, {"the rate": rates[dist.get_rank()]})
+        check_replicas(model, topology, cpu, 7, {"the rate": rates[dist.get_rank()]})
     except ExpertMeshError as error:
         return names, str(error)
     return names, ""
@@ -118,7 +118,7 @@ def test_one_rank_has_no_replicas(ranks: RankPool, tiny_model: Path) -> None:
 
 def run_flipped(argv: list[str], step: int) -> tuple[int, str]:
     """train_ep.py on this rank; after a step, from 1 on, rank 2 has a bit of an attention weight changed."""
-    train_step, done = training.loop.train_step, 0
+    train_step, done = expertmesh.training.engine.train_step, 0
 
     def flipping_train_step(model: Any, *args: Any, **more: Any) -> Any:
         nonlocal done
@@ -128,7 +128,7 @@ def run_flipped(argv: list[str], step: int) -> tuple[int, str]:
             flip(model.get_parameter(Q_PROJ), [2])
         return result
 
-    with patch.object(training.loop, "train_step", flipping_train_step):
+    with patch.object(expertmesh.training.engine, "train_step", flipping_train_step):
         return run_main(argv)
 
 
@@ -136,7 +136,7 @@ def run_flipped(argv: list[str], step: int) -> tuple[int, str]:
 def test_a_run_stops_before_it_saves_bad_replicas(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
-    """Checked every fifth step, and before the save at step 4; then the run goes on from the save at step 2, to the
+    """Checked every fifth step, and before the save at step 4; then the run resumes from the save at step 2, to the
     weights of one that nobody disturbed."""
     argv = flags(tiny_model, tiny_data, tmp_path / "run", *shares(4), "--ep-size", "2", "--dense-shard", "hybrid")
     argv += ["--check-replicas", "5", "--save-steps", "2"]

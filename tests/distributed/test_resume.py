@@ -20,21 +20,20 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager
 from transformers import MixtralForCausalLM
 
-import train_ep
-import training
 from benchmarks.chaos import is_complete
-from checkpoints import Saver
-from checkpoints.__main__ import main as checkpoints_main
-from checkpoints.checksums import seal
-from checkpoints.state.marker import whole_checkpoints
-from moe.command import INTERRUPTED
+from expertmesh import train_ep, training
+from expertmesh.checkpoints import Saver
+from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.checkpoints.state.marker import whole_checkpoints
+from expertmesh.checkpoints.storage.checksums import seal
+from expertmesh.moe.base.command import INTERRUPTED
+from expertmesh.training.data import collate
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import attention_mask, random_samples
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_shards import DAMAGES, spoilt_by
 from tests.distributed.test_train_ep import ROOT, assert_equal_weights, run_main
 from tests.tiny import relative_error, save_model, save_tokenizer
-from training.data import collate
 
 # 50 rows in batches of 12: six steps end in the second epoch, and the fifth is a short batch
 STEPS, SAVE_AT = 6, 4
@@ -112,7 +111,7 @@ def test_resume_on_any_ranks(
 def test_same_ranks_same_bits_with_noise_and_accumulation(
     ranks: RankPool, tiny_data: Path, tmp_path: Path, background: str
 ) -> None:
-    """Dropout and router jitter go on from the same random state, in the middle of an epoch."""
+    """Dropout and router jitter resume from the same random state, in the middle of an epoch."""
     save_model(tmp_path / "model", router_jitter_noise=0.1, attention_dropout=0.1)
     save_tokenizer(tmp_path / "model")
     common = [*shares(2, accumulation=3), "--ep-size", "2", "--save-steps", "2", background]
@@ -184,15 +183,12 @@ def test_nothing_changes_before_it_is_copied(
 
 
 def resumed_logits(argv: list[str]) -> torch.Tensor:
-    """Of the sharded model that a resumed run holds before its first step."""
+    """Logits of the sharded model that a resumed run holds before its first step."""
     found = {}
 
     def instead_of_training(run: training.Run, resume_from: Path | None) -> bool:
-        from checkpoints import load_training_state
-        from training.optimizer import build_optimizer
-
         assert resume_from is not None
-        load_training_state(resume_from, run.model, build_optimizer(run.model, run.config, run.mesh))
+        run.engine.load_state(resume_from)
         batch = collate([[sample] for sample in random_samples([9, 5])])
         with torch.no_grad():
             found["logits"] = run.model.eval()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits
@@ -242,7 +238,7 @@ def test_damage_is_found_by_file_and_an_older_one_taken(
         results = ranks.run(run_main, world_size, [*argv, "--resume", str(spoilt)], join_group=False)
         assert [code for code, _ in results] == [2] * world_size
         assert str(spoilt / name) in results[0][1], results[0][1]
-    # with an older one behind it, auto goes on from there and says so
+    # with an older one behind it, auto resumes from there and says so
     (out / "checkpoints" / "step-00000004").rename(out / "checkpoints" / "step-00000005")
     shutil.copytree(saved, out / "checkpoints" / "step-00000004")
     (out / "checkpoints" / "step-00000006").mkdir()
@@ -325,7 +321,7 @@ def run_main_and_signal(argv: list[str], metrics: Path, number: int) -> tuple[in
 def test_preemption(
     ranks: RankPool, finished: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """One rank is told to stop: all finish the step, save, and end with the code for it; then the run goes on."""
+    """One rank is told to stop: all finish the step, save, and end with the code for it; then the run resumes."""
     out = tmp_path / "run"
     steps = 200
     argv = [*flags(tiny_model, tiny_data, out, *shares(4)), "--ep-size", "2", "--max-steps", str(steps)]
@@ -347,25 +343,26 @@ def test_preemption(
 
 INTERRUPTED_WHILE_SAVING = """
 import os, signal, threading
-import train_ep, training.loop
-from checkpoints.state import saving
-from moe.command import run_command
+from expertmesh import train_ep, training
+import expertmesh.training.engine
+from expertmesh.checkpoints.state import saving
+from expertmesh.moe.base.command import run_command
 
-writing, train_step = threading.Event(), training.loop.train_step
+writing, train_step = threading.Event(), training.engine.train_step
 
 def write_for_ever(file):
     writing.set()
     threading.Event().wait()
 
 def step(*arguments, **more):
-    if training.loop.train_step.steps == 3:
+    if training.engine.train_step.steps == 3:
         writing.wait()
         os.kill(os.getpid(), signal.SIGINT)
-    training.loop.train_step.steps += 1
+    training.engine.train_step.steps += 1
     return train_step(*arguments, **more)
 
 step.steps = 1
-saving._describe, training.loop.train_step = write_for_ever, step
+saving._describe, training.engine.train_step = write_for_ever, step
 run_command(train_ep.main)
 """
 
@@ -383,7 +380,9 @@ def test_interrupted_while_saving(tiny_model: Path, tiny_data: Path, tmp_path: P
 
 def test_interrupted_command() -> None:
     """Quietly."""
-    code = "from moe.command import run_command; import os; run_command(lambda: os.kill(os.getpid(), 2))"
+    code = (
+        "from expertmesh.moe.base.command import run_command; import os; run_command(lambda: os.kill(os.getpid(), 2))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "")
 
@@ -416,7 +415,7 @@ def test_full_disk(
         assert "MB free" in results[0][1]
     else:
         assert len((out / "metrics.jsonl").read_text().splitlines()) == STEPS
-    # the earlier one is whole, and nothing is left of the other
+    # the earlier one is complete, and nothing is left of the other
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step-00000002"]
     assert checkpoints_main(["inspect", str(out / "checkpoints" / "step-00000002"), "--check"]) == 0
     if on_error == "continue":
@@ -429,7 +428,7 @@ def test_what_a_kill_leaves_behind(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
 ) -> None:
     """Half of every file that a run writes, a checkpoint that `latest` does not name yet, and a log cut off in the line
-    of a step: the run that goes on ends with the files of one that was never killed, and nothing beside them."""
+    of a step: the resumed run ends with the files of one that was never killed, and nothing beside them."""
     out = tmp_path / "run"
     stop_at_checkpoint(finished, out)
     logged = (out / "metrics.jsonl").read_bytes()
@@ -476,8 +475,8 @@ def _without_facts(checkpoint: Path) -> None:
 def test_other_weights_or_data_are_not_resumed(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
 ) -> None:
-    """Of the same shapes and counts; what --allow-changed names may be another, and an earlier release's checkpoint
-    does not tell."""
+    """Other weights or data of the same shapes and counts are refused, but for what --allow-changed names; an earlier
+    release's checkpoint does not tell."""
     save_model(tmp_path / "model", seed=1)
     save_tokenizer(tmp_path / "model")
     lines = tiny_data.read_text().splitlines()

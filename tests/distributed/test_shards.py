@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.__main__ import main
-from sharding import Topology
+from expertmesh.checkpoints.__main__ import main
+from expertmesh.sharding import Topology
 from tests.checkpoints.test_cli import run
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import load_error, read, round_trip

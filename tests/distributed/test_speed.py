@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import training.loop
+import expertmesh.training.engine
+from expertmesh.training.watch.meter import Meter
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
-from training.meter import Meter
 
 STEP, COLLECTIVE = 1.0, 0.25
 PAUSES = {"evaluate": 7.0, "generate": 5.0, "check_replicas": 3.0, "_save": 11.0}
@@ -63,13 +63,15 @@ def run_by_clock(argv: list[str]) -> tuple[tuple[int, str], list[float]]:
     """train_ep.py on this rank, with slow steps, collectives and pauses; and the time trained, without pauses, at the
     start of training and at the end of each logging interval."""
     clock = Clock()
-    pauses = {name: clock.wrap(getattr(training.loop, name), more, True) for name, more in PAUSES.items()}
+    pauses = {name: clock.wrap(getattr(expertmesh.training.loop, name), more, True) for name, more in PAUSES.items()}
     with (
         mock.patch.object(time, "perf_counter", clock.read),
         mock.patch.object(dist, "all_reduce", clock.wrap(dist.all_reduce, COLLECTIVE)),
         mock.patch.object(dist, "all_gather_object", clock.wrap(dist.all_gather_object, COLLECTIVE)),
-        mock.patch.object(training.loop, "train_step", clock.wrap(training.loop.train_step, STEP)),
-        mock.patch.dict(vars(training.loop), pauses),
+        mock.patch.object(
+            expertmesh.training.engine, "train_step", clock.wrap(expertmesh.training.engine.train_step, STEP)
+        ),
+        mock.patch.dict(vars(expertmesh.training.loop), pauses),
         mock.patch.object(Meter, "__init__", clock.read_before(Meter.__init__)),
         mock.patch.object(Meter, "metrics", clock.read_before(Meter.metrics)),
     ):

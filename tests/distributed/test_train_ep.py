@@ -1,4 +1,5 @@
-"""train_ep.py run whole: the same exported weights at any arrangement, and one clear error for every bad input."""
+"""train_ep.py run whole: the same exported weights for every parallel layout, and one clear error for every bad
+input."""
 
 import contextlib
 import gc
@@ -17,11 +18,11 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-import train_ep
+from expertmesh import train_ep
+from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.tiny import relative_error, save_model, save_tokenizer
-from training.step import train_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,7 +252,7 @@ def run_and_look_at_the_collector(argv: list[str]) -> tuple[int, list[bool], boo
         seen.append(gc.isenabled())
         return train_step(*arguments, **named)
 
-    with mock.patch("training.loop.train_step", step):
+    with mock.patch("expertmesh.training.engine.train_step", step):
         code, _ = run_main(argv)
     return code, seen, gc.isenabled()
 

@@ -1,4 +1,5 @@
-"""What train_ep.py does besides steps: packing, evaluation, the best checkpoint, early stops, answers, the report."""
+"""What train_ep.py does besides steps: packing, evaluation, the best checkpoint, early stops, sample generations, the
+report."""
 
 import json
 import math

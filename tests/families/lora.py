@@ -1,5 +1,5 @@
-"""The yardstick of adapters: a family's own class in one process, in which every adapted matrix is W + s · B · A, put
-together anew in each forward, expert by expert."""
+"""The reference implementation of adapters: a family's own class in one process, in which every adapted matrix is W + s
+· B · A, put together anew in each forward, expert by expert."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moe import build_model, store_frozen
-from moe.adapters import first_values
-from moe.quantised import quantise, widen
-from sharding import adapters_of, state_of
+from expertmesh.moe import build_model, store_frozen
+from expertmesh.moe.experts.lora import first_values
+from expertmesh.moe.experts.quantised import quantise, widen
+from expertmesh.sharding import adapters_of, state_of
+from expertmesh.training.change.lora_targets import adapt
+from expertmesh.training.data import collate
 from tests.distributed.reference import (
     MAX_GRAD_NORM,
     Case,
@@ -22,8 +24,6 @@ from tests.distributed.reference import (
     unshifted_labels,
 )
 from tests.tiny import our_rows
-from training.adapters import adapt
-from training.data import collate
 
 
 @dataclass(frozen=True)

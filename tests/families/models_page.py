@@ -10,12 +10,12 @@ from pathlib import Path
 
 import transformers
 
-from moe.exceptions import UNSUPPORTED
-from moe.families import causal_families
+from expertmesh.moe.model.families import causal_families
+from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+from expertmesh.training.foresight.support import METHODS, cells_of
 from tests.families.configs import tiny_config
 from tests.families.test_parity import FAMILIES as TRAINED
 from tests.published.models import CONFIGS, MODELS
-from training.support import METHODS, cells_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "moe" / "MODELS.md"

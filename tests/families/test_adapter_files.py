@@ -1,4 +1,4 @@
-"""Adapters as files: what a run writes is what PEFT computes with, and what PEFT writes is what a run goes on from."""
+"""Adapters as files: what a run writes is what PEFT computes with, and a run resumes from what PEFT writes."""
 
 import json
 import shutil
@@ -11,18 +11,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from checkpoints import Names, load_adapter
-from checkpoints.__main__ import main as checkpoints_main
-from moe import ExpertMeshError
-from sharding import Topology
+from expertmesh.checkpoints import Names, load_adapter
+from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Topology
+from expertmesh.training.change.lora_targets import lora_of
+from expertmesh.training.config.train_config import TrainConfig
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, sharded_model
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
 from tests.families.configs import tiny_config
 from tests.tiny import relative_error, save_tokenizer
-from training import lora_of
-from training.config import TrainConfig
 
 peft = pytest.importorskip("peft")
 LoraLayer = peft.tuners.lora.LoraLayer

@@ -1,4 +1,4 @@
-"""LoRA on attention and on every expert: the same on any arrangement of ranks."""
+"""LoRA on attention and on every expert: the same for every parallel layout."""
 
 from functools import cache
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sharding import Topology
+from expertmesh.sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples
 from tests.families.configs import TEXT_IDS

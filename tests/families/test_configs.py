@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from moe.families import causal_families
+from expertmesh.moe.model.families import causal_families
 from tests.families.configs import (
     EXPERTS,
     TEXT_IDS,

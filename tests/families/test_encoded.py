@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sharding import Topology
+from expertmesh.sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, in_full, sharded_model
 from tests.distributed.test_checkpoints import read

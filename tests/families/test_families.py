@@ -1,8 +1,8 @@
 """Every causal MoE family of the installed transformers, each against its own class in one process.
 
-A tiny random model of each: loss and every gradient on any arrangement of ranks, the way to EP shards and back, and an
+A tiny random model of each: loss and every gradient for every parallel layout, the way to EP shards and back, and an
 export that transformers loads. A family that a new release of transformers brings is among them by itself; one that
-cannot pass stands in `moe.exceptions` with the reason.
+cannot pass stands in `moe.model.family_exceptions` with the reason.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from checkpoints import export_model
-from checkpoints.convert import HowToWrite, convert, export_offline
-from moe.__main__ import main
-from moe.exceptions import UNSUPPORTED
-from moe.families import causal_families
-from sharding import Topology, state_of
+from expertmesh.checkpoints import export_model
+from expertmesh.checkpoints.ep_shards.convert import HowToWrite, convert, export_offline
+from expertmesh.moe.__main__ import main
+from expertmesh.moe.model.families import causal_families
+from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+from expertmesh.sharding import Topology, state_of
+from expertmesh.training.data import collate
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     Case,
@@ -35,9 +38,6 @@ from tests.distributed.reference import (
 )
 from tests.families.configs import UNSHRINKABLE, tiny_model
 from tests.tiny import relative_error
-from training.balance import LossWeights
-from training.data import collate
-from training.step import compute_gradients
 
 FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE and family not in UNSUPPORTED]
 TOPOLOGIES = [(1, 1), (4, 2), (4, 4)]
@@ -54,7 +54,7 @@ def test_all_but_few_are_supported() -> None:
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """`python -m moe families`, of some."""
+    """`python -m expertmesh.moe families`, of some."""
     known = sorted(UNSUPPORTED.keys() & set(causal_families()))
     assert main(["families", "mixtral", "deepseek_v3", *known]) == 0
     _, mixtral, deepseek, *unsupported = capsys.readouterr().out.splitlines()
@@ -70,7 +70,7 @@ def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
     case = Case(SAMPLES, family=family)
     theirs: Any = tiny_model(family, seed=1)
     theirs.save_pretrained(tmp_path / "hf")
-    loss, grads = _gradients_of(theirs, case)
+    loss, grads = gradients_of(theirs, case)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
     # buffers are those that were saved: transformers itself begins some of them anew when it loads (Zaya's, in part)
     weights = in_our_layout(loaded, "data") | dict(theirs.named_buffers())
@@ -82,7 +82,7 @@ def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
                 if name in weights:
                     assert torch.equal(weight, weights[name]), (topology, name)
             assert our_loss == pytest.approx(loss, rel=TOLERANCE), topology
-            _compare(our_grads, grads, str(topology))
+            compare(our_grads, grads, str(topology))
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
     tokens_BS = collate([[sample] for sample in SAMPLES]).tokens_BS
@@ -105,8 +105,8 @@ def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
             assert torch.equal(tensor, original[name]), name
 
 
-def _gradients_of(model: Any, case: Case) -> tuple[float, dict[str, Tensor]]:
-    """Of HF's own class, in one process, on the whole batch."""
+def gradients_of(model: Any, case: Case) -> tuple[float, dict[str, Tensor]]:
+    """Gradients of HF's own class, in one process, on the full batch."""
     batch = collate([[sample] for sample in case.samples])
     labels = unshifted_labels(case.samples, batch)
     out = model.train()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch), use_cache=False)
@@ -118,7 +118,7 @@ def _gradients_of(model: Any, case: Case) -> tuple[float, dict[str, Tensor]]:
 def _figures_on_ranks(
     path: Path, topologies: Sequence[Topology], case: Case, out: Path
 ) -> list[tuple[dict[str, Tensor], float, dict[str, Tensor]]]:
-    """Weights as loaded, loss and gradients of ours, on each arrangement; the last one's model is exported."""
+    """Weights as loaded, loss and gradients of ours, on each parallel layout; the last one's model is exported."""
     rank, figures = torch.distributed.get_rank(), []
     for topology in topologies:
         model, _, checkpoint = sharded_model(path, topology, case)
@@ -131,7 +131,7 @@ def _figures_on_ranks(
     return figures
 
 
-def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> None:
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor], where: str, tolerance: float = TOLERANCE) -> None:
     norm = float(torch.stack([grad.norm() for grad in expected.values()]).norm())
     # what no token reaches has no gradient in HF's class, and zeros in ours
     for name in found.keys() ^ expected.keys():
@@ -139,5 +139,5 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) 
     errors = {
         name: relative_error(found[name], grad, CANCELLED * norm) for name, grad in expected.items() if name in found
     }
-    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     assert not wrong, (where, wrong)

@@ -17,8 +17,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moe import build_model, moe_layers
-from sharding import Topology, parameters_of
+from expertmesh.moe import build_model, moe_layers
+from expertmesh.sharding import Topology, parameters_of
+from expertmesh.training.optim.optimizer import muon_parts
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
 from tests.distributed.test_checkpoints import read
@@ -29,7 +30,6 @@ from tests.families.configs import TEXT_IDS
 from tests.families.test_packing import REFUSED
 from tests.tiers import REPRESENTATIVES, diagonal
 from tests.tiny import relative_error, save_tokenizer
-from training.optimizer import muon_parts
 
 PAIR = Topology(2, 2)
 SAMPLES = random_samples([5 + (5 * i) % 9 for i in range(8)], vocabulary=TEXT_IDS)
@@ -60,7 +60,7 @@ class Cell:
         return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     def pair(self, case: Case) -> Any:
-        """Figures of two ranks that share out the experts."""
+        """Figures of two ranks that shard the experts."""
         return self.ranks.run(ours, 2, self.model, PAIR, case)[0]
 
 
@@ -84,7 +84,7 @@ def generation(cell: Cell) -> None:
 
 
 def evaluation(cell: Cell) -> None:
-    """Of all rows before anything was learned, and of the same rows in training: one loss."""
+    """Evaluation of all records before anything was learned gives the loss of the same records in training."""
     run = cell.train(
         2, cell.out, "--eval-dataset", cell.data, "--max-steps", 1, "--save-steps", 0, "--learning-rate", 0,
         "--per-device-train-batch-size", 25, "--per-device-eval-batch-size", 7,
@@ -95,8 +95,8 @@ def evaluation(cell: Cell) -> None:
 
 
 def report(cell: Cell) -> None:
-    """The page holds every step, the answers, and the load of each layer's experts, which adds up; of a run in which
-    copies agree."""
+    """The page holds every step, the sample generations, and the load of each layer's experts, which adds up; of a run
+    in which copies agree."""
     run = cell.train(
         2, cell.out, "--max-steps", 2, "--save-steps", 0, "--generate-steps", 2, "--eval-ratio", 0.1,
         "--generate-max-new-tokens", NEW_TOKENS, "--check-replicas", 1,
@@ -116,8 +116,8 @@ def report(cell: Cell) -> None:
 
 
 def packing(cell: Cell) -> None:
-    """The loss and gradients of all rows are those of samples with a row each, and so are answers after the update; or
-    the run is refused, before anything is loaded."""
+    """The loss and gradients of all rows are those of samples with a sequence each, and so are generations after the
+    update; or the run is refused, before anything is loaded."""
     if cell.family in REFUSED:
         argv = ["--model", cell.model, "--dataset", cell.data, "--output-dir", cell.out, "--use-cpu", "--packing"]
         ((code, told),) = cell.ranks.run(run_main, 1, [*map(str, argv)], join_group=False)

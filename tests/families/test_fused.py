@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.families import causal_families
-from moe.gpu import rehearsing_gpu
+from expertmesh.moe.kernels.gpu import rehearsing_gpu
+from expertmesh.moe.model.families import causal_families
+from expertmesh.training.fused.fuse import fuse_layers
 from tests.families.configs import TEXT_IDS, UNSHRINKABLE, tiny_model
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
 from tests.training.test_fused import counting_calls
-from training.fused import fuse_layers
 
 FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE]
 NO_NORMS = {"cohere2_moe", "phimoe"}

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from moe import build_model, moe_layers
-from moe.experts import expert_modules
-from moe.model import fp32_parameters
-from sharding import Topology
+from expertmesh.moe import build_model, moe_layers
+from expertmesh.moe.experts.expert_mlp import expert_modules
+from expertmesh.moe.model.build import fp32_parameters
+from expertmesh.sharding import Topology
+from expertmesh.training.data import collate
+from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, attention_mask, hf_model, ours, random_samples, sharded_model
 from tests.families.test_families import FAMILIES
 from tests.tiny import relative_error
-from training.data import collate
-from training.step import token_loss_sum
 
 SAMPLES = random_samples([40] * 4, vocabulary=290)
 NOISE = 0.02

@@ -1,4 +1,4 @@
-"""Every causal MoE family with samples that share a row: the loss of each by itself, or an error that says why not.
+"""Every causal MoE family with packed samples: the loss of each by itself, or an error that says why not.
 
 In one process; test_parity.py holds gradients on several ranks for some of them.
 """
@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from moe import ExpertMeshError, build_model
+from expertmesh.moe import ExpertMeshError, build_model
+from expertmesh.training.attention.packed_attention import OWN, check_packing, choose_attention
+from expertmesh.training.data import Batch, collate
+from expertmesh.training.loss.head import attach_loss_head
+from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.reference import random_samples
 from tests.families.configs import tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
 from tests.tiny import loaded
-from training.attention import OWN, check_packing, choose_attention
-from training.data import Batch, collate
-from training.head import attach_loss_head
-from training.step import token_loss_sum
 
 TOLERANCE = 1e-5
 LEAK = 1e-4

@@ -12,8 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe import ExpertMeshError
-from sharding import Topology
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Topology
+from expertmesh.training.attention.packed_attention import choose_attention
+from expertmesh.training.data import Sample, collate, pack
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     Case,
@@ -29,10 +33,6 @@ from tests.distributed.test_packing import CAPACITY
 from tests.families.configs import TEXT_IDS, tiny_config, tiny_model
 from tests.tiers import REPRESENTATIVES, diagonal
 from tests.tiny import relative_error
-from training.attention import choose_attention
-from training.balance import LossWeights
-from training.data import Sample, collate, pack
-from training.step import compute_gradients
 
 FAMILIES = REPRESENTATIVES[1:]
 TOLERANCE = 1e-5
@@ -79,7 +79,7 @@ def expected(family: str, name: str) -> Figures:
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights."""
     if name == "shared rows" and "linear_attention" in (getattr(tiny_config(family), "layer_types", None) or ()):
-        pytest.skip("a state goes from token to token; test_shared_rows.py holds that it is refused")
+        pytest.skip("a state goes from token to token; test_context_parallel.py holds that it is refused")
     topology, case = CASES[name][0], case_of(family, name)
     hf_model(case, seed=1).save_pretrained(tmp_path)
     found = ranks.run(ours, topology.world_size, tmp_path, topology, case)[0]
@@ -88,11 +88,11 @@ def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: 
     assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
     assert found.balance_loss == pytest.approx(want.balance_loss, rel=TOLERANCE)
     assert found.z_loss == pytest.approx(want.z_loss, rel=TOLERANCE)
-    _compare(found.grads, want.grads, CANCELLED * want.grad_norms[0])
-    _compare(found.weights, want.weights, 0.0, WEIGHT_TOLERANCE)
+    compare(found.grads, want.grads, CANCELLED * want.grad_norms[0])
+    compare(found.weights, want.weights, 0.0, WEIGHT_TOLERANCE)
 
 
-def _compare(found: dict[str, Tensor], want: dict[str, Tensor], floor: float, tolerance: float = TOLERANCE) -> None:
+def compare(found: dict[str, Tensor], want: dict[str, Tensor], floor: float, tolerance: float = TOLERANCE) -> None:
     # what no token reaches has no gradient in HF's class, and zeros in ours
     for name in found.keys() ^ want.keys():
         assert not found.get(name, want.get(name)).any(), name  # type: ignore[union-attr]
@@ -118,7 +118,7 @@ def test_packed_rows(ranks: RankPool, tmp_path: Path, family: str) -> None:
     for topology in (Topology(2, 2), Topology(4, 4, "full", 2)):
         together = ranks.run(_gradients, topology.world_size, tmp_path, topology, family, packed, True)[0]
         assert together[0] == pytest.approx(alone[0], rel=TOLERANCE)
-        _compare(together[1], alone[1], CANCELLED * norm)
+        compare(together[1], alone[1], CANCELLED * norm)
 
 
 def _gradients(
@@ -128,6 +128,6 @@ def _gradients(
     case = Case([], family=family, attention=attention, settings={"packing": packing})
     model, mesh, _ = sharded_model(path, topology, case)
     mine = rows[topology.data_index(torch.distributed.get_rank()) :: topology.data_size]
-    batch = collate(mine, mesh.sharers)
+    batch = collate(mine, mesh.cp_group)
     result = compute_gradients(model.train(), [batch], LossWeights(0.0, 0.0))
     return result.loss, in_full({n: p.grad for n, p in model.named_parameters() if p.grad is not None})

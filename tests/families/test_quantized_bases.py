@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sharding import Topology
+from expertmesh.sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples
 from tests.families.lora import reference

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import train_ep
-from checkpoints import export_model, open_source, shard_and_load
-from checkpoints.convert import HowToWrite
-from checkpoints.merge import merge_adapter
-from moe import ExpertMeshError, build_model, read_rope_scaling
-from sharding import Strategy, Topology, build_mesh
+from expertmesh import train_ep
+from expertmesh.checkpoints import export_model, open_source, shard_and_load
+from expertmesh.checkpoints.adapter.merge import merge_adapter
+from expertmesh.checkpoints.ep_shards.convert import HowToWrite
+from expertmesh.moe import ExpertMeshError, build_model, read_rope_scaling
+from expertmesh.sharding import Strategy, Topology, build_mesh
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
 from tests.families.configs import POSITIONS, tiny_config, tiny_model
@@ -91,7 +91,7 @@ def test_equals_transformers_beyond_the_old_positions(ranks: RankPool, tmp_path:
 
 
 def logits_of(model: Any) -> Tensor:
-    """Of a row that goes from the old positions to those beyond."""
+    """Logits of a sequence that runs from the old positions to those beyond."""
     tokens_BS = torch.arange(3, 35).unsqueeze(0)
     positions_BS = torch.arange(POSITIONS - 8, POSITIONS + 24).unsqueeze(0)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_dynamic_ones_forget_earlier_rows() -> None:
 
 
 def test_a_model_without_rotary_embedding_is_told(tmp_path: Path) -> None:
-    """Of a family whose config has parameters all the same."""
+    """A family without rotary embedding whose config has its parameters all the same."""
     tiny_config("granitemoehybrid").save_pretrained(tmp_path)
     source = open_source(tmp_path, read_rope_scaling("yarn:4"))
     with pytest.raises(ExpertMeshError, match=r"config.json: .*GraniteMoeHybridForCausalLM has no rotary embedding"):

@@ -1,4 +1,4 @@
-"""What is frozen, and routers whose bias moves: the same on any arrangement of ranks."""
+"""What is frozen, and routers whose bias moves: the same for every parallel layout."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sharding import Topology
+from expertmesh.sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, in_our_layout, ours, random_samples, reference
 from tests.distributed.test_checkpoints import read
@@ -108,7 +108,7 @@ BIAS = "e_score_correction_bias"
 @pytest.mark.exhaustive
 def test_bias_moves_alike_on_any_ranks(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     """After 6 steps every bit is the same: at (1,1), (4,2), (4,4), in one forward a step or several, with layers
-    computed again in backward, and in a run that was resumed. It is exported in fp32 from a model in bf16."""
+    recomputed in backward, and in a run that was resumed. It is exported in fp32 from a model in bf16."""
     model: Any = tiny_model("deepseek_v3", seed=1)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")

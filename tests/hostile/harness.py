@@ -1,4 +1,4 @@
-"""Runs broken and hostile input through the product, in a process of its own that is watched.
+"""Runs broken and hostile input through the product, in a monitored process of its own.
 
 A case is one input, read by the function that reads it for users. It must end in a right result or in an
 `ExpertMeshError` that names what is wrong. Any other exception is a failure, and so are: memory beyond a bound, a case
@@ -24,8 +24,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from moe import ExpertMeshError
-from sharding import start_process_group
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import start_process_group
 from tests.distributed.pool import PRELOAD
 
 MULTIPLIER = int(os.environ.get("HOSTILE_CASES", "1"))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints.adapter import CONFIG, WEIGHTS, Adapter
-from checkpoints.names import Names
-from checkpoints.opening import open_readable
-from checkpoints.peft_format import adapter_config, lora_names
-from moe import moe_layers
+from expertmesh.checkpoints.adapter.adapter_files import CONFIG, WEIGHTS, Adapter
+from expertmesh.checkpoints.adapter.peft_format import adapter_config, lora_names
+from expertmesh.checkpoints.hf.names import Names
+from expertmesh.checkpoints.opening import open_readable
+from expertmesh.moe import moe_layers
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.models import SMALL
 from tests.hostile.mutations import BROKEN_TEXTS, HOSTILE_VALUES, changed_document, changed_weights, dumped
@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a projection and of every expert, a tensor each."""
+    """An adapter of a projection and of every expert, one tensor each."""
     path, tensors = tmp_path_factory.mktemp("adapter"), {}
     weights = load_file(base / "model.safetensors")
     for name, weight in weights.items():

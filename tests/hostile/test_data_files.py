@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from expertmesh.training.data import Columns, DataOptions, limits, load_samples, set_chat_template
+from expertmesh.training.data.data_files import open_rows
+from expertmesh.training.data.samples import _records
+from expertmesh.training.inputs import load_tokenizer
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.mutations import BROKEN_TEXTS, changed_bytes, changed_document, dumped, nested
 from tests.tiny import save_tokenizer
-from training.data import Columns, DataOptions, limits, load_samples, set_chat_template
-from training.data.files import open_rows
-from training.data.samples import _records
-from training.inputs import load_tokenizer
 
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}

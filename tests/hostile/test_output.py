@@ -14,15 +14,15 @@ from unittest import mock
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from checkpoints.__main__ import main as checkpoints_main
+from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.training import lock
+from expertmesh.training.lock import DirectoryLock
+from expertmesh.training.watch.log import RunLog
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 from tests.hostile.models import SMALL
 from tests.hostile.test_model_directory import small
 from tests.tiny import save_model, save_tokenizer
-from training import lock
-from training.lock import DirectoryLock
-from training.log import RunLog
 
 __all__ = ["small"]
 
@@ -65,7 +65,7 @@ def test_cannot_be_written(ranks: RankPool, tmp_path: Path, arguments: list[str]
 def test_nothing_is_overwritten_unasked(
     ranks: RankPool, tmp_path: Path, arguments: list[str], held: str, resume: str | None
 ) -> None:
-    """Neither by a new run, nor by one that goes on from a checkpoint of another directory."""
+    """Neither by a new run, nor by one that resumes from a checkpoint of another directory."""
     (tmp_path / "out" / held).parent.mkdir(parents=True)
     (tmp_path / "out" / held).write_text("precious")
     (tmp_path / "elsewhere").mkdir()
@@ -78,7 +78,7 @@ def test_nothing_is_overwritten_unasked(
 
 
 def test_exported_model_is_not_replaced_by_a_restart(ranks: RankPool, tmp_path: Path, arguments: list[str]) -> None:
-    """--resume auto, where nothing is left to go on from."""
+    """--resume auto, where nothing is left to resume from."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("precious")
     ((code, errors),) = ranks.run(run_main, 1, [*arguments, str(tmp_path), "--resume", "auto"], join_group=False)
@@ -209,7 +209,7 @@ def _without_room_for_the_merged_tokenizer(argv: list[str]) -> tuple[int, str]:
 def test_a_merged_model_is_not_whole_without_its_tokenizer(
     ranks: RankPool, tmp_path: Path, arguments: list[str]
 ) -> None:
-    """The command that merges goes on with it, as with any that is not whole."""
+    """The command that merges goes on with it, as with any that is incomplete."""
     out, model = tmp_path / "out", arguments[arguments.index("--model") + 1]
     argv = [*arguments, str(out), "--tokenizer", model, "--adapter", "lora", "--merge", "--save-steps", "0"]
     ((code, errors),) = ranks.run(_without_room_for_the_merged_tokenizer, 1, argv, join_group=False)
@@ -291,7 +291,7 @@ def test_export_goes_on_under_another_plan(small: Path, tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("checkpoints.convert.copy_side_files", fails)
+        patch.setattr("expertmesh.checkpoints.ep_shards.convert.copy_side_files", fails)
         assert checkpoints("export", small, tmp_path / "begun")[0] == 2
     assert (tmp_path / "begun" / "model.safetensors").exists()
     for out in ("whole", "begun"):
@@ -311,7 +311,7 @@ def test_conversion_whose_directory_goes_away(
             (out / "x").write_text("")
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"checkpoints.convert.{name}", gone)
+            patch.setattr(f"expertmesh.checkpoints.ep_shards.convert.{name}", gone)
             code, errors = checkpoints(*command, small, out)
         assert (code, f"{out}" in errors) == (2, True), errors
         assert "cannot be written" in errors
@@ -341,7 +341,7 @@ def test_overwriting_clears_what_a_run_writes_and_nothing_else(
     less = [*arguments, str(out), "--save-steps", "0", "--no-export", "--overwrite-output-dir"]
     assert ranks.run(run_main, 1, less, join_group=False) == [(0, "")]
     assert set(tree(out)) == {"config.yaml", "environment.json", "metrics.jsonl", "report.html", *kept}
-    # there is nothing of the first run left to go on from
+    # there is nothing of the first run left to resume from
     assert ranks.run(run_main, 1, [*arguments, str(out), "--resume", "auto"], join_group=False) == [(0, "")]
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import find_checkpoint
-from checkpoints.checksums import seal
-from checkpoints.manifest import MANIFEST
-from checkpoints.state.marker import MARKER
+from expertmesh.checkpoints import find_checkpoint
+from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
+from expertmesh.checkpoints.state.marker import MARKER
+from expertmesh.checkpoints.storage.checksums import seal
 from tests.hostile.harness import Refused, Watch
 from tests.hostile.models import loaded, loaded_model, same_bits
 from tests.hostile.mutations import dumped

@@ -1,4 +1,4 @@
-"""Broken and hostile settings: the YAML file of --config, and what `python -m sharding plan` reads."""
+"""Broken and hostile settings: the YAML file of --config, and what `python -m expertmesh.sharding plan` reads."""
 
 import contextlib
 import functools
@@ -14,14 +14,14 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from checkpoints import resolve_model
-from moe import ExpertMeshError
-from sharding.__main__ import main as plan_main
-from sharding.planner.hardware import preset, save_measured
+from expertmesh.checkpoints import resolve_model
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig, parse_config
+from expertmesh.training.foresight.cluster_commands import main as plan_main
+from expertmesh.training.foresight.planner.hardware import preset, save_measured
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.mutations import BROKEN_TEXTS, changed_bytes, changed_document, dumped
 from tests.hostile.test_model_directory import small
-from training.config import TrainConfig, parse_config
 
 __all__ = ["small"]
 
@@ -115,7 +115,7 @@ def model_names(watch: Watch, _: int) -> None:
 
 
 def plans(watch: Watch, num_cases: int, small: Path) -> None:
-    """Of hostile configs, and with hostile rates of a machine."""
+    """Plans of hostile configs, and with hostile rates of a machine."""
     directory = watch.directory / "model"
     directory.mkdir()
     file, rates = directory / "config.json", watch.directory / "rates.json"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from moe import ExpertMeshError, check_config
-from moe.families import causal_families
+from expertmesh.moe import ExpertMeshError, check_config
+from expertmesh.moe.model.families import causal_families
 from tests.families.configs import tiny_config
 from tests.tiny import tiny_config as tiny_mixtral_config
 

@@ -9,11 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe import Attention, build_model, count_parameters, seen_pairs, training_flops
-from sharding import RowGroup
+from expertmesh.moe import Attention, build_model, count_parameters, seen_pairs, training_flops
+from expertmesh.sharding import CPGroup
+from expertmesh.training.data import Sample, collate
 from tests.families.configs import tiny_config as config_of
 from tests.tiny import tiny_config, tiny_mixtral
-from training.data import Sample, collate
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
@@ -103,13 +103,14 @@ def _multiplied(config: Any, sequences: list[tuple[int, ...]], monkeypatch: pyte
 
 @pytest.mark.parametrize("window", [0, 1, 4, 100])
 def test_pairs_by_counting(window: int) -> None:
-    """Of whole samples, and of the parts of them that ranks of a context-parallel group hold, also beyond the end."""
+    """Pairs of complete samples, and of the parts of them that ranks of a context-parallel group hold, also beyond the
+    end."""
     samples = [Sample.of_prompt(list(range(3, 3 + length)), 1) for length in LENGTHS]
     rows = [samples[:2], samples[2:]]
     kinds = [Attention(window, 1)]
     expected = sum(min(place + 1, window or place + 1) for length in LENGTHS for place in range(length))
     assert seen_pairs(kinds, collate(rows).spans) == (expected,)
     for ranks in (2, 4):
-        parts = [collate(rows, RowGroup(ranks, rank, None)) for rank in range(ranks)]
+        parts = [collate(rows, CPGroup(ranks, rank, None)) for rank in range(ranks)]
         assert sum(seen_pairs(kinds, part.spans)[0] for part in parts) == expected
         assert [sum(map(len, part.spans)) for part in parts] == [part.num_tokens for part in parts]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe.dispatch import _wait_for_counts, exchange_counts
+from expertmesh.moe.dispatch.plain import _wait_for_counts, exchange_counts
 
 
 @pytest.mark.gpu

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe import KERNELS, ExpertMeshError, build_model, dropless_experts, kernel_needs, moe_layers, use_kernel
-from moe.activation import Activation
-from moe.experts import expert_modules, read_layout
+from expertmesh.moe import KERNELS, ExpertMeshError, build_model, dropless_experts, kernel_needs, moe_layers, use_kernel
+from expertmesh.moe.experts.activation import Activation
+from expertmesh.moe.experts.expert_mlp import expert_modules, read_layout
 from tests.families.configs import skip_if_older
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import CPU_KERNELS

@@ -1,4 +1,4 @@
-"""Products in fp8: what is cast, against fp8's error; products and gradients, against those of the rounded numbers."""
+"""Matmuls in fp8: what is cast, against fp8's error; results and gradients, against those of the rounded values."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,12 +10,22 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import moe.fp8
-from moe import ExpertMeshError, Needs, choose_kernel
-from moe.experts import LowRank
-from moe.fp8 import MULTIPLE, WIDEST, Scaled, cast_columns, cast_rows, cast_runs, padded_runs, plain_rows, plain_runs
-from moe.grouped import for_any_rows
-from moe.kernels import FP8, LOOP
+import expertmesh.moe.kernels.fp8
+from expertmesh.moe import ExpertMeshError, Needs, choose_kernel
+from expertmesh.moe.experts.expert_mlp import LowRank
+from expertmesh.moe.kernels.expert_kernels import FP8, LOOP
+from expertmesh.moe.kernels.fp8 import (
+    MULTIPLE,
+    WIDEST,
+    Scaled,
+    cast_columns,
+    cast_rows,
+    cast_runs,
+    padded_runs,
+    plain_rows,
+    plain_runs,
+)
+from expertmesh.moe.kernels.grouped import for_any_rows
 from tests.interpreter import interpreted, round_to_nearest
 from tests.moe.test_experts import KINDS, TOP_K, of_family, random
 from tests.moe.test_kernels import COUNTS, fused
@@ -117,8 +127,8 @@ def test_runs_are_padded_with_zeros(counts: list[int]) -> None:
 @pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
 def test_kernels_cast_the_same(counts: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     round_to_nearest(monkeypatch)
-    from moe import fp8_triton
-    from moe.fp8_triton import fused_columns, fused_rows, fused_runs
+    from expertmesh.moe.kernels import fp8_triton
+    from expertmesh.moe.kernels.fp8_triton import fused_columns, fused_rows, fused_runs
 
     # several programs a column, each of which takes several tiles
     monkeypatch.setattr(fp8_triton, "ROWS_A_PROGRAM", 5)
@@ -172,14 +182,14 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
 def test_products_are_within_the_error_of_fp8(counts: list[int], is_transposed: bool) -> None:
-    """Of each number of a product, summed up; and, where numbers are many, far within."""
+    """Each element of a matmul is within the error bound; and, where elements are many, far within."""
     x_RI, weight_eOI, grad_RO, out_RO, grad_x_RI, grad_weight_eOI = product_and_gradients(counts, is_transposed)
     x, w, g = (t.detach().double() for t in (x_RI, weight_eOI, grad_RO))
     grad_weight_eOI = grad_weight_eOI.double()
 
     def check(found: Tensor, a: Tensor, b: Tensor) -> None:
-        """Of a · bᵀ. A number is off by half a step, or by half of the smallest of its row, whose scale is at most
-        1 / 224 of the largest."""
+        """Check `found` against a · bᵀ. An element is off by half a step, or by half of the smallest of its row, whose
+        scale is at most 1 / 224 of the largest."""
         off_a, off_b = (t.abs() * HALF_A_STEP + t.abs().amax(1, keepdim=True) / 224 * SMALLEST for t in (a, b))
         bound = off_a @ b.abs().t() + a.abs() @ off_b.t() + off_a @ off_b.t()
         exact = a @ b.t()
@@ -216,10 +226,13 @@ def test_swiglu(counts: list[int]) -> None:
 
 
 def test_rows_of_several_products_are_cast_once() -> None:
-    calls = {name: mock.Mock(wraps=getattr(moe.fp8, name)) for name in ("cast_rows", "cast_columns", "cast_runs")}
+    calls = {
+        name: mock.Mock(wraps=getattr(expertmesh.moe.kernels.fp8, name))
+        for name in ("cast_rows", "cast_columns", "cast_runs")
+    }
     tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in [(20, D), *[(2 * WIDTH, D)] * 3]]
     assert FP8.fused is not None
-    with mock.patch.multiple(moe.fp8, **calls):
+    with mock.patch.multiple(expertmesh.moe.kernels.fp8, **calls):
         out = FP8.fused(tensors[0], torch.tensor([13, 7]), *tensors[1:])
         # rows, hidden numbers, w1 and v1; w2, which lies transposed
         assert [call.call_count for call in calls.values()] == [4, 1, 0]
@@ -230,7 +243,7 @@ def test_rows_of_several_products_are_cast_once() -> None:
 
 @pytest.mark.parametrize("counts", [[0], [0, 0, 0]])
 def test_nothing_is_called_without_rows(counts: list[int]) -> None:
-    with mock.patch.object(moe.fp8, "_multiply", side_effect=AssertionError):
+    with mock.patch.object(expertmesh.moe.kernels.fp8, "_multiply", side_effect=AssertionError):
         x_RI, weight, grad_RO = inputs(counts, False)
         out_RO = product(x_RI, counts, weight)
         grads = torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)
@@ -260,7 +273,9 @@ def test_the_operator_is_given_what_it_takes(
             shape = scaled_grouped_mm(of(a), of(b), of(scale_a), of(scale_b), offs=of(offs), **options).shape
         of_experts = (offs.numel(), -1) if b.dim() == 2 else scale_b.shape
         scale_a = scale_a.view(offs.numel(), -1) if b.dim() == 2 else scale_a
-        found = moe.fp8.plain_multiply(Scaled(a, scale_a), Scaled(b.transpose(-2, -1), scale_b.view(of_experts)), offs)
+        found = expertmesh.moe.kernels.fp8.plain_multiply(
+            Scaled(a, scale_a), Scaled(b.transpose(-2, -1), scale_b.view(of_experts)), offs
+        )
         assert found.shape == shape
         return found
 
@@ -269,7 +284,7 @@ def test_the_operator_is_given_what_it_takes(
         if is_operator:
             scaled_grouped_mm = torch._scaled_grouped_mm
             monkeypatch.setattr(torch, "_scaled_grouped_mm", operator)
-            monkeypatch.setattr(moe.fp8, "computes_on_cpu", lambda tensor: False)
+            monkeypatch.setattr(expertmesh.moe.kernels.fp8, "computes_on_cpu", lambda tensor: False)
         x_RI, weight, grad_RO = inputs(counts, is_transposed)
         out_RO = product(x_RI, counts, weight.transpose(1, 2) if is_transposed else weight)
         expected.append([out_RO, *torch.autograd.grad(out_RO, (x_RI, weight), grad_RO)])
@@ -369,7 +384,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_many_rows_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe.kernels.computes_on_cpu", lambda tensor: False)
+    monkeypatch.setattr("expertmesh.moe.kernels.expert_kernels.computes_on_cpu", lambda tensor: False)
     rows, weight = torch.empty(2**16, 2**15, device="meta"), torch.empty(16, 2**15, device="meta")
     assert FP8.fused is not None
     with pytest.raises(ExpertMeshError, match=r"--expert-precision fp8 cannot take 2\^31 elements.*--max-seq-length$"):
@@ -377,6 +392,6 @@ def test_too_many_rows_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_that_are_none_need_no_cast() -> None:
-    gmm = for_any_rows(moe.fp8.fp8_products(torch.tensor([0]), 0), 1)
+    gmm = for_any_rows(expertmesh.moe.kernels.fp8.fp8_products(torch.tensor([0]), 0), 1)
     rows = torch.empty(0, D)
     assert gmm.cast(rows, False) is rows

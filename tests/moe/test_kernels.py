@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe import KERNEL_NAMES, KERNELS, ExpertMeshError, Needs, choose_kernel, matmul
-from moe.kernels import FusedSwiGLU, _leaves_empty_groups
+from expertmesh.moe import KERNEL_NAMES, KERNELS, ExpertMeshError, Needs, choose_kernel
+from expertmesh.moe.cpu import matmul
+from expertmesh.moe.kernels.expert_kernels import FusedSwiGLU, _leaves_empty_groups
 
 D, WIDTH = 16, 24
 CPU_KERNELS = ["loop", "torch-grouped"]
@@ -67,7 +68,7 @@ def test_fp32(kernel: str, counts: list[int]) -> None:
 
 @pytest.fixture(params=["blas", "onednn"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> matmul.Library:
-    """Of all products, the smallest too."""
+    """The library for all matmuls, the smallest included."""
     monkeypatch.setattr(matmul, "SMALL", 0)
     monkeypatch.setattr(matmul, "_libraries", dict.fromkeys(matmul.libraries_in_use(), request.param))
     chosen: matmul.Library = request.param
@@ -202,7 +203,7 @@ def garbage_for_empty_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_weight_gradients_of_empty_groups_are_zero(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
     garbage_for_empty_groups(monkeypatch)
-    monkeypatch.setattr("moe.kernels._leaves_empty_groups", lambda device: True)
+    monkeypatch.setattr("expertmesh.moe.kernels.expert_kernels._leaves_empty_groups", lambda device: True)
     check("torch-grouped", counts, torch.float32, "cpu", 1e-5)
 
 
@@ -256,7 +257,7 @@ def test_choice_by_compute_capability(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_grouped: bool
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    monkeypatch.setattr("moe.megablocks.find_spec", lambda name: name)
+    monkeypatch.setattr("expertmesh.moe.megablocks.megablocks_kernels.find_spec", lambda name: name)
     expected = "torch-grouped" if is_grouped else "megablocks-sparse"
     assert choose_kernel("auto", needs("cuda", 128, 256)).name == expected
 
@@ -264,7 +265,9 @@ def test_choice_by_compute_capability(
 def test_choice_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"megablocks", "stk", "triton"}
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr("moe.megablocks.find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(
+        "expertmesh.moe.megablocks.megablocks_kernels.find_spec", lambda name: name if name in installed else None
+    )
     choice = choose_kernel("auto", needs("cuda", 128, 256))
     assert choice.name == "megablocks-sparse"
     assert choice.why == "auto: in grouped_mm this GPU would launch one matmul per expert"
@@ -290,7 +293,7 @@ def test_choice_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choice_for_experts_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases or another activation: a kernel that has a product. Of several widths, one that suits all."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr("moe.megablocks.find_spec", lambda name: name)
+    monkeypatch.setattr("expertmesh.moe.megablocks.megablocks_kernels.find_spec", lambda name: name)
     no_swiglu = replace(needs("cuda", 128, 256), is_swiglu=False)
     assert choose_kernel("auto", needs("cuda", 128, 256)).name == "megablocks-sparse"
     assert choose_kernel("auto", no_swiglu).name == "torch-grouped"

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from moe import (
+from expertmesh.moe import (
     ExpertMeshError,
+    Forward,
     RouterStats,
     build_model,
     dropless_experts,
@@ -17,9 +18,9 @@ from moe import (
     router_z_loss,
     take_stats,
 )
-from moe.dispatch import LocalDispatcher, _transpose_blocks
-from moe.routing import count_experts, router_stats
-from moe.scores import LOG_SCORES, RouterKind
+from expertmesh.moe.dispatch.plain import LocalDispatcher, _transpose_blocks
+from expertmesh.moe.experts.router_stats import count_experts, router_stats
+from expertmesh.moe.model.scores import LOG_SCORES, RouterKind
 from tests.moe.test_kernels import CPU_KERNELS
 from tests.tiny import loaded, our_block, our_experts, our_rows, relative_error, tiny_block, tiny_config, tiny_mixtral
 
@@ -58,16 +59,16 @@ def test_padding_is_neither_routed_nor_counted() -> None:
     moe = layer()
     x_BSD = torch.randn(2, 5, 16)
     is_token_BS = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]).bool()
-    moe.experts.is_token_BS = is_token_BS
     x_padded = x_BSD.clone().requires_grad_()
-    out = moe(x_padded)
-    padded_stats = moe.experts.stats
+    with Forward(is_token_BS) as forward:
+        out = moe(x_padded)
+    padded_stats = forward.stats[moe.experts]
     assert torch.equal(out[~is_token_BS], torch.zeros(3, 16))
 
-    moe.experts.is_token_BS = None
     x_alone = x_BSD[is_token_BS].unsqueeze(0).clone().requires_grad_()
-    alone = moe(x_alone)
-    stats = moe.experts.stats
+    with Forward() as forward:
+        alone = moe(x_alone)
+    stats = forward.stats[moe.experts]
     torch.testing.assert_close(out[is_token_BS], alone[0])
     assert torch.equal(padded_stats.counts_E, stats.counts_E)
     torch.testing.assert_close(padded_stats.prob_sum_E, stats.prob_sum_E)
@@ -85,8 +86,8 @@ def test_padding_is_neither_routed_nor_counted() -> None:
 
 def test_nothing_but_padding() -> None:
     moe = layer()
-    moe.experts.is_token_BS = torch.zeros(1, 3, dtype=torch.bool)
-    out = moe(torch.randn(1, 3, 16, requires_grad=True))
+    with Forward(torch.zeros(1, 3, dtype=torch.bool)):
+        out = moe(torch.randn(1, 3, 16, requires_grad=True))
     out.sum().backward()
     assert torch.equal(out, torch.zeros(1, 3, 16))
     for parameter in moe.parameters():
@@ -130,19 +131,19 @@ def test_statistics_of_a_router() -> None:
     moe, seen = layer(), []
     moe.experts.kind = RouterKind("softmax")
     moe.gate.register_forward_hook(lambda router, args, output: seen.append(output))
-    moe(torch.randn(1, 11, 16))
+    with Forward() as forward:
+        moe(torch.randn(1, 11, 16))
+        assert not forward.logits_TE, "the experts took them"
     ((logits_TE, _, experts_TK),) = seen
-    stats = moe.experts.stats
+    stats = forward.stats[moe.experts]
     assert stats.rows_computed == 2 * 11
     assert torch.equal(stats.counts_E, experts_TK.flatten().bincount(minlength=4))
     torch.testing.assert_close(stats.prob_sum_E, logits_TE.softmax(dim=-1).sum(dim=0))
     torch.testing.assert_close(stats.z_sum, logits_TE.logsumexp(dim=-1).square().sum())
     entropy = torch.distributions.Categorical(logits=logits_TE.detach()).entropy()
     torch.testing.assert_close(stats.entropy_sum, entropy.sum())
-    assert stats.prob_sum_E.requires_grad
-    assert stats.z_sum.requires_grad
-    assert not stats.entropy_sum.requires_grad
-    assert moe.experts.logits_TE is None, "logits of one forward are not the next one's"
+    sums = (stats.prob_sum_E, stats.z_sum, stats.entropy_sum)
+    assert [total is not None and total.requires_grad for total in sums] == [True, True, False]
 
 
 def test_statistics_of_sure_routers() -> None:
@@ -182,8 +183,9 @@ def test_entropy_of_unknown_scores_is_not_told() -> None:
 
 def test_experts_without_a_router_count_alone() -> None:
     moe = layer()
-    moe.experts(torch.randn(3, 16), torch.tensor([[0, 1], [3, 1], [1, 2]]), torch.rand(3, 2))
-    stats = moe.experts.stats
+    with Forward() as forward:
+        moe.experts(torch.randn(3, 16), torch.tensor([[0, 1], [3, 1], [1, 2]]), torch.rand(3, 2))
+    stats = forward.stats[moe.experts]
     assert stats.counts_E.tolist() == [1, 3, 1, 1]
     assert (stats.prob_sum_E, stats.z_sum, stats.entropy_sum) == (None, None, None)
 
@@ -226,17 +228,18 @@ def test_swapped_model_is_on_meta_and_padding_is_passed_on() -> None:
     model = loaded(model, tiny_mixtral())
     tokens = torch.ones(2, 4, dtype=torch.int64)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    model(input_ids=tokens, attention_mask=mask, use_cache=False)
-    assert [int(s.counts_E.sum()) for s in take_stats(model)] == [2 * 6, 2 * 6]
-    model(input_ids=tokens, is_token_BS=mask.bool(), use_cache=False)
-    assert [int(s.counts_E.sum()) for s in take_stats(model)] == [2 * 6, 2 * 6]
+
+    def choices(forward: Forward, **arguments: Any) -> list[int]:
+        with forward:
+            model(**arguments, use_cache=False)
+        return [int(stats.counts_E.sum()) for stats in take_stats(model, forward)]
+
+    assert choices(Forward(), input_ids=tokens, attention_mask=mask) == [2 * 6, 2 * 6]
+    assert choices(Forward(mask.bool()), input_ids=tokens) == [2 * 6, 2 * 6]
     embedded = model.get_input_embeddings()(tokens)
-    model(input_ids=None, inputs_embeds=embedded, attention_mask=mask, use_cache=False)
-    assert [int(s.counts_E.sum()) for s in take_stats(model)] == [2 * 6, 2 * 6]
+    assert choices(Forward(), input_ids=None, inputs_embeds=embedded, attention_mask=mask) == [2 * 6, 2 * 6]
     # a forward without a mask must not remember the last one
-    model(input_ids=tokens, use_cache=False)
-    assert [int(s.counts_E.sum()) for s in take_stats(model)] == [2 * 8, 2 * 8]
-    assert layers[0].is_token_BS is None
+    assert choices(Forward(), input_ids=tokens) == [2 * 8, 2 * 8]
 
 
 def test_buffers_are_those_of_transformers() -> None:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe import ExpertMeshError, MoEShape, megablocks_ops, original_dmoe
-from moe.megablocks import _topology
-from moe.swiglu import plain_backward, plain_forward
+from expertmesh.moe import ExpertMeshError, MoEShape, original_dmoe
+from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward
+from expertmesh.moe.megablocks import megablocks_ops
+from expertmesh.moe.megablocks.megablocks_kernels import _topology
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import fused
 from tests.tiny import our_block, relative_error, tiny_block, tiny_mixtral
@@ -146,7 +147,7 @@ def test_original_layer_on_gpu() -> None:
 
 
 def triton() -> ModuleType:
-    return importlib.import_module("moe.swiglu_triton")
+    return importlib.import_module("expertmesh.moe.kernels.swiglu_triton")
 
 
 @interpreted
@@ -253,7 +254,7 @@ def test_sparse_refuses_tensors_past_its_offsets() -> None:
 
 
 def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe.megablocks.find_spec", lambda name: None)
+    monkeypatch.setattr("expertmesh.moe.megablocks.megablocks_kernels.find_spec", lambda name: None)
     weight = torch.zeros(D, D)
     with pytest.raises(ExpertMeshError, match="needs grouped_gemm, not installed here; run pip install"):
         fused("megablocks-grouped")(torch.zeros(2, D), torch.tensor([2]), weight, weight, weight)

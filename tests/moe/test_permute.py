@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe import permute
-from moe.dispatch import _expert_order, _without_padding
-from moe.permute import ExpertOrder, RowsToTokens, TokensToRows
+from expertmesh.moe.dispatch import permute
+from expertmesh.moe.dispatch.permute import ExpertOrder, RowsToTokens, TokensToRows
+from expertmesh.moe.dispatch.plain import _expert_order, _without_padding
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteMoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 
-from moe import ExpertMeshError, build_model, moe_layers
-from moe.probe import SeenExperts, probe
-from moe.scores import UNKNOWN, RouterKind
+from expertmesh.moe import ExpertMeshError, build_model, moe_layers
+from expertmesh.moe.model.probe import SeenExperts, probe
+from expertmesh.moe.model.scores import UNKNOWN, RouterKind
 from tests.families.configs import tiny_config as config_of
 from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
 
@@ -20,7 +20,7 @@ from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
 @pytest.fixture(autouse=True)
 def _seen_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here parts of a model are exchanged for others, which its config does not tell."""
-    monkeypatch.setattr("moe.model.probe", probe)
+    monkeypatch.setattr("expertmesh.moe.model.build.probe", probe)
 
 
 def on_meta(config: Any, attention: str = "sdpa") -> Any:

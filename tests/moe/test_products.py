@@ -1,12 +1,12 @@
-"""One product of all experts against a plain matmul an expert, with autograd's own backward; and biases."""
+"""One grouped GEMM of all experts against a plain matmul per expert, with autograd's own backward; and biases."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe import KERNELS, ExpertMeshError
-from moe.products import AddBias, Product
+from expertmesh.moe import KERNELS, ExpertMeshError
+from expertmesh.moe.kernels.expert_products import AddBias, Product
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import (
     COUNTS,
@@ -148,7 +148,7 @@ def test_weight_gradients_of_empty_groups_are_zero(
     monkeypatch: pytest.MonkeyPatch, counts: list[int], is_transposed: bool
 ) -> None:
     garbage_for_empty_groups(monkeypatch)
-    monkeypatch.setattr("moe.kernels._leaves_empty_groups", lambda device: True)
+    monkeypatch.setattr("expertmesh.moe.kernels.expert_kernels._leaves_empty_groups", lambda device: True)
     check("torch-grouped", counts, is_transposed, torch.float32, "cpu", 1e-5)
 
 

@@ -5,9 +5,20 @@ from typing import Any
 import pytest
 import torch
 
-from moe import KERNELS
-from moe.products import looped_product
-from moe.quantised import BLOCK, NF4, Kind, Storage, fill, nf4_pairs, quantise, stored_linear, stored_product, widen
+from expertmesh.moe import KERNELS
+from expertmesh.moe.experts.quantised import (
+    BLOCK,
+    NF4,
+    Kind,
+    Storage,
+    fill,
+    nf4_pairs,
+    quantise,
+    stored_linear,
+    stored_product,
+    widen,
+)
+from expertmesh.moe.kernels.expert_products import looped_product
 from tests.interpreter import interpreted
 
 KINDS: list[Any] = ["fp8", "nf4"]
@@ -83,7 +94,7 @@ def test_experts_a_few_at_a_time(
     kind: Any, is_transposed: bool, kernel: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five experts of which two get no row, with room for so many at once."""
-    monkeypatch.setattr("moe.quantised._WIDENED_BYTES", few * 16 * 64 * 4)
+    monkeypatch.setattr("expertmesh.moe.experts.quantised._WIDENED_BYTES", few * 16 * 64 * 4)
     generator = torch.Generator().manual_seed(0)
     counts_e = torch.tensor([0, 3, 4, 0, 2])
     weight = torch.randn(5 * 16, 64, generator=generator)
@@ -128,7 +139,7 @@ def test_a_gradient_with_gaps(is_transposed: bool) -> None:
 @pytest.mark.parametrize(("num_rows", "columns"), [(3, 64), (2, 100), (5, 4160), (1, 9001)])
 def test_widening_kernels(kind: Kind, dtype: torch.dtype, num_rows: int, columns: int) -> None:
     """Every number as torch's own operators make it, also the smallest, and of rows of zeros."""
-    from moe.widen_triton import fused_fp8, fused_nf4
+    from expertmesh.moe.experts.widen_triton import fused_fp8, fused_nf4
 
     torch.manual_seed(0)
     storage = Storage(kind, columns)
@@ -148,7 +159,7 @@ def test_widening_kernels(kind: Kind, dtype: torch.dtype, num_rows: int, columns
 
 @interpreted
 def test_every_code_of_fp8() -> None:
-    from moe.widen_triton import fused_fp8
+    from expertmesh.moe.experts.widen_triton import fused_fp8
 
     codes = torch.arange(256, dtype=torch.uint8).unsqueeze(0)
     found = fused_fp8(codes, torch.ones(1, 1), torch.float32)

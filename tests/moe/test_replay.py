@@ -1,4 +1,4 @@
-"""What is computed again for its backward alone: no result and no work for it, but the same gradients to the bit."""
+"""What is recomputed for its backward alone: no result and no work for it, but the same gradients to the bit."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe import KERNELS
-from moe.dispatch import _expert_order
-from moe.kernels import FP8
-from moe.permute import PermuteRows, TokensToRows
-from moe.products import AddBias
-from moe.quantised import Storage, quantise, stored_product
+from expertmesh.moe import KERNELS
+from expertmesh.moe.dispatch.permute import PermuteRows, TokensToRows
+from expertmesh.moe.dispatch.plain import _expert_order
+from expertmesh.moe.experts.quantised import Storage, quantise, stored_product
+from expertmesh.moe.kernels.expert_kernels import FP8
+from expertmesh.moe.kernels.expert_products import AddBias
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import COUNTS, CPU_KERNELS, fused
 from tests.moe.test_kernels import inputs as swiglu_inputs

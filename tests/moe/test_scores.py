@@ -2,8 +2,8 @@
 
 import pytest
 
-from moe import build_model, moe_layers
-from moe.scores import RouterKind
+from expertmesh.moe import build_model, moe_layers
+from expertmesh.moe.model.scores import RouterKind
 from tests.families.configs import tiny_config
 
 SCORES = {

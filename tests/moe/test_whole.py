@@ -1,4 +1,4 @@
-"""Files written whole or not at all, whatever the process dies in."""
+"""Files are written atomically, whatever the process dies in."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe.whole import place_link, whole
+from expertmesh.moe.base.whole import place_link, whole
 
 
 def content(directory: Path) -> dict[str, str]:
@@ -41,7 +41,8 @@ def test_a_kill_leaves_what_was_there(tmp_path: Path) -> None:
     """And what it leaves half-written, longer than what is written next, is replaced."""
     path = tmp_path / "file"
     path.write_text("old")
-    code = "import os, pathlib, sys\nfrom moe.whole import whole\nwith whole(pathlib.Path(sys.argv[1])) as partial:\n"
+    code = "import os, pathlib, sys\nfrom expertmesh.moe.base.whole import whole\n"
+    code += "with whole(pathlib.Path(sys.argv[1])) as partial:\n"
     code += " partial.write_text('half' * 1000)\n os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", code, str(path)], cwd=Path(__file__).parents[2])
     assert killed.returncode == -signal.SIGKILL

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe.working import WorkingWeights
+from expertmesh.moe.experts.working import WorkingWeights
 
 BF16 = torch.bfloat16
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from checkpoints.source import open_source
-from moe import count_parameters, moe_shape
-from sharding.__main__ import main
-from sharding.planner.model_config import read_config
+from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe import count_parameters, moe_shape
+from expertmesh.training.foresight.cluster_commands import main
+from expertmesh.training.foresight.planner.model_config import read_config
 from tests.published.models import CONFIGS, MODELS
 from tests.test_configs import PUBLISHED
 
@@ -22,7 +22,7 @@ MOST_REHEARSED = 20
 
 
 def kinds(name: str) -> set[str]:
-    """Of its layers, and whether its attention has latent keys and values."""
+    """Kinds of a model's layers, and whether its attention has latent keys and values."""
     config = read_config(str(CONFIGS / name))[0].get_text_config()
     said: list[str] = getattr(config, "layer_types", None) or ["full_attention"]
     # two names of the same

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from checkpoints.source import open_source
-from moe import ExpertMeshError, count_parameters, decoder_layers, moe_layers, moe_shape
-from moe.scores import UNKNOWN, RouterKind
+from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe import ExpertMeshError, count_parameters, decoder_layers, moe_layers, moe_shape
+from expertmesh.moe.model.scores import UNKNOWN, RouterKind
 from tests.families.configs import is_older
 from tests.published.models import CONFIGS, MODELS, REFUSED, Figure, Part
 
@@ -81,7 +81,7 @@ def test_experts_that_transformers_does_not_mark_are_no_missing_experts() -> Non
     (said,) = str(raised.value).splitlines()
     assert "llama-4-scout/config.json: Llama4ForCausalLM has mixture-of-experts layers, but transformers" in said
     assert "Llama4TextExperts at model.layers.0.feed_forward.experts" in said
-    assert "`python -m moe families`" in said
+    assert "`python -m expertmesh.moe families`" in said
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from checkpoints.encodings import TensorInfo, decoded
-from checkpoints.source import ModelSource, open_source
+from expertmesh.checkpoints.hf.encodings import TensorInfo, decoded
+from expertmesh.checkpoints.hf.source import ModelSource, open_source
 from tests.published.models import CONFIGS
 from tests.published.tensors import TENSORS, Published
 
@@ -18,7 +18,7 @@ FILE = "model.safetensors"
 
 
 def shortened(name: str, changes: dict[str, Any], directory: Path) -> ModelSource:
-    """Of a published config.json with changes, which are those of its language model where that is a part of it."""
+    """A published config.json with changes, which apply to its language model where that is a part of it."""
     raw = json.loads((CONFIGS / name / "config.json").read_text())
     raw.get("text_config", raw).update(changes)
     (directory / "config.json").write_text(json.dumps(raw))

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from torch.profiler import ProfilerActivity, profile
 
-from sharding.planner.order import Run
+from expertmesh.training import TrainConfig
+from expertmesh.training.foresight.planner.step_order import PlannedRun
+from expertmesh.training.foresight.rehearsal.planning import planned
 from tests.tiny import tiny_config
-from training import TrainConfig
-from training.rehearsal.planning import planned
 
 ODD_SIZES = {"hidden_size": 40, "intermediate_size": 24, "vocab_size": 331, "num_attention_heads": 4, "head_dim": 16}
 """None of which the ranks divide: FSDP pads."""
@@ -26,13 +26,13 @@ def tiny_run(
     sizes: dict[str, Any] | None = None,
     device: Literal["cuda", "cpu"] = "cpu",
     **changes: Any,
-) -> Run:
+) -> PlannedRun:
     """A tiny Mixtral of these sizes with these flags, of which all tokens but each row's first have a loss."""
     return _tiny_run(world_size, tuple(flags.items()), tuple((sizes or {}).items()), device, tuple(changes.items()))
 
 
 @cache
-def _tiny_run(world_size: int, flags: Any, sizes: Any, device: Literal["cuda", "cpu"], changes: Any) -> Run:
+def _tiny_run(world_size: int, flags: Any, sizes: Any, device: Literal["cuda", "cpu"], changes: Any) -> PlannedRun:
     config = flags_of(**dict(flags))
     trained = {"trained": 1 - 1 / config.max_seq_length}
     return planned(

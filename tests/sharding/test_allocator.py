@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sharding.allocator import VARIABLES, let_segments_grow
+from expertmesh.sharding.life.allocator import VARIABLES, let_segments_grow
 from tests.distributed.test_train_ep import ROOT
 
 PROGRAM = """
@@ -20,7 +20,7 @@ class AtTorch:
             os._exit(0)
 
 sys.meta_path.insert(0, AtTorch())
-import train_ep
+from expertmesh import train_ep
 train_ep.main(sys.argv[1:])
 """
 

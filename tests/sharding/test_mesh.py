@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sharding import Mesh, Topology, build_mesh
-from sharding.collectives import recorded_collectives
+from expertmesh.sharding import Mesh, Topology, build_mesh
+from expertmesh.sharding.life.flight_recorder import recorded_collectives
 from tests.distributed.pool import RankPool
 
 TOPOLOGIES = [
@@ -26,7 +26,7 @@ TOPOLOGIES = [
 
 @contextmanager
 def fake_mesh(topology: Topology, rank: int) -> Iterator[Mesh]:
-    """Of a world whose collectives send nothing."""
+    """A mesh of a world whose collectives send nothing."""
     dist.init_process_group("fake", rank=rank, world_size=topology.world_size, store=FakeStore())
     try:
         yield build_mesh("cpu", topology)
@@ -50,13 +50,13 @@ def test_rows_travel_in_a_group_of_their_own(topology: Topology) -> None:
 def test_rows_are_shared_by_neighbours(topology: Topology) -> None:
     """In a group that nothing else uses: what goes to experts, and parameters, may be under way at the same time."""
     with fake_mesh(topology, rank=5) as mesh:
-        assert mesh.sharers is not None
-        assert mesh.sharers.ranks is not None
-        assert (mesh.sharers.size, mesh.sharers.index) == (topology.cp_size, 5 % topology.cp_size)
-        first = 5 - mesh.sharers.index
-        assert dist.get_process_group_ranks(mesh.sharers.ranks) == list(range(first, first + topology.cp_size))
+        assert mesh.cp_group is not None
+        assert mesh.cp_group.ranks is not None
+        assert (mesh.cp_group.size, mesh.cp_group.index) == (topology.cp_size, 5 % topology.cp_size)
+        first = 5 - mesh.cp_group.index
+        assert dist.get_process_group_ranks(mesh.cp_group.ranks) == list(range(first, first + topology.cp_size))
         others = [mesh.exchange, mesh.ep.get_group(), mesh.all_ranks.get_group()]
-        assert mesh.sharers.ranks.group_name not in [group.group_name for group in others]
+        assert mesh.cp_group.ranks.group_name not in [group.group_name for group in others]
 
 
 def test_its_time_limit_and_its_name(ranks: RankPool) -> None:

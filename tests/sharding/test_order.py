@@ -1,15 +1,15 @@
 """Every member of a process group comes to its collectives in the same order: else a run hangs, or mixes up data.
 
-One rank at a time is rehearsed, with tensors that hold no memory and collectives that send nothing.
+One rank at a time is dry-run, on fake tensors and collectives that send nothing.
 """
 
 import pytest
 from transformers import MixtralConfig
 
-from sharding import Checkpointing
-from training import TrainConfig
-from training.rehearsal.order import Call, calls, check_order
-from training.rehearsal.world import rehearse
+from expertmesh.sharding import Checkpointing
+from expertmesh.training import TrainConfig
+from expertmesh.training.foresight.rehearsal.collective_order import Call, calls, check_order
+from expertmesh.training.foresight.rehearsal.world import rehearse
 
 MEMBERS = {8: (0, 7), 16: (0, 7, 15)}
 """Ranks by world size, at least two of an ep group, of a dp group and of all. Of 100 tokens' rows rank 7 of 8 holds
@@ -17,7 +17,7 @@ fewer than others, and rank 15 of 16 none."""
 
 
 def rehearsed(world_size: int, rank: int, checkpointing: Checkpointing) -> list[Call]:
-    """Every collective of a step with two forwards, at ep 8."""
+    """Every collective of a step with two micro-batches, at ep 8."""
     config = TrainConfig(
         model="-",
         dataset=["-"],

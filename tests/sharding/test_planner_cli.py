@@ -1,4 +1,4 @@
-"""`python -m sharding`: plans, sweeps, pictures of the mesh, and mistakes."""
+"""`python -m expertmesh.sharding`: plans, sweeps, pictures of the mesh, and mistakes."""
 
 import contextlib
 import io
@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from sharding import Topology
-from sharding.__main__ import _print_speeds, main
-from sharding.planner.check import GroupSpeed, check_groups, mark_slow, measured_hardware
-from sharding.planner.hardware import load_measured, save_measured
-from sharding.planner.mesh_picture import picture
+from expertmesh.sharding import Topology
+from expertmesh.training import parse_config
+from expertmesh.training.foresight.cluster_commands import _print_speeds, main
+from expertmesh.training.foresight.planner.check import GroupSpeed, check_groups, mark_slow, measured_hardware
+from expertmesh.training.foresight.planner.hardware import load_measured, save_measured
+from expertmesh.training.foresight.planner.mesh_picture import picture
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config
 from tests.published.models import CONFIGS
-from training import parse_config
 
 
 @pytest.fixture
@@ -135,8 +135,8 @@ def plans(shallow: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dic
 
 @pytest.mark.exhaustive
 def test_plan_with_flags_of_a_run(config_file: Path, shallow: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows travel in parts where they travel, and products are kept where checkpointing is selective; what is
-    recommended says all of it."""
+    """Chunked overlap applies where tokens are sent, and GEMM outputs are kept where checkpointing is selective; what
+    is recommended says all of it."""
     flags = ["--overlap-chunks", "2", "--keep-expert-products", "4", "--expert-precision", "fp8"]
     common = ["plan", "--model", str(config_file), "--gpus", "64", "--micro-batch", "1"]
     assert main([*common, *flags]) == 0
@@ -199,7 +199,10 @@ def test_plan_with_shared_rows_and_inputs_in_host_memory(
         (["--model", "CONFIG", "--network", "string"], "--network string is unknown"),
         (["--model", "CONFIG", "--gpu-memory", "much"], "--gpu-memory much: write it like"),
         (["--model", "CONFIG", "--imbalance", "0.5"], "--imbalance 0.5: the busiest expert has at least the mean"),
-        (["--model", "CONFIG", "--calibrate", "CONFIG"], "is not what `python -m sharding mesh --check --json` writes"),
+        (
+            ["--model", "CONFIG", "--calibrate", "CONFIG"],
+            "is not what `python -m expertmesh.sharding mesh --check --json` writes",
+        ),
         (
             ["--model", "CONFIG", "--sweep", "--plot", "/nowhere/x.svg"],
             "--plot /nowhere/x.svg: cannot be written: No such",
@@ -347,7 +350,7 @@ def test_any_picture_fits_a_terminal(topology: Topology, experts: int) -> None:
 def measure_groups() -> tuple[list[GroupSpeed], Any]:
     import torch
 
-    from sharding import build_mesh
+    from expertmesh.sharding import build_mesh
 
     device = torch.device("cpu")
     speeds = check_groups(build_mesh("cpu", Topology(4, 2, "full", 4)), 256, device)

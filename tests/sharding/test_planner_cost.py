@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from moe import training_flops
-from sharding.planner.cost import LAUNCH, Clock, model_flops, seconds_among, step_time
-from sharding.planner.hardware import DEVICES, Device, Hardware, Link, products_in
-from sharding.planner.order import Run
-from sharding.planner.setting import Setting
-from sharding.planner.traffic import Traffic, between_nodes, by_link, group_ranks, step_traffic
+from expertmesh.moe import training_flops
+from expertmesh.training.foresight.planner.cost import LAUNCH, Clock, model_flops, seconds_among, step_time
+from expertmesh.training.foresight.planner.hardware import DEVICES, Device, Hardware, Link, products_in
+from expertmesh.training.foresight.planner.setting import Setting
+from expertmesh.training.foresight.planner.step_order import PlannedRun
+from expertmesh.training.foresight.planner.traffic import Traffic, between_nodes, by_link, group_ranks, step_traffic
 from tests.sharding.planned import tiny_run
 from tests.tiny import tiny_config
 
@@ -18,7 +18,7 @@ MACHINE = Hardware("round numbers", Device(1e12, 1e11, 1e11, 8e10), Link(1e9, 1e
 PROPORTIONATE = {"hidden_size": 64, "intermediate_size": 128}
 
 
-def run_of(world_size: int, ep_size: int, **flags: Any) -> Run:
+def run_of(world_size: int, ep_size: int, **flags: Any) -> PlannedRun:
     flags = {"ep_size": ep_size, "bf16": True, "max_seq_length": 512, "per_device_train_batch_size": 1, **flags}
     return tiny_run(world_size, flags, PROPORTIONATE, "cuda")
 
@@ -93,11 +93,11 @@ def test_a_lone_rank_only_computes() -> None:
 
 
 def test_flops_are_those_of_the_closed_formula() -> None:
-    """Of all but router statistics and the like, which have no products."""
+    """FLOPs of all parts but router statistics and the like, which have no matmuls."""
     run = run_of(1, 1)
     formula = training_flops(run.model.counts, tiny_config(**PROPORTIONATE), 512, 511, [512 * 513 // 2])
     assert model_flops(run) == pytest.approx(formula, rel=0.01)
-    # what is computed again is not needed, and not counted
+    # what is recomputed is not needed, and not counted
     assert model_flops(run_of(1, 1, gradient_checkpointing="full")) == pytest.approx(model_flops(run))
     again = step_time(run_of(1, 1, gradient_checkpointing="full"), MACHINE, 8).matrices
     assert 1.1 < again / step_time(run, MACHINE, 8).matrices < 1.34

@@ -9,23 +9,24 @@ from torch import Tensor
 from torch import distributed as dist
 
 from benchmarks.plan_accuracy import NO_LOSSES, balance_routing, build_run, full_batch
-from moe import decoder_layers, moe_layers, take_stats
-from sharding import local_tensor
-from sharding.checkpointing import checkpoint_layers
-from sharding.planner.memory import CONTEXT, RING, Memory, peak
-from sharding.planner.order import ROOT, Name
+from expertmesh.moe import decoder_layers, moe_layers
+from expertmesh.sharding import local_tensor
+from expertmesh.sharding.place.recompute import checkpoint_layers
+from expertmesh.training.foresight.planner.peak_memory import CONTEXT, RING, Memory, peak
+from expertmesh.training.foresight.planner.step_order import ROOT, Name
+from expertmesh.training.foresight.rehearsal.building import build_rehearsed
+from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.step import compute_gradients, train_step
 from tests.distributed.pool import RankPool
 from tests.sharding.planned import ODD_SIZES, allocated, flags_of, tiny_run
 from tests.tiny import in_memory, tiny_config
-from training.rehearsal.building import build_rehearsed
-from training.step import compute_gradients, token_loss_sum, train_step
 
 BIG = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
 CPU = torch.device("cpu")
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Of all storages, each once."""
+    """Bytes of all storages, each once."""
     there = [t.untyped_storage() for t in tensors if t is not None and not t.is_meta]
     return sum({storage.data_ptr(): storage.nbytes() for storage in there}.values())
 
@@ -119,10 +120,10 @@ def test_activations(mode: str) -> None:
     model = plain_model(flags)
     batch = full_batch(flags_of(**flags), 2048, seed=0)
     # held, so that nothing of it is freed under the measurement's eyes
-    before = token_loss_sum(model, batch), take_stats(model)
+    before = token_loss_sum(model, batch)
     # the routing statistics are let go of before backward
-    _, kept, _ = allocated(lambda: (token_loss_sum(model, batch), take_stats(model))[0])
-    assert before
+    _, kept, _ = allocated(lambda: token_loss_sum(model, batch))
+    assert before.requires_grad
     measured = tiny_run(1, flags, BIG).measured
     assert kept == pytest.approx(2 * measured.kinds[0].kept + measured.root.forward[1].end, rel=0.03)
 

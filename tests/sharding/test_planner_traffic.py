@@ -8,12 +8,12 @@ from torch import distributed as dist
 
 from benchmarks.plan_accuracy import build_run, full_batch
 from benchmarks.traffic import CountTraffic
-from sharding.planner.traffic import step_traffic
+from expertmesh.training.foresight.planner.traffic import step_traffic
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.step import train_step
 from tests.distributed.pool import RankPool
 from tests.sharding.planned import ODD_SIZES, flags_of, tiny_run
 from tests.tiny import tiny_config
-from training.balance import LossWeights
-from training.step import train_step
 
 
 def count(world_size: int, flags: dict[str, Any], sizes: dict[str, Any]) -> dict[str, float]:

@@ -15,17 +15,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from moe import ExpertMeshError
-from sharding import Ranks, Watchdog, end_process_group, raise_together, start_process_group, watchdog
-from sharding.agreement import _gather, raise_at_start, wait_for_all
-from sharding.failures import Notice
-from sharding.process import use_own_cores
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Ranks, Watchdog, end_process_group, raise_together, start_process_group
+from expertmesh.sharding.life import watchdog
+from expertmesh.sharding.life.agreement import _gather, raise_at_start, wait_for_all
+from expertmesh.sharding.life.failures import Notice
+from expertmesh.sharding.life.process import use_own_cores
 from tests.distributed.pool import RankPool
 
 PROGRAM = """
 import ctypes, sys
 import torch
-from sharding import settle_malloc
+from expertmesh.sharding import settle_malloc
 
 class Mallinfo2(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -162,7 +163,8 @@ ORPHAN = """
 import os, time
 import torch
 import torch.distributed as dist
-from sharding import Ranks, Watchdog, watchdog
+from expertmesh.sharding.life import watchdog
+from expertmesh.sharding import Ranks, Watchdog
 
 watchdog.NOTICE_SECONDS = 0.1
 begun = os.pipe()

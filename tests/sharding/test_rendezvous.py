@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from moe import ExpertMeshError
-from sharding.rendezvous import agree_on_prefix, torchrun_store
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding.life.rendezvous import agree_on_prefix, torchrun_store
 
 
 def attempt(store: dist.Store, late: dict[int, float], world_size: int = 3) -> list[str]:

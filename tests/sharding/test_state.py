@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from moe import build_model, moe_layers
-from sharding import local_tensor, parameters_of, saved_state, set_parameter_dtype, state_of
-from sharding.topology import DENSE, EXPERT, REPLICATED
+from expertmesh.moe import build_model, moe_layers
+from expertmesh.sharding import local_tensor, parameters_of, saved_state, set_parameter_dtype, state_of
+from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED
 from tests.families.configs import tiny_config as config_of
 from tests.tiny import in_memory, tiny_config
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from moe import ExpertMeshError
-from sharding import Topology, check_ep_size, rows_of
-from sharding.topology import DENSE, EXPERT, REPLICATED, Layout
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Topology, check_ep_size, rows_of
+from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED, Layout
 
 
 @pytest.mark.parametrize("layout", [DENSE, EXPERT, REPLICATED])
@@ -30,7 +30,7 @@ def test_every_row_has_one_owner(topology: Topology, num_rows: int, layout: Layo
     assert held == set(range(num_rows))
 
 
-def test_shared_rows_leave_parameters_where_they_are() -> None:
+def test_context_parallel_leave_parameters_where_they_are() -> None:
     shared, alone = Topology(8, 4, "full", 2), Topology(8, 4)
     for layout in (DENSE, EXPERT, REPLICATED):
         assert list(shared.owners(24, layout)) == list(alone.owners(24, layout))

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe import ExpertMeshError, build_model, count_parameters
-from moe.adapters import first_values
+from expertmesh.moe import ExpertMeshError, build_model, count_parameters
+from expertmesh.moe.experts.lora import first_values
+from expertmesh.training.change.lora_targets import adapt, unquantized_lines
+from expertmesh.training.config.train_config import TrainConfig, parse_config
 from tests.families.configs import tiny_config
-from training.adapters import adapt, unquantized_lines
-from training.config import TrainConfig, parse_config
 
 
 def adapted(family: str, *targets: str, **settings: Any) -> set[str]:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from training import TrainConfig
-from training.alarms import LOSS_NEEDED, LOSS_WINDOW, LossAlarm, RouterAlarm
-from training.balance import Balance, LossWeights
+from expertmesh.training import TrainConfig
+from expertmesh.training.loss.balance import Balance, LossWeights
+from expertmesh.training.watch.alarms import LOSS_NEEDED, LOSS_WINDOW, LossAlarm, RouterAlarm
 
 EVEN = np.full((2, 4), 25)
 
@@ -67,7 +67,8 @@ def router_alarm(
 
 
 def test_dead_groups_are_named() -> None:
-    """Of layers whose routers choose groups first; in others, runs of dead experts are no group."""
+    """Dead groups are named in layers whose routers choose groups first; in others, runs of dead experts are no
+    group."""
     tokens_LE = np.array([[0, 0, 9, 1], [0, 0, 9, 1], [5, 5, 5, 5]])
     group, experts = router_alarm(groups=(1, 2, 2), router_warn_load=100.0).check(10, tokens_LE)
     assert "1 of 4 groups of experts got no token in 10 steps (layer 1: 0)" in group

@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV4Config, GptOssConfig, JambaConfig, Lfm2MoeConfig, Qwen2MoeConfig, Qwen3NextConfig
 from transformers.masking_utils import causal_mask_function
 
-from moe import ExpertMeshError
-from tests.tiny import relative_error, tiny_config, tiny_mixtral
-from training.attention import (
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.attention.packed_attention import (
     OWN,
     choose_attention,
     mask_where_needed,
@@ -20,7 +19,8 @@ from training.attention import (
     told_whether_packed,
     window_told,
 )
-from training.data import Sample, collate
+from expertmesh.training.data import Sample, collate
+from tests.tiny import relative_error, tiny_config, tiny_mixtral
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
 ROWS = ((5, 1, 9, 9), (17, 3, 4))

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe import ExpertMeshError, build_model, moe_layers
+from expertmesh.moe import ExpertMeshError, build_model, moe_layers
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.loss.balance import BiasUpdate, choose_balance
+from expertmesh.training.watch.routing_figures import Routing
 from tests.distributed.pool import RankPool
 from tests.families.configs import tiny_config
-from training.balance import BiasUpdate, choose_balance
-from training.config import TrainConfig
-from training.routing import Routing
 
 
 def balance(family: str, changes: dict[str, Any] | None = None, **settings: Any) -> Any:

@@ -12,13 +12,14 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from moe import ExpertMeshError
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.data import TEMPLATES, Columns, DataOptions, limits, load_samples, set_chat_template
+from expertmesh.training.data import message_spans as spans
+from expertmesh.training.data.chat import render
+from expertmesh.training.data.formats import Conversation, find_format, read_row
+from expertmesh.training.data.limits import TooMuch
+from expertmesh.training.data.turns import Written
 from tests.tiny import save_tokenizer
-from training.data import TEMPLATES, Columns, DataOptions, limits, load_samples, set_chat_template, spans
-from training.data.chat import render
-from training.data.formats import Conversation, find_format, read_row
-from training.data.limits import TooMuch
-from training.data.turns import Written
 
 # special tokens of the published tokenizers; those that are left out (<think>, <tool_call>) are none there either
 SPECIAL = {
@@ -642,7 +643,7 @@ def test_a_system_prompt_that_is_moved_behind_the_answer(tmp_path: Path, asked: 
 
 
 def test_reasoning_has_all_its_names(tmp_path: Path) -> None:
-    """Of the releases of transformers that we take, only later ones give it to templates under all of them."""
+    """Only the later of the supported releases of transformers pass it to templates under all names."""
     conversation = Conversation(
         [user("a"), {"role": "assistant", "content": "b", "reasoning_content": "r"}], [None] * 2
     )

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from moe import ExpertMeshError, build_model
+from expertmesh.moe import ExpertMeshError, build_model
+from expertmesh.training.attention.packed_attention import OWN
+from expertmesh.training.change.compiling import compile_layers
+from expertmesh.training.data import Batch, Sample, collate
+from expertmesh.training.inference import inference
+from expertmesh.training.loss.head import attach_loss_head
+from expertmesh.training.micro_batch import token_loss_sum
 from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
-from training.attention import OWN
-from training.compiling import compile_layers
-from training.data import Batch, Sample, collate
-from training.head import attach_loss_head
-from training.inference import inference
-from training.step import token_loss_sum
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from transformers.trainer_utils import SchedulerType
 
-from moe import ExpertMeshError
-from moe.sizes import parse_size
-from training import parse_config
-from training.config import SCHEDULES, TrainConfig
-from training.schedule import scheduler_arguments
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.sizes import parse_size
+from expertmesh.training import parse_config
+from expertmesh.training.config.settings import SCHEDULES
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.optim.schedule import scheduler_arguments
 
 NEEDED = ["--model", "m", "--dataset", "d"]
 
@@ -54,7 +55,7 @@ def test_help_has_every_flag_once_in_its_group(
 
 
 def test_help_is_plain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 80 columns, with one spelling, one line of usage, and no default that says nothing."""
+    """Help has 80 columns, one spelling, one line of usage, and no default that says nothing."""
     text = help_text(monkeypatch, capsys)
     assert max(map(len, text.splitlines())) <= 80
     assert text.splitlines()[1] == ""

@@ -5,7 +5,9 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from moe import ExpertMeshError
-from training.config import TrainConfig
-from training.data import (
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import (
     Columns,
     DataOptions,
     DataOrder,
@@ -28,11 +30,11 @@ from training.data import (
     parse_datasets,
     set_chat_template,
 )
-from training.data.cache import cache_directory, cached_bytes, filling_cache
-from training.data.files import READERS
-from training.data.progress import Progress
-from training.facts import _data
-from training.inputs import Inputs, _read_samples
+from expertmesh.training.data.cache import cache_directory, cached_bytes, filling_cache
+from expertmesh.training.data.data_files import READERS
+from expertmesh.training.data.progress import TokenizingProgress
+from expertmesh.training.facts import _data
+from expertmesh.training.inputs import Inputs, _read_samples
 
 OPTIONS = DataOptions(max_seq_length=512)
 PLAIN = replace(OPTIONS, prompt_template="{prompt}\\n")
@@ -796,8 +798,8 @@ def test_cache(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) 
     file = write(tmp_path / "data.jsonl", [{"prompt": "ab", "response": "cde"}])
     first = shown(tokenizer, load(tokenizer, file)[0])
     with monkeypatch.context() as patch:
-        patch.setattr("training.data.samples._tokenize_batch", lambda *_: lambda batch: pytest.fail("again"))
-        patch.setattr("training.data.samples._read", lambda *_: pytest.fail("again"))
+        patch.setattr("expertmesh.training.data.samples._tokenize_batch", lambda *_: lambda batch: pytest.fail("again"))
+        patch.setattr("expertmesh.training.data.samples._read", lambda *_: pytest.fail("again"))
         assert shown(tokenizer, load(tokenizer, file)[0]) == first
     assert shown(tokenizer, load(tokenizer, file, options=replace(OPTIONS, train_on="all"))[0]) != first
     set_chat_template(tokenizer, "chatml")
@@ -832,7 +834,7 @@ def test_a_full_disk(
 
     replaced = fails if writing == "_records" else lambda *_: fails
     with monkeypatch.context() as patch:
-        patch.setattr(f"training.data.samples.{writing}", replaced)
+        patch.setattr(f"expertmesh.training.data.samples.{writing}", replaced)
         with pytest.raises(ExpertMeshError, match="cannot be written there: No space left on device; the environment"):
             load(tokenizer, file, options=replace(OPTIONS, num_workers=workers))
     assert len(load(tokenizer, file)) == 4
@@ -852,7 +854,7 @@ def test_a_file_that_cannot_be_read_is_not_the_cache_s_fault(
 def test_what_ended_runs_left_is_removed(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """But not what a run that goes on is writing, nor samples that are whole."""
+    """But not what a resumed run is writing, nor complete samples."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     file = write(tmp_path / "data.jsonl", [{"text": "a"}])
     load(tokenizer, file)
@@ -893,17 +895,29 @@ def test_the_cache_is_measured_while_another_run_changes_it(tmp_path: Path, monk
     assert cached_bytes() == 7
 
 
+@contextmanager
+def stderr_appended_to(path: Path) -> Iterator[None]:
+    """Also what other processes and threads write."""
+    before, file = os.dup(2), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.dup2(file, 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(file)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
-def test_progress_is_told(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], workers: int
-) -> None:
+def test_progress_is_told(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """While records are read and while they are tokenized, to who asked for it."""
-    monkeypatch.setattr("training.data.progress.SECONDS_IN_LOG", 0.001)
-    told: list[str] = []
+    monkeypatch.setattr("expertmesh.training.data.progress.SECONDS_IN_LOG", 0.001)
+    # capfd's file must not be read while another thread writes to it: what is written meanwhile may be lost
+    told = tmp_path / "stderr.txt"
 
     def wait_for(text: str) -> None:
-        while not any(text in line for line in told):
-            told.extend(capfd.readouterr().err.splitlines(keepends=True))
+        while text not in told.read_text():
+            time.sleep(0.001)
 
     reader = READERS[".jsonl"]
 
@@ -913,25 +927,28 @@ def test_progress_is_told(
                 wait_for("data.jsonl: 100 records")
             yield row
 
-    def joined(self: Progress, *given: Any) -> None:
+    def joined(self: TokenizingProgress, *given: Any) -> None:
         if "tokenizing" in self.line():
             wait_for("data.jsonl: 200 of 200 records")
         leave(self, *given)
 
-    leave = Progress.__exit__
+    leave = TokenizingProgress.__exit__
     monkeypatch.setitem(READERS, ".jsonl", reads)
-    monkeypatch.setattr(Progress, "__exit__", joined)
+    monkeypatch.setattr(TokenizingProgress, "__exit__", joined)
     file = write(tmp_path / "data.jsonl", [{"text": str(number)} for number in range(200)])
-    load_samples("--dataset", [str(file)], tokenizer, replace(OPTIONS, num_workers=workers), 0, tells=True)
+    with stderr_appended_to(told):
+        load_samples("--dataset", [str(file)], tokenizer, replace(OPTIONS, num_workers=workers), 0, tells=True)
+    lines = told.read_text().splitlines(keepends=True)
     assert all(
         re.search(r"(reading|tokenizing) \S+/data\.jsonl: [\d,]+( of 200)? records, \d+ s\n$", line)
-        for line in told
+        for line in lines
         if str(file) in line  # another test's reading may still be told of
     )
-    monkeypatch.setattr(Progress, "__exit__", leave)
-    capfd.readouterr()
-    load(tokenizer, file, options=replace(OPTIONS, train_on="all"))
-    assert f"{file}: " not in capfd.readouterr().err
+    monkeypatch.setattr(TokenizingProgress, "__exit__", leave)
+    told.unlink()
+    with stderr_appended_to(told):
+        load(tokenizer, file, options=replace(OPTIONS, train_on="all"))
+    assert f"{file}: " not in told.read_text()
 
 
 def test_several_processes_tokenise_alike(tmp_path: Path, tokenizer: Any) -> None:
@@ -1154,7 +1171,7 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own(grouped: bool) -> 
 
 
 def test_group_by_length() -> None:
-    """Batches of like length, in random order, the longest row first; the same whatever the arrangement."""
+    """Batches of like length, in random order, the longest sequence first; the same whatever the parallel layout."""
     import torch
 
     lengths = torch.randint(1, 500, (1000,), generator=torch.Generator().manual_seed(0))

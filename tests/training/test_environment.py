@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sharding import Ranks
+from expertmesh.sharding import Ranks
+from expertmesh.training.watch.environment import _commit, environment, write_environment
 from tests.distributed.pool import RankPool
-from training.environment import _commit, environment, write_environment
 
 ALWAYS = {
     "global_batch_size",

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertmesh.training.attention import flash
+from expertmesh.training.attention.flash import flash_attention
 from tests.tiny import relative_error
-from training import flash
-from training.flash import flash_attention
 
 SEGMENTS = (1, 50, 19)
 HEADS, GROUPS = 6, 2
@@ -128,13 +128,10 @@ def test_what_the_kernel_is_given(
         assert settings["window_size_right"] == 0
         return int(settings["window_size_left"]) + 1
 
-    class Operators:
-        _flash_attention_forward = staticmethod(forward)
-        _flash_attention_backward = staticmethod(backward)
-
+    operators = {"_flash_attention_forward": forward, "_flash_attention_backward": backward}
     flash._ends.cache_clear()
     monkeypatch.setattr(flash, "has_kernel", lambda query, value: True)
-    monkeypatch.setattr(flash, "_ATEN", Operators)
+    monkeypatch.setattr(flash, "flash_operator", operators.__getitem__)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     assert_same_as_by_all_scores(widths, window, has_sinks, "cpu", torch.float32, 1e-6)
     assert len(seen_ends) == 2

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from moe import ExpertMeshError, build_model, count_parameters, training_flops
+from expertmesh.moe import ExpertMeshError, build_model, count_parameters, training_flops
+from expertmesh.training.change.freezing import freeze, groups_of
 from tests.families.configs import tiny_config
-from training.freezing import freeze, groups_of
 
 # of each group: parameters that must be in it, in the shape of patterns, and ones that must not
 GROUPS = {

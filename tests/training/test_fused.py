@@ -19,16 +19,16 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
-from moe import build_model
-from moe.gpu import rehearsing_gpu
+from expertmesh.moe import build_model
+from expertmesh.moe.kernels.gpu import rehearsing_gpu
+from expertmesh.training.attention.packed_attention import OWN
+from expertmesh.training.change.compiling import compile_layers
+from expertmesh.training.fused.fuse import fuse_layers
+from expertmesh.training.fused.fused_norm import WIDEST, FusedNorm, Norm, fuse_norm, try_norm
+from expertmesh.training.fused.fused_rotary import FusedRotary, Rotation, fuse_rotary, plain_rotate, try_rotary
 from tests.families.configs import tiny_config as tiny_family
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
-from training.attention import OWN
-from training.compiling import compile_layers
-from training.fused import fuse_layers
-from training.fused_norm import WIDEST, FusedNorm, Norm, fuse_norm, try_norm
-from training.fused_rotary import FusedRotary, Rotation, fuse_rotary, plain_rotate, try_rotary
 
 EPS = 1e-3
 """Large enough to show."""
@@ -274,7 +274,7 @@ def test_replaced_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiler_keeps_what_it_has() -> None:
-    """Of a model that is compiled only what is left out of that is fused: with packed rows, attention's inside."""
+    """In a compiled model only what is not compiled is fused: with packed sequences, the inside of attention."""
     config = tiny_family("qwen3_moe")
     of_layer = ["input_layernorm", "post_attention_layernorm"]
     of_attention = ["self_attn.q_norm", "self_attn.k_norm"]

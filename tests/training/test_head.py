@@ -1,4 +1,4 @@
-"""The loss of the target tokens without whole logits, held against the loss from whole logits."""
+"""The chunked loss of the target tokens, tested against the loss from unchunked logits."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,16 +18,16 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
-import training.head as head
-from moe import ExpertMeshError, build_model
-from sharding import Checkpointing, Topology
+import expertmesh.training.loss.head as head
+from expertmesh.moe import ExpertMeshError, Forward, Targets, build_model
+from expertmesh.sharding import Checkpointing, Topology
+from expertmesh.training.data import IGNORED, Sample, collate
+from expertmesh.training.loss.head import LOSS_SUMS, LossHead, attach_loss_head, choose_cross_entropy, loss_head
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_parity import SAMPLES, assert_same
 from tests.interpreter import interpreted
 from tests.tiny import loaded, relative_error, save_model, tiny_mixtral
-from training.data import IGNORED, Sample, collate
-from training.head import LOSS_SUMS, LossHead, Targets, attach_loss_head, choose_cross_entropy, loss_head
 
 WIDTH, VOCABULARY = 24, 200
 ROW_BYTES = 4 * VOCABULARY
@@ -182,7 +182,7 @@ def test_head_in_a_model(kind: str, which: str) -> None:
     model: Any = loaded(build_model(theirs.config), theirs).eval()
     assert model.head_is_last == (not which.endswith("logits"))
     batch = collate([[sample] for sample in random_samples([9, 5, 12])])
-    targets = {"targets_BS": batch.targets_BS, "target_index_N": batch.target_index_N}
+    targets = Targets(batch.targets_BS, batch.target_index_N)
     names = [name for name, _ in model.named_parameters()]
     logits_BSV = model(input_ids=batch.tokens_BS).logits.detach()
     attach_loss_head(model, kind)
@@ -190,7 +190,8 @@ def test_head_in_a_model(kind: str, which: str) -> None:
     assert [name for name, _ in model.named_parameters()] == names
     assert torch.equal(model(input_ids=batch.tokens_BS).logits, logits_BSV)
 
-    loss = loss_head(model).loss_of(model(input_ids=batch.tokens_BS, **targets).logits)
+    with Forward(targets=targets):
+        loss = loss_head(model).loss_of(model(input_ids=batch.tokens_BS).logits, targets)
     labels_BS = torch.nn.functional.pad(batch.targets_BS, (1, 0), value=IGNORED)[:, :-1]
     assert (batch.targets_BS[:, -1] == IGNORED).all()
     expected = theirs(input_ids=batch.tokens_BS, labels=labels_BS, num_items_in_batch=1).loss
@@ -206,8 +207,8 @@ def test_head_in_a_model(kind: str, which: str) -> None:
         assert relative_error(model.get_parameter(name).grad, trained[name].grad, floor) < 1e-5, name
 
     failing = mock.patch.object(type(model.get_decoder()), "forward", side_effect=RuntimeError)
-    with failing, pytest.raises(RuntimeError):
-        model(input_ids=batch.tokens_BS, **targets)
+    with failing, pytest.raises(RuntimeError), Forward(targets=targets):
+        model(input_ids=batch.tokens_BS)
     assert torch.equal(model(input_ids=batch.tokens_BS).logits, logits_BSV)
 
 
@@ -217,7 +218,8 @@ def test_only_positions_with_a_target_have_logits() -> None:
     model: Any = loaded(build_model(theirs.config), theirs)
     attach_loss_head(model, "chunked")
     batch = collate([[sample] for sample in random_samples([9, 5, 12])])
-    out = model(input_ids=batch.tokens_BS, targets_BS=batch.targets_BS, target_index_N=batch.target_index_N)
+    with Forward(targets=Targets(batch.targets_BS, batch.target_index_N)):
+        out = model(input_ids=batch.tokens_BS)
     assert out.logits.shape == (1, len(batch.target_index_N), SIZES["vocab_size"])
 
 
@@ -279,7 +281,7 @@ def test_liger_equals_full(share: float, dtype: torch.dtype, has_bias: bool) -> 
 @pytest.mark.parametrize(("num_rows", "vocabulary"), [(3, 1), (5, 320), (2, 4096), (7, 9001)])
 def test_fused_cross_entropy(dtype: torch.dtype, num_rows: int, vocabulary: int) -> None:
     """Against torch's own, also of logits that are far apart, and of tokens that are ruled out."""
-    from training.head_triton import fused_loss_and_gradient
+    from expertmesh.training.loss.head_triton import fused_loss_and_gradient
 
     torch.manual_seed(0)
     logits_CV = (torch.randn(num_rows, vocabulary) * 20).to(dtype)
@@ -301,7 +303,7 @@ def test_fused_cross_entropy(dtype: torch.dtype, num_rows: int, vocabulary: int)
 
 @interpreted
 def test_fused_cross_entropy_shows_what_is_no_number() -> None:
-    from training.head_triton import fused_loss_and_gradient
+    from expertmesh.training.loss.head_triton import fused_loss_and_gradient
 
     logits_CV = torch.zeros(2, 100)
     logits_CV[1, 7] = float("nan")

@@ -2,7 +2,7 @@
 
 import torch
 
-from training.rehearsal.live import LiveTensors
+from expertmesh.training.foresight.rehearsal.live import LiveTensors
 
 KB = 1024
 

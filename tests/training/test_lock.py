@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from moe import ExpertMeshError
-from training import lock
-from training.lock import FILE, DirectoryLock
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training import lock
+from expertmesh.training.lock import FILE, DirectoryLock
 
 FORK = multiprocessing.get_context("fork")
 

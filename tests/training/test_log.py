@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run that goes on: what is kept, and that a kill in the midst of it loses nothing; the report that
+"""metrics.jsonl of a resumed run: what is kept, and that a kill in the midst of it loses nothing; the report that
 a run writes of what it remembers."""
 
 import json
@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe import ExpertMeshError
-from sharding import Ranks
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import Ranks
+from expertmesh.training import RunLog, TrainConfig
+from expertmesh.training.report import page, write_report
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
-from training import RunLog, TrainConfig
-from training.report import page, write_report
 
 STEPS = 6
 
@@ -110,7 +110,7 @@ def run_and_compare(argv: list[str]) -> tuple[int, str, list[bytes], int]:
 
     with (
         mock.patch.object(page, "read_history", side_effect=page.read_history) as read,
-        mock.patch("training.log.write_report", both),
+        mock.patch("expertmesh.training.watch.log.write_report", both),
     ):
         code, errors = run_main(argv)
     return code, errors, written, read.call_count

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from sharding.planner.measured import Measured, MeasuredModel
+from expertmesh.training import TrainConfig
+from expertmesh.training.foresight.planner.measured import Measured, MeasuredModel
+from expertmesh.training.foresight.rehearsal.building import build_rehearsed
+from expertmesh.training.foresight.rehearsal.measure import Measurer
+from expertmesh.training.foresight.rehearsal.planning import setting_of
 from tests.families.configs import tiny_config
-from training import TrainConfig
-from training.rehearsal.building import build_rehearsed
-from training.rehearsal.measure import Measurer
-from training.rehearsal.planning import setting_of
 
 
 def measurer_of(family: str) -> tuple[TrainConfig, Measurer]:

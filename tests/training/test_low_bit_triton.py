@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertmesh.training.optim.low_bit import AdamW8bit, AdamWBf16, dynamic_map, takes_kernel
 from tests.interpreter import interpreted, round_to_nearest
 from tests.tiny import relative_error
-from training.low_bit import AdamW8bit, AdamWBf16, dynamic_map, takes_kernel
 
 EXACT: dict[str, Any] = {"lr": 2.0**-10, "betas": (0.75, 0.5), "eps": 1e-8}
 """Powers of two: that torch rounds a product and a sum once, which it does not on every CPU, makes no difference."""
@@ -40,7 +40,7 @@ def both(
     """Weight and state after steps of the kernel, and after steps in torch's operators."""
     results = []
     for kernel in (True, False):
-        monkeypatch.setattr("training.low_bit.takes_kernel", lambda *tensors, kernel=kernel: kernel)
+        monkeypatch.setattr("expertmesh.training.optim.low_bit.takes_kernel", lambda *tensors, kernel=kernel: kernel)
         parameter = torch.nn.Parameter(start.clone())
         # as FSDP does where it reduces in another dtype than the parameter's
         parameter.grad_dtype = grads[0].dtype

@@ -1,4 +1,4 @@
-"""What is measured of single layers and composed, against the rehearsal of the whole step."""
+"""What is measured of single layers and composed, against a dry run of the full step."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
-from moe import ExpertMeshError
-from sharding.planner.cost import step_time
-from sharding.planner.hardware import preset
-from sharding.planner.measured import MeasuredModel, Workload
-from sharding.planner.memory import peak
-from sharding.planner.model_config import read_config
-from sharding.planner.order import Run
-from sharding.planner.traffic import step_traffic
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training import TrainConfig
+from expertmesh.training.foresight.planner.cost import step_time
+from expertmesh.training.foresight.planner.hardware import preset
+from expertmesh.training.foresight.planner.measured import MeasuredModel, Workload
+from expertmesh.training.foresight.planner.model_config import read_config
+from expertmesh.training.foresight.planner.peak_memory import peak
+from expertmesh.training.foresight.planner.step_order import PlannedRun
+from expertmesh.training.foresight.planner.traffic import step_traffic
+from expertmesh.training.foresight.rehearsal import cached
+from expertmesh.training.foresight.rehearsal.building import build_rehearsed
+from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
+from expertmesh.training.foresight.rehearsal.ledger import ledger
+from expertmesh.training.foresight.rehearsal.measure import Measurer
+from expertmesh.training.foresight.rehearsal.planning import planned, setting_of
+from expertmesh.training.foresight.rehearsal.world import Rehearsed, rehearse
 from tests.families.configs import tiny_config
 from tests.published.models import CONFIGS
 from tests.tiny import tiny_config as tiny_mixtral
-from training import TrainConfig
-from training.rehearsal import cached
-from training.rehearsal.building import build_rehearsed
-from training.rehearsal.cached import CachedMeasure
-from training.rehearsal.ledger import ledger
-from training.rehearsal.measure import Measurer
-from training.rehearsal.planning import planned, setting_of
-from training.rehearsal.world import Rehearsed, rehearse
 
 TOKENS = 256
 H100 = preset("H100", "infiniband-ndr")
@@ -35,7 +35,7 @@ def flags_of(**flags: Any) -> TrainConfig:
     return TrainConfig(model="-", dataset=["-"], **(settings | flags))
 
 
-def both(model_config: Any, world_size: int, **flags: Any) -> tuple[Rehearsed, Run]:
+def both(model_config: Any, world_size: int, **flags: Any) -> tuple[Rehearsed, PlannedRun]:
     config = flags_of(**flags)
     run = planned(config, model_config, world_size, is_kept=False, trained=1 - 1 / config.max_seq_length)
     return rehearse(config, model_config, world_size), run
@@ -93,7 +93,7 @@ def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     ids=["plain", "rows in two parts", "products kept", "shared rows", "fp8"],
 )
 def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -> None:
-    """At which kernels take longer than their launch. What the host does once in a run, a rehearsal counts too."""
+    """At which kernels take longer than their launch. What the host does once in a run, a dry run counts too."""
     model_config, _ = read_config(str(CONFIGS / "mixtral-8x7b"))
     model_config.num_hidden_layers = 4
     config = flags_of(max_seq_length=4096, gradient_checkpointing="selective", **flags)
@@ -157,7 +157,7 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def never(*arguments: Any) -> None:
         raise AssertionError("measured a second time")
 
-    monkeypatch.setattr("training.rehearsal.measure.Measurer", never)
+    monkeypatch.setattr("expertmesh.training.foresight.rehearsal.measure.Measurer", never)
     again = measure_of()
     assert again.parameters == measure.parameters
     assert again(workload_of(again)) == found

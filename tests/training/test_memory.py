@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe import ExpertMeshError
-from sharding.planner.memory import Memory
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.foresight import rank_memory as memory
+from expertmesh.training.foresight.planner.peak_memory import Memory
+from expertmesh.training.foresight.rank_memory import Forecast, available_memory, resident
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
-from training import memory
-from training.memory import Forecast, available_memory, resident
 
 GIB = 2**30
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from training.meter import peak_tflops
+from expertmesh.training.watch.meter import peak_tflops
 
 
 @pytest.mark.parametrize(

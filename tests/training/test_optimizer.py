@@ -8,13 +8,21 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import SchedulerType
 
-from checkpoints import Progress
-from moe import ExpertMeshError
+from expertmesh.checkpoints import Progress
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training import TrainConfig, check_schedule
+from expertmesh.training.optim.low_bit import (
+    AdamW8bit,
+    AdamWBf16,
+    block_size,
+    dynamic_map,
+    position_bits,
+    random_bits,
+    round_to_bf16,
+)
+from expertmesh.training.optim.muon import newton_schulz
+from expertmesh.training.optim.schedule import build_scheduler, num_warmup_steps, resume_scheduler, step_scheduler
 from tests.tiny import relative_error
-from training import TrainConfig, check_schedule
-from training.low_bit import AdamW8bit, AdamWBf16, block_size, dynamic_map, position_bits, random_bits, round_to_bf16
-from training.muon import newton_schulz
-from training.schedule import build_scheduler, num_warmup_steps, resume_scheduler, step_scheduler
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -87,7 +95,8 @@ def test_8bit_adamw_is_torchaos() -> None:
 
 
 def test_block_sizes() -> None:
-    """Of GPT-OSS's rows, Qwen1.5-MoE's, a small multiple of 256, and what has no block: a prime, an expert's vector."""
+    """Block sizes of GPT-OSS's rows, Qwen1.5-MoE's, a small multiple of 256, and what has no block: a prime, an
+    expert's vector."""
     shapes = [(4, 2880), (4, 1408), (4, 512), (4, 64), (4, 63), (4, 257), (2880,), (4, 256, 256)]
     assert [block_size(torch.Size(shape)) for shape in shapes] == [240, 176, 256, 64, None, None, None, None]
 
@@ -240,7 +249,8 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: Any, first: int, last: in
 
 
 def resumed_rates(saved: TrainConfig, config: TrainConfig) -> list[float]:
-    """Of the steps after a run under `saved` has been saved and a new one under `config` has taken over."""
+    """Learning rates of the steps after a run under `saved` has been saved and a new one under `config` has resumed
+    it."""
     optimizer = new_optimizer(saved)
     scheduler = build_scheduler(optimizer, saved, STEPS)
     rates(optimizer, scheduler, 0, SAVED_AT)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from expertmesh.training.data import DataOrder, make_rows, pack, print_preview, set_chat_template
 from tests.training.test_data import load, write
-from training.data import DataOrder, make_rows, pack, print_preview, set_chat_template
 
 
 def first_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:

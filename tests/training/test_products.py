@@ -1,4 +1,4 @@
-"""Which library a run's products on a CPU come from."""
+"""Which library computes a run's matmuls on a CPU."""
 
 import json
 from dataclasses import replace
@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe import matmul
-from sharding import Ranks
-from training import products
-from training.config import TrainConfig
-from training.environment import cpu_model
-from training.products import ProductLibraries, choose_products
+from expertmesh.moe.cpu import matmul
+from expertmesh.sharding import Ranks
+from expertmesh.training.change import cpu_matmuls as products
+from expertmesh.training.change.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.watch.environment import cpu_model
 
 MIXED: dict[matmul.Product, matmul.Library] = {
     "forward": "onednn",
@@ -33,10 +33,10 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "has_onednn", lambda: True)
 
 
-def choose(config: TrainConfig, ratio: float = 2.0) -> ProductLibraries:
+def choose(config: TrainConfig, ratio: float = 2.0) -> MatmulLibraries:
     ranks = Ranks(0, 1, torch.device("cpu"), dist.HashStore())
     with mock.patch.object(products, "probe_libraries", return_value=dict.fromkeys(MIXED, ratio)):
-        chosen = choose_products(config, ranks)
+        chosen = choose_matmul_libraries(config, ranks)
     assert chosen is not None
     assert matmul.libraries_in_use() == chosen.by_product
     return chosen
@@ -53,14 +53,14 @@ def test_the_faster_is_taken_unless_one_is_asked_for(monkeypatch: pytest.MonkeyP
 
 
 def test_none_on_a_gpu() -> None:
-    assert choose_products(CONFIG, Ranks(0, 1, torch.device("cuda", 0), dist.HashStore())) is None
+    assert choose_matmul_libraries(CONFIG, Ranks(0, 1, torch.device("cuda", 0), dist.HashStore())) is None
 
 
 @pytest.mark.parametrize("chosen", [dict.fromkeys(MIXED, "blas"), MIXED])
 def test_a_run_that_goes_on_keeps_to_what_it_began_with(
     tmp_path: Path, chosen: dict[matmul.Product, matmul.Library]
 ) -> None:
-    said = str(ProductLibraries(chosen, ""))
+    said = str(MatmulLibraries(chosen, ""))
     (tmp_path / "environment.json").write_text(json.dumps({"cpu_matmul": said, "cpu": cpu_model()}))
     again = replace(CONFIG, resume="auto", output_dir=str(tmp_path))
     assert choose(again).by_product == chosen

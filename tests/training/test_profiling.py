@@ -10,11 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe import ExpertMeshError
-from training import TrainConfig, check_profile
-from training.profiling import Cost, StepProfiler, _add_memory, _Recording, _write_trace, costs_of, steps_in_words
-from training.rehearsal.parts import Place
-from training.report import BETWEEN
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training import TrainConfig, check_profile
+from expertmesh.training.foresight.rehearsal.parts import StepPlace
+from expertmesh.training.report import BETWEEN
+from expertmesh.training.watch.profiling import (
+    Cost,
+    StepProfiler,
+    _add_memory,
+    _Recording,
+    _write_trace,
+    costs_of,
+    steps_in_words,
+)
 
 
 class Told:
@@ -23,14 +31,14 @@ class Told:
     def __init__(self) -> None:
         self.part: str | None = None
 
-    def here(self) -> Place:
-        return Place(self.part, None)
+    def here(self) -> StepPlace:
+        return StepPlace(self.part, None)
 
 
 def recorded(run: Any, *, device: str = "cpu") -> tuple[_Recording, float, dict[str, Cost]]:
     """`run(told)` as step 3, told what part it is in by what it sets `told.part` to."""
     told = Told()
-    with mock.patch("training.profiling.Parts", return_value=told):
+    with mock.patch("expertmesh.training.watch.profiling.Parts", return_value=told):
         recording = _Recording(None, torch.device(device))
     try:
         with recording.step(3):
@@ -127,7 +135,7 @@ def test_what_torch_leaves_on_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_memory_at_the_peak() -> None:
-    """Of what the steps have allocated alone: neither what was there before, nor what came between them."""
+    """Only what the steps have allocated counts: neither what was there before, nor what came between them."""
     steps = [(10, 20), (30, 40)]
     memory = [
         (5, 1, 1000, "before"),
@@ -163,7 +171,7 @@ def test_files_of_a_stretch(tmp_path: Path, device: str, kinds: list[str]) -> No
     told = Told()
     ranks: Any = mock.Mock(rank=2, world_size=4, device=torch.device(device))
     profiler = StepProfiler(config("5-9", profile_ranks=["all"]), None, ranks, tmp_path / "out", said.append)
-    with mock.patch("training.profiling.Parts", return_value=told), profiler:
+    with mock.patch("expertmesh.training.watch.profiling.Parts", return_value=told), profiler:
         for step in (6, 7):
             with profiler.step(step):
                 two_parts(told, device)
@@ -196,7 +204,7 @@ def test_an_error_drops_what_was_not_written(tmp_path: Path) -> None:
             with profiler.step(2):
                 raise ExpertMeshError("not finite")
 
-    with mock.patch("training.profiling.Parts", return_value=Told()), pytest.raises(ExpertMeshError):
+    with mock.patch("expertmesh.training.watch.profiling.Parts", return_value=Told()), pytest.raises(ExpertMeshError):
         loop()
     assert profiler.recording is None
     assert list(tmp_path.iterdir()) == []
@@ -238,7 +246,7 @@ def test_triton_kernels_have_ranges() -> None:
 
     with mock.patch.object(jit.JITFunction, "run", launch):
         told = Told()
-        with mock.patch("training.profiling.Parts", return_value=told):
+        with mock.patch("expertmesh.training.watch.profiling.Parts", return_value=told):
             recording = _Recording(None, torch.device("cpu"))
         recording.on_cuda = True
         with recording._triton():

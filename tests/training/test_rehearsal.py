@@ -1,4 +1,4 @@
-"""A step that is recorded without memory, and its account."""
+"""A dry run of a step, and its cost breakdown."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe import training_flops
-from sharding.planner.cost import LAUNCH
-from sharding.planner.hardware import Device, Hardware, Link
-from sharding.planner.model_config import read_config
+from expertmesh.moe import training_flops
+from expertmesh.training import TrainConfig
+from expertmesh.training.foresight.planner.cost import LAUNCH
+from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
+from expertmesh.training.foresight.planner.model_config import read_config
+from expertmesh.training.foresight.rehearsal.kinds import whole_stack
+from expertmesh.training.foresight.rehearsal.ledger import Ledger, PartCost, event_seconds, ledger
+from expertmesh.training.foresight.rehearsal.parts import StepPlace
+from expertmesh.training.foresight.rehearsal.recorder import Event, Recorder
+from expertmesh.training.foresight.rehearsal.world import Rehearsed, _fused_attention, rehearse
 from tests.published.models import CONFIGS
-from training import TrainConfig
-from training.rehearsal.kinds import whole_stack
-from training.rehearsal.ledger import Ledger, Part, event_seconds, ledger
-from training.rehearsal.parts import Place
-from training.rehearsal.recorder import Event, Recorder
-from training.rehearsal.world import Rehearsed, _fused_attention, rehearse
 
 TOKENS = 512
 HARDWARE = Hardware("a card", Device(1e12, 1e11, 1e9, 0), Link(1e8, 0), Link(1e8, 0), 1.0, 1.0, 1.0)
@@ -28,8 +28,8 @@ HARDWARE = Hardware("a card", Device(1e12, 1e11, 1e9, 0), Link(1e8, 0), Link(1e8
 class Anywhere:
     """Parts of no model."""
 
-    def here(self) -> Place:
-        return Place("somewhere", None)
+    def here(self) -> StepPlace:
+        return StepPlace("somewhere", None)
 
 
 def recorded(run: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Event]:
@@ -111,8 +111,8 @@ def test_values_narrower_than_keys_take_a_fused_kernel() -> None:
 
 
 def test_products_in_fp8() -> None:
-    """Of rows (64, 32) and two experts' matrices (48, 32); and of (48, 64) and (32, 64), summed over rows, which stand
-    among room for two experts' padding. Scales take 4 bytes, an expert's end as many."""
+    """Grouped GEMMs of rows (64, 32) and two experts' matrices (48, 32); and of (48, 64) and (32, 64), summed over
+    rows, with space for two experts' padding. Scales take 4 bytes, an expert's end as many."""
 
     def run(rows: Tensor, weight: Tensor, grad: Tensor, columns: Tensor) -> None:
         ends = torch.empty(2, dtype=torch.int32)
@@ -158,7 +158,7 @@ def account(step: Rehearsed) -> Ledger:
     return ledger(step, 3, HARDWARE, gpus_per_node=8)
 
 
-def parts(step: Rehearsed) -> dict[str, Part]:
+def parts(step: Rehearsed) -> dict[str, PartCost]:
     return {part.name: part for part in account(step).parts}
 
 
@@ -175,7 +175,7 @@ def test_a_step_in_fp8() -> None:
     events = [event for event in step.recorder.events if event.place.part == "expert GEMMs"]
     products = [event for event in events if event.is_fp8]
     casts = [event.name for event in events if event.name in ("_rows_kernel", "_columns_kernel")]
-    # of two layers and forwards: three products, two when computed again, six in backward
+    # of two layers and micro-batches: three products, two when recomputed, six in backward
     assert len(products) == 2 * 2 * (3 + 2 + 6)
     assert sum(event.flops for event in products) == sum(event.flops for event in events)
     # rows, w1, v1, w2, hidden numbers; again rows, w1, v1; the output's gradient, w2 and, both ways, gate's and up's
@@ -192,7 +192,7 @@ def test_all_to_alls_send_what_they_must(step: tuple[Rehearsed, Any]) -> None:
     rehearsed, config = step
     rows = TOKENS * config.num_experts_per_tok
     events = [event for event in rehearsed.recorder.events if event.collective == "all-to-all"]
-    # two layers, there and back, forward and backward, of two forwards that were recorded
+    # two layers, there and back, forward and backward, of two micro-batches that were recorded
     assert len(events) == 2 * 2 * 2 * 2
     assert all(event.ranks == tuple(range(8)) for event in events)
     assert {event.sent for event in events} == {rows * config.hidden_size * 2 * 7 / 8}
@@ -201,7 +201,7 @@ def test_all_to_alls_send_what_they_must(step: tuple[Rehearsed, Any]) -> None:
 def test_every_part_is_known_and_does_no_less_than_it_must(step: tuple[Rehearsed, Any]) -> None:
     found = parts(step[0])
     assert {"expert GEMMs", "attention", "norms", "rotary", "optimizer step", "clipping", "FSDP"} <= found.keys()
-    other = found.get("other", Part("other"))
+    other = found.get("other", PartCost("other"))
     assert other.moved < 0.001 * sum(part.moved for part in found.values())
     # fused in one kernel each way: nothing is read or written twice
     assert found["experts' activation"].moved == pytest.approx(found["experts' activation"].enough, rel=1e-3)
@@ -217,7 +217,7 @@ def test_fused_adamw_moves_28_bytes_a_parameter(step: tuple[Rehearsed, Any]) -> 
 
 def event(name: str, part: str, moved: int = 0, sent: float = 0.0, collective: str | None = None) -> Event:
     reads = {(0, 0): moved} if moved else {}
-    return Event(name, Place(part, None), "forward", 0, 0.0, 0.0, sent, collective, "0", tuple(range(4)), reads)
+    return Event(name, StepPlace(part, None), "forward", 0, 0.0, 0.0, sent, collective, "0", tuple(range(4)), reads)
 
 
 class Fixed:

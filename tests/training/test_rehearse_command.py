@@ -1,4 +1,4 @@
-"""`python -m sharding rehearse`: what it says, and what it refuses."""
+"""`python -m expertmesh.sharding rehearse`: what it says, and what it refuses."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
-from moe import ExpertMeshError
-from sharding.__main__ import main
-from training.rehearsal.fit import FRAGMENTATION, PEER, RING
-from training.rehearsal.order import check_order
-from training.rehearsal.told import Told, recorded, skewed
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.foresight.cluster_commands import main
+from expertmesh.training.foresight.rehearsal.collective_order import check_order
+from expertmesh.training.foresight.rehearsal.fit import FRAGMENTATION, PEER, RING
+from expertmesh.training.foresight.rehearsal.told import Told, recorded, skewed
 
 LAYERS = 7
 FLAGS = ["--gpus", "16", "--ep-size", "8", "--bf16", "--max-seq-length", "64", "--per-device-train-batch-size", "1"]
@@ -55,7 +55,7 @@ def test_it_says_all_of_a_step(model: str, capsys: pytest.CaptureFixture[str], t
     assert "\nfits: " in said
     for name in ("optimizer state", "NCCL: ep, 8 ranks", "fragmentation", "CUDA's context", "tokens/s per GPU"):
         assert name in said
-    # there and back, forward and backward, at each layer of three forwards
+    # there and back, forward and backward, at each layer of three micro-batches
     (line,) = (line.split() for line in said.splitlines() if "all-to-all" in line and line.startswith("ep"))
     assert line[:4] == ["ep", "8", "all-to-all", str(4 * LAYERS * 3)]
     tables = said.partition("\nforecast:")[0].partition("\nfits:")[2]
@@ -94,7 +94,7 @@ def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.exhaustive
 def test_routing_as_a_run_has_recorded_it(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of seven layers one sends nearly all to the first expert."""
+    """One of seven layers sends nearly all tokens to the first expert."""
     even, skew = [10] * 8, [93] + [1] * 7
     metrics = tmp_path / "metrics.jsonl"
     lines = [{"step": 1, "loss": 2.0}, {"step": 2, "expert_tokens": [even] * 3 + [skew] + [even] * 3}, {"step": 3}]

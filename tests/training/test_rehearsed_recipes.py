@@ -1,11 +1,13 @@
-"""Every recipe of configs/, rehearsed whole on the published config.json of its model and the GPUs that it names."""
+"""Dry runs of every recipe of configs/ at full size, on the published config.json of its model and the GPUs that it
+names."""
 
 import json
 
 import pytest
 
-from moe import count_parameters, moe_shape
-from sharding.__main__ import main
+from expertmesh.moe import count_parameters, moe_shape
+from expertmesh.training.foresight.cluster_commands import main
+from expertmesh.training.foresight.rehearsal.planning import setting_of
 from tests.test_configs import (
     IMBALANCE,
     RECIPES,
@@ -17,11 +19,11 @@ from tests.test_configs import (
     published,
     text_of,
 )
-from training.rehearsal.planning import setting_of
 
 
 def rows_over_mean(name: str) -> float:
-    """Of the busiest rank, as the forecast assumes it: what one expert has more evens out among those of a rank."""
+    """Rows of the busiest rank over the mean, as the forecast assumes: one expert's excess evens out among those of a
+    rank."""
     shape, setting = moe_shape(model_of(name)), setting_of(config_of(name), gpus_of(name), imbalance=IMBALANCE)
     return setting.rows_received(shape.num_experts, shape.top_k) / (setting.tokens * shape.top_k)
 

@@ -8,19 +8,20 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moe import ExpertMeshError
-from training import TrainConfig
-from training.report import history, read_history, write_report
-from training.report.__main__ import main
-from training.report.history import MAX_TEXT, ExpertLoad, Stretch
-from training.report.page import State
-from training.report.profiles import BETWEEN, MAX_PROFILES
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training import TrainConfig
+from expertmesh.training.report import history, read_history, write_report
+from expertmesh.training.report.__main__ import main
+from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, HistorySpan
+from expertmesh.training.report.page import State
+from expertmesh.training.report.profiles import BETWEEN, MAX_PROFILES
 
 LAYERS, EXPERTS = 2, 4
 
@@ -253,7 +254,7 @@ def test_expert_load_adds_neighbours_and_loses_nothing(monkeypatch: pytest.Monke
     tokens_NLE = np.random.default_rng(0).integers(0, 1000, (num_logged, LAYERS, EXPERTS))
     load = ExpertLoad(LAYERS, EXPERTS)
     for i, tokens_LE in enumerate(tokens_NLE):
-        load.add(Stretch(i, i, 1, tokens_LE, np.full(LAYERS, float(i))))
+        load.add(HistorySpan(i, i, 1, tokens_LE, np.full(LAYERS, float(i))))
     assert len(load.items) <= 8
     assert {s.num_logged for s in load.items[:-1]} <= {load.length}
     for s in load.items:
@@ -372,6 +373,34 @@ def test_number_of_profiles_is_bounded(tmp_path: Path) -> None:
     content = report(tmp_path)[1]
     assert [entry["rank"] for entry in content["profiles"]] == list(range(MAX_PROFILES))
     assert content["profiles_not_shown"] == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "bubble", "shown"),
+    [
+        ({"gradient_accumulation_steps": 8}, 1 / 9, 8),
+        ({"global_batch_size": 12, "per_device_train_batch_size": 1, "pipeline_chunks": 2}, 1 / 13, 6),
+        ({"gradient_accumulation_steps": 8, "pipeline_schedule": "zero-bubble"}, 1 / 25, 8),
+        ({"gradient_accumulation_steps": 1000}, 1 / 667, 666),
+    ],
+)
+def test_schedule_of_a_pipeline(tmp_path: Path, settings: dict[str, Any], bubble: float, shown: int) -> None:
+    """On 4 ranks, 2 of each part; equal stages wait (P - 1) / (V M + P - 1) of the time, or with weights' gradients
+    apart (P - 1) / (3 M + P - 1)."""
+    make_run(tmp_path, [training(1)], pp_size=2, **settings)
+    (tmp_path / "environment.json").write_text(json.dumps({"ranks": 4}))
+    picture = report(tmp_path)[1]["pipeline"]
+    assert picture["bubble"] == pytest.approx(bubble, abs=1e-4)
+    assert picture["shown"] == shown
+    chunks = settings.get("pipeline_chunks", 1)
+    for actions in picture["ranks"]:
+        assert sum(kind == "forward" for kind, *_ in actions) == shown * chunks
+        assert all(before[4] <= after[3] for before, after in pairwise(actions))
+
+
+def test_no_schedule_without_a_pipeline(tmp_path: Path) -> None:
+    (make_run(tmp_path, [training(1)]) / "environment.json").write_text(json.dumps({"ranks": 4}))
+    assert report(tmp_path)[1]["pipeline"] is None
 
 
 def test_evaluations_alone(tmp_path: Path) -> None:

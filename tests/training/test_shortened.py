@@ -1,17 +1,17 @@
-"""One layer rehearsed for all that are like it: with the same outcome as all of them."""
+"""One layer run for all that are like it, with the same outcome as all of them."""
 
 from typing import Any
 
 import pytest
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3NextConfig
 
-from moe import build_model
-from sharding.planner.hardware import preset
-from training import TrainConfig
-from training.rehearsal.kinds import kinds_of_layers, shortened_stack
-from training.rehearsal.ledger import Part, ledger
-from training.rehearsal.recorder import Event
-from training.rehearsal.world import Rehearsed, rehearse
+from expertmesh.moe import build_model
+from expertmesh.training import TrainConfig
+from expertmesh.training.foresight.planner.hardware import preset
+from expertmesh.training.foresight.rehearsal.kinds import kinds_of_layers, shortened_stack
+from expertmesh.training.foresight.rehearsal.ledger import PartCost, ledger
+from expertmesh.training.foresight.rehearsal.recorder import Event
+from expertmesh.training.foresight.rehearsal.world import Rehearsed, rehearse
 
 SIZES: dict[str, Any] = dict(
     vocab_size=100, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2
@@ -173,5 +173,5 @@ def test_a_shortened_model_tells_the_whole_step(model: Any, world_size: int, fla
         assert short.step.calls[micro] == pytest.approx(calls, rel=1e-2)
 
 
-def totals(part: Part) -> list[float]:
+def totals(part: PartCost) -> list[float]:
     return [part.flops, part.recomputed, part.moved, part.kernels, part.sent, part.seconds]

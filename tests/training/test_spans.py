@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from expertmesh.training import TrainConfig
+from expertmesh.training.foresight.rehearsal.building import build_rehearsed
+from expertmesh.training.foresight.rehearsal.measure import Measurer
+from expertmesh.training.foresight.rehearsal.planning import setting_of
+from expertmesh.training.foresight.rehearsal.seen_spans import SeenSpans, Tape, between, on_line
 from tests.families.configs import tiny_config
-from training import TrainConfig
-from training.rehearsal.building import build_rehearsed
-from training.rehearsal.measure import Measurer
-from training.rehearsal.planning import setting_of
-from training.rehearsal.spans import Seen, Tape, between, on_line
 
 
 def measurer_of(family: str) -> tuple[TrainConfig, Measurer]:
@@ -36,7 +36,7 @@ def test_what_lies_between_is_as_measured(family: str, checkpointing: Any, ep_si
     assert told_anew == 0 < run_anew
 
 
-def seen(*changes: int, when: str = "attention") -> Seen:
+def seen(*changes: int, when: str = "attention") -> SeenSpans:
     tape = Tape()
     tape.note(("begin", "start", ""))
     for more in changes:

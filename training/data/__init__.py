@@ -1,21 +1,29 @@
-"""Instruction data: files in many formats to tokens, rows, and batches for each rank."""
+"""Instruction data: files in many formats to tokens, sequences, and batches for each rank."""
 
 from typing import TYPE_CHECKING
 
-from moe.lazy import import_on_demand
+from expertmesh.moe.base.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from training.data.batch import IGNORED, Batch, SharedRows, collate
-    from training.data.cache import cache_directory, cached_bytes
-    from training.data.chat import TrainOn, set_chat_template
-    from training.data.digest import explain_samples, samples_facts
-    from training.data.files import SampleBy, parse_datasets
-    from training.data.formats import Columns
-    from training.data.order import DataOrder, share_out
-    from training.data.packing import Rows, make_rows, pack
-    from training.data.preview import describe, print_preview
-    from training.data.samples import DataOptions, Origin, Sample, Samples, hold_out, load_samples, prompt_tokens
-    from training.data.templates import TEMPLATES
+    from expertmesh.training.data.batch import IGNORED, Batch, SplitSequences, batch_of, collate
+    from expertmesh.training.data.cache import cache_directory, cached_bytes
+    from expertmesh.training.data.chat import TrainOn, set_chat_template
+    from expertmesh.training.data.data_files import SampleBy, parse_datasets
+    from expertmesh.training.data.data_order import DataOrder, share_out
+    from expertmesh.training.data.digest import explain_samples, samples_facts
+    from expertmesh.training.data.formats import Columns
+    from expertmesh.training.data.packing import Rows, make_rows, pack
+    from expertmesh.training.data.preview import describe, print_preview
+    from expertmesh.training.data.samples import (
+        DataOptions,
+        Origin,
+        Sample,
+        Samples,
+        hold_out,
+        load_samples,
+        prompt_tokens,
+    )
+    from expertmesh.training.data.templates import TEMPLATES
 else:
     __getattr__ = import_on_demand(__name__)
 
@@ -31,8 +39,9 @@ __all__ = [
     "Sample",
     "SampleBy",
     "Samples",
-    "SharedRows",
+    "SplitSequences",
     "TrainOn",
+    "batch_of",
     "cache_directory",
     "cached_bytes",
     "collate",

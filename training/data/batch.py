@@ -1,49 +1,52 @@
-"""Rows of samples as tensors.
+"""Sequences of samples as tensors.
 
-Shape suffixes: B rows, S positions, N target tokens.
+Shape suffixes: B sequences, S positions, N target tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sharding import RowGroup
-from training.data.samples import Sample
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import CPGroup
+from expertmesh.training.data.samples import Sample
 
 IGNORED = -100
 
 
 @dataclass(frozen=True)
-class SharedRows:
-    """The rows that several ranks hold a run each of.
+class SplitSequences:
+    """The sequences that a context-parallel (CP) group splits: each rank holds a contiguous part of each.
 
-    sharers: these ranks. positions_BS: as in a `Batch` of all positions. is_packed: whether rows hold several samples.
+    cp_group: these ranks. positions_BS: as in a `Batch` of all positions. is_packed: whether sequences hold several
+        samples.
     """
 
-    sharers: RowGroup
+    cp_group: CPGroup
     positions_BS: Tensor
     is_packed: bool
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward's input on one rank: rows padded on the right or, where ranks share them, this rank's run of each.
+    """One micro-batch on one rank: sequences padded on the right or, where a CP group splits them, this rank's part of
+    each.
 
     tokens_BS: int64.
-    positions_BS: where each token stands within its own sample; None when every row is one sample. transformers takes
-        a position that does not follow the one before it for the start of another sample, and lets none attend to
-        another (`find_packed_sequence_indices`). Where rows are shared, there are positions always.
-    segments: lengths of the samples, and of the padding behind them, row after row; None when every row is one sample.
-        Where rows are shared, of the whole rows.
+    positions_BS: where each token stands within its own sample; None when every sequence is one sample. transformers
+        takes a position that does not follow the one before it for the start of another sample, and lets none attend to
+        another (`find_packed_sequence_indices`). Where a CP group splits sequences, there are positions always.
+    segments: lengths of the samples, and of the padding behind them, sequence after sequence; None when every sequence
+        is one sample. Where a CP group splits sequences, of the full ones.
     is_token_BS: False for padding, or None when there is none.
     targets_BS: the next token of the same sample where it is to be learned, else -100.
     target_index_N: the flat positions that have a target.
     num_tokens, num_targets: how many of each.
     spans: of each sample, the positions of its tokens that are here.
-    shared: what is to be known of the whole rows, where this is a run of each.
+    split: what is to be known of the full sequences, where this is a part of each.
     """
 
     tokens_BS: Tensor
@@ -55,26 +58,25 @@ class Batch:
     num_tokens: int
     num_targets: int
     spans: tuple[range, ...]
-    shared: SharedRows | None = None
+    split: SplitSequences | None = None
 
     def to(self, device: torch.device) -> "Batch":
         moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
-        if self.shared is not None:
-            moved["shared"] = replace(self.shared, positions_BS=self.shared.positions_BS.to(device))
+        if self.split is not None:
+            moved["split"] = replace(self.split, positions_BS=self.split.positions_BS.to(device))
         return replace(self, **moved)
 
 
-def collate(rows: Sequence[Sequence[Sample]], sharers: RowGroup | None = None) -> Batch:
-    """Each row's samples one after the other, padded on the right to the longest row. No row at all gives one position
-    of padding, for a rank that has nothing to do but must take part in the collectives.
+def collate(rows: Sequence[Sequence[Sample]], cp_group: CPGroup | None = None) -> Batch:
+    """Each sequence's samples one after the other, padded on the right to the longest sequence. No sequence at all
+    gives one position of padding, for a rank that has nothing to do but must take part in the collectives.
 
     Args:
-        sharers: the ranks that share the rows, if any: this one gets its run of each.
+        cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
     """
-    longest = max([sum(len(sample.tokens) for sample in row) for row in rows], default=1)
-    runs = 1 if sharers is None else sharers.size
-    length = -(-max(longest, 1) // runs) * runs
-    tokens_BS = torch.zeros(max(len(rows), 1), length, dtype=torch.int64)
+    lengths = [[len(sample.tokens) for sample in row] for row in rows]
+    longest = max(map(sum, lengths), default=1)
+    tokens_BS = torch.zeros(max(len(rows), 1), _length(longest, cp_group), dtype=torch.int64)
     positions_BS = torch.zeros_like(tokens_BS)
     is_token_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
     targets_BS = torch.full_like(tokens_BS, IGNORED)
@@ -90,14 +92,166 @@ def collate(rows: Sequence[Sequence[Sample]], sharers: RowGroup | None = None) -
             # position i predicts token i + 1; the last one of a sample predicts nothing
             targets_BS[index, start : max(end - 1, start)] = torch.where(trained[1:], tokens[1:], IGNORED)
             start = end
-    is_packed = any(len(row) > 1 for row in rows)
-    shared, run = None, slice(0, length)
-    if sharers is not None:
+    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group)
+
+
+_NEEDLESS = frozenset(
+    {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths", "num_items_in_batch"}
+)
+"""What collators of transformers and trl add to a batch that positions, or counting, tell already."""
+
+
+def batch_of(inputs: Mapping[str, Any], packing: bool, cp_group: CPGroup | None = None) -> Batch:
+    """One micro-batch as transformers' and trl's data collators make it.
+
+    Padding may be on either side of a sequence. Several samples in one sequence begin anew at position 0 each; across
+    two of them nothing is predicted.
+
+    Args:
+        inputs: `input_ids` (B, S) and `labels` (B, S), int64, -100 where nothing is to be learned; perhaps
+            `attention_mask` (B, S), `position_ids` (B, S) and, in place of `labels`, `shift_labels` (B, S), in which
+            position i has the token to be predicted there.
+        packing: whether the model keeps several samples in one sequence apart.
+        cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
+
+    Raises:
+        ExpertMeshError: it has something else, or of another shape; or several samples in a sequence without `packing`.
+    """
+    tokens_BS, labels_BS = _tensor(inputs, "input_ids"), _tensor(inputs, "labels")
+    mask_BS, positions_BS = _tensor(inputs, "attention_mask"), _tensor(inputs, "position_ids")
+    shifted_BS = _tensor(inputs, "shift_labels")
+    if tokens_BS is None or (labels_BS is None and shifted_BS is None):
+        missing = "input_ids" if tokens_BS is None else "labels"
+        raise ExpertMeshError(f"a batch has no {missing}, but {', '.join(inputs) or 'nothing'}")
+    known = {"input_ids", "labels", "attention_mask", "position_ids", "shift_labels"}
+    if others := [name for name, value in inputs.items() if name not in known | _NEEDLESS and value is not None]:
+        raise ExpertMeshError(
+            f"a batch has {', '.join(others)}, which would be ignored; it may have input_ids, labels, attention_mask, "
+            "position_ids and shift_labels"
+        )
+    for name in known & inputs.keys():
+        value = inputs[name]
+        if value is not None and tuple(value.shape) != tuple(tokens_BS.shape):
+            raise ExpertMeshError(
+                f"a batch has {name} of shape {tuple(value.shape)} beside input_ids of shape {tuple(tokens_BS.shape)}; "
+                "both must be (sequences, positions)"
+            )
+    is_token_BS = torch.ones_like(tokens_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
+    targets_BS = shifted_BS if labels_BS is None or shifted_BS is not None else _shifted(labels_BS)
+    assert targets_BS is not None
+    parts = [tokens_BS, targets_BS, is_token_BS, *([] if positions_BS is None else [positions_BS])]
+    parts = _to_the_left(parts, is_token_BS)
+    tokens_BS, targets_BS, is_token_BS = parts[:3]
+    counts = is_token_BS.sum(dim=1).tolist()
+    lengths = _lengths(parts[3], counts) if positions_BS is not None else [[count] if count else [] for count in counts]
+    if not packing and any(len(samples) > 1 for samples in lengths):
+        raise ExpertMeshError(
+            "position_ids of a batch begin anew within a sequence: it holds several samples, which only a model that "
+            "was loaded with packing keeps apart; give packing=True to expertmesh.load"
+        )
+    longest = max(counts, default=1)
+    padded = _length(longest, cp_group)
+    tokens_BS, targets_BS, is_token_BS = (
+        torch.nn.functional.pad(part[:, :longest], (0, padded - min(longest, part.shape[1])), value=value)
+        for part, value in ((tokens_BS, 0), (targets_BS, IGNORED), (is_token_BS, False))
+    )
+    positions_BS = torch.zeros_like(tokens_BS)
+    for index, samples in enumerate(lengths):
+        start = 0
+        for length in samples:
+            positions_BS[index, start : start + length] = torch.arange(length)
+            start += length
+            targets_BS[index, start - 1] = IGNORED
+    tokens_BS = tokens_BS.masked_fill(~is_token_BS, 0)
+    targets_BS = targets_BS.masked_fill(~is_token_BS, IGNORED)
+    return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group)
+
+
+def _tensor(inputs: Mapping[str, Any], name: str) -> Tensor | None:
+    """In host memory, int64."""
+    value = inputs.get(name)
+    if value is None:
+        return None
+    try:
+        tensor = torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ExpertMeshError(f"{name} of a batch is no tensor: {error}") from error
+    if tensor.dim() != 2 or tensor.numel() == 0 or tensor.is_floating_point() or tensor.is_complex():
+        raise ExpertMeshError(
+            f"{name} of a batch is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be integers, (sequences, "
+            "positions)"
+        )
+    return tensor.long()
+
+
+def _shifted(labels_BS: Tensor) -> Tensor:
+    """Where position i has what is to be predicted there: the label of position i + 1."""
+    return torch.nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+
+
+def _to_the_left(parts_BS: list[Tensor], is_token_BS: Tensor) -> list[Tensor]:
+    """The parts of sequences whose padding comes last.
+
+    Raises:
+        ExpertMeshError: padding lies between tokens of a sequence.
+    """
+    edges_BS = torch.nn.functional.pad(is_token_BS.int(), (1, 0)).diff(dim=1)
+    if bool(((edges_BS == 1).sum(dim=1) > 1).any()):
+        raise ExpertMeshError("attention_mask of a batch hides tokens between others of a sequence; padding may not")
+    if bool((is_token_BS[:, 1:] <= is_token_BS[:, :-1]).all()):
+        return parts_BS
+    order_BS = (~is_token_BS).int().argsort(dim=1, stable=True)
+    return [part_BS.gather(1, order_BS) for part_BS in parts_BS]
+
+
+def _lengths(positions_BS: Tensor, counts: Sequence[int]) -> list[list[int]]:
+    """Lengths of each sequence's samples.
+
+    Raises:
+        ExpertMeshError: a sample does not begin at position 0.
+    """
+    lengths = []
+    for positions, count in zip(positions_BS.tolist(), counts, strict=True):
+        starts = [i for i in range(count) if i == 0 or positions[i] != positions[i - 1] + 1]
+        if any(positions[start] != 0 for start in starts):
+            raise ExpertMeshError(
+                f"position_ids of a batch go on at {next(positions[s] for s in starts if positions[s] != 0)} where a "
+                "sample begins; each sample's must begin at 0"
+            )
+        lengths.append([stop - start for start, stop in zip(starts, [*starts[1:], count], strict=True)])
+    return lengths
+
+
+def _length(longest: int, cp_group: CPGroup | None) -> int:
+    """Positions per sequence, such that it can be cut into parts of equal length."""
+    runs = 1 if cp_group is None else cp_group.size
+    return -(-max(longest, 1) // runs) * runs
+
+
+def _batch(
+    tokens_BS: Tensor,
+    positions_BS: Tensor,
+    is_token_BS: Tensor,
+    targets_BS: Tensor,
+    lengths: Sequence[Sequence[int]],
+    cp_group: CPGroup | None,
+) -> Batch:
+    """A batch of full sequences, padded on the right to a length that `_length` gives.
+
+    Args:
+        lengths: of each sequence's samples.
+    """
+    length = tokens_BS.shape[1]
+    is_packed = any(len(samples) > 1 for samples in lengths)
+    split, run = None, slice(0, length)
+    if cp_group is not None:
         if not is_packed:
-            # padding takes the last position that a token has: what looks for the longest row must find it
+            # padding takes the last position that a token has: what looks for the longest sequence must find it
+            longest = max(map(sum, lengths), default=1)
             positions_BS = torch.arange(length).clamp(max=max(longest - 1, 0)).expand_as(positions_BS)
-        shared = SharedRows(sharers, positions_BS, is_packed)
-        run = slice(length // runs * sharers.index, length // runs * (sharers.index + 1))
+        split = SplitSequences(cp_group, positions_BS, is_packed)
+        each = length // cp_group.size
+        run = slice(each * cp_group.index, each * (cp_group.index + 1))
         parts = (tokens_BS, positions_BS, is_token_BS, targets_BS)
         tokens_BS, positions_BS, is_token_BS, targets_BS = (part[:, run].contiguous() for part in parts)
     target_index_N = (targets_BS.flatten() != IGNORED).nonzero().flatten()
@@ -105,35 +259,34 @@ def collate(rows: Sequence[Sequence[Sample]], sharers: RowGroup | None = None) -
     has_padding = num_tokens < tokens_BS.numel()
     return Batch(
         tokens_BS,
-        positions_BS if is_packed or shared is not None else None,
-        _segments(rows, length) if is_packed else None,
+        positions_BS if is_packed or split is not None else None,
+        _segments(lengths, length) if is_packed else None,
         is_token_BS if has_padding else None,
         targets_BS,
         target_index_N,
         num_tokens,
         len(target_index_N),
-        _spans(rows, run),
-        shared,
+        _spans(lengths, run),
+        split,
     )
 
 
-def _spans(rows: Sequence[Sequence[Sample]], run: slice) -> tuple[range, ...]:
+def _spans(lengths: Sequence[Sequence[int]], run: slice) -> tuple[range, ...]:
     """
     Args:
-        run: of each row, the part that is here.
+        run: of each sequence, the part that is here.
     """
     spans = []
-    for row in rows:
+    for row in lengths:
         start = 0
-        for sample in row:
-            spans.append(range(max(run.start - start, 0), min(run.stop - start, len(sample.tokens))))
-            start += len(sample.tokens)
+        for length in row:
+            spans.append(range(max(run.start - start, 0), min(run.stop - start, length)))
+            start += length
     return tuple(span for span in spans if span)
 
 
-def _segments(rows: Sequence[Sequence[Sample]], length: int) -> tuple[int, ...]:
+def _segments(lengths: Sequence[Sequence[int]], length: int) -> tuple[int, ...]:
     segments: list[int] = []
-    for row in rows:
-        lengths = [len(sample.tokens) for sample in row]
-        segments += lengths + [length - sum(lengths)] * (sum(lengths) < length)
+    for row in lengths:
+        segments += [*row] + [length - sum(row)] * (sum(row) < length)
     return tuple(segments)

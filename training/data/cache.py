@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moe import ExpertMeshError
+from expertmesh.moe import ExpertMeshError
 
 
 def cache_directory() -> Path:
@@ -61,7 +61,7 @@ def cache_error(error: OSError) -> ExpertMeshError:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Files and directories that `datasets` writes under these names, and renames when they are whole."""
+    """Files and directories that `datasets` writes under these names, and renames when they are complete."""
     found = [path for pattern in ("**/*.incomplete", "**/tmp*") for path in directory.glob(pattern)]
     removed = 0
     for path in found:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from moe import ExpertMeshError
-from training.data.formats import Conversation
-from training.data.limits import bounded, check_template
-from training.data.spans import find_spans
-from training.data.templates import TEMPLATES, template_for
-from training.data.turns import Written
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.data.formats import Conversation
+from expertmesh.training.data.limits import bounded, check_template
+from expertmesh.training.data.message_spans import find_spans
+from expertmesh.training.data.templates import TEMPLATES, template_for
+from expertmesh.training.data.turns import Written
 
 TrainOn = Literal["all", "assistant", "last", "final"]
 
@@ -100,8 +100,8 @@ def _rendered(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> 
 
 
 def _check_reasoning(written: Written, wanted: list[bool]) -> None:
-    """Templates rightly drop the thoughts of earlier turns. One that drops those of the last answer as well, if that is
-    trained on, would have the model answer without them."""
+    """Refuse a template that drops the reasoning of the last answer if that is trained on: the model would learn to
+    answer without reasoning. To drop that of earlier turns is right."""
     roles = [message["role"] for message in written.messages]
     last = max((i for i, role in enumerate(roles) if role == "assistant"), default=None)
     if last is None or not wanted[last] or "user" in roles[last:]:
@@ -125,7 +125,7 @@ def trained_messages(conversation: Conversation, train_on: TrainOn) -> list[bool
 def beginning(tokenizer: Any, text: str, max_length: int) -> str:
     """The text; of one far longer than `max_length` tokens, a part that has more than so many: a token takes hundreds
     of bytes while a text is tokenised, and what is beyond is cut off later. Tokens near the part's end may be others
-    than those of the whole, so that it ends well behind."""
+    than those of the full text, so that it ends well behind."""
     length = max(64 * max_length, 2**16)
     while length < len(text) and len(tokenizer(text[:length], add_special_tokens=False)["input_ids"]) < max_length + 64:
         length *= 4

@@ -92,7 +92,7 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Format:
-    """A way to write instruction data: the columns that give it away, and how one row is read."""
+    """A way to write instruction data: the columns that give it away, and how one record is read."""
 
     name: str
     columns: tuple[str, ...]
@@ -100,11 +100,11 @@ class Format:
 
 
 class RowError(ValueError):
-    """What is wrong with a row; whoever knows where it stands says so."""
+    """What is wrong with a record; whoever knows where it stands says so."""
 
 
 def find_format(row: Any, columns: Columns) -> Format:
-    """The format of a data set, from its first row and the columns that the user has named.
+    """The format of a data set, from its first record and the columns that the user has named.
 
     Raises:
         RowError: none fits; the message lists the columns found and the flags that name others.
@@ -125,7 +125,7 @@ def find_format(row: Any, columns: Columns) -> Format:
 
 
 def _refuse_preferences(row: dict[str, Any]) -> None:
-    """Answers that a model is to avoid are none to learn."""
+    """Refuse preference data: an answer that a model is to avoid is none to learn."""
     found = [column for column in _PREFERENCES if column in row]
     if "completion" in row and isinstance(row.get("label"), bool):
         found.append("label")
@@ -150,7 +150,7 @@ def _named(columns: Columns) -> list[Format]:
 
 
 def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation | PlainText":
-    """One row of a data set whose format is known.
+    """One record of a data set whose format is known.
 
     Raises:
         RowError: a column is missing or holds something else.
@@ -260,7 +260,7 @@ FORMATS = [
 def _conversation(
     row: Mapping[str, Any], columns: Columns, messages: list[dict[str, Any]], is_trained: list[bool | None]
 ) -> Conversation:
-    """With the row's own system prompt in front, if it has one, and its tools."""
+    """With the record's own system prompt in front, if it has one, and its tools."""
     if columns.system and columns.system not in row:
         raise RowError(f"has no column {columns.system!r}; found: {', '.join(row)}; --system-column names it")
     system = row.get(columns.system or "system")

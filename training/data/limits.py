@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment
 
 SECONDS = 10
-"""Of CPU time, for a conversation of a few messages."""
+"""Seconds of CPU time for a conversation of a few messages."""
 _HEADROOM = 2**30
 
 

@@ -1,4 +1,4 @@
-"""Rows of one sample each, or of several: first-fit-decreasing packing."""
+"""Sequences of one sample each, or of several: first-fit-decreasing packing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.data.samples import Sample, Samples
+from expertmesh.training.data.samples import Sample, Samples
 
 
 class Rows(Sequence[list[Sample]]):
-    """What a batch is made of: each row is one sample, or several that were packed into it.
+    """What a batch is made of: each sequence is one sample, or several that were packed into it.
 
     Attributes:
         samples: all of them.
-        groups: for each row the indices of its samples; None when row i is sample i.
-        lengths: tokens of each row, int64.
+        groups: for each sequence the indices of its samples; None when sequence i is sample i.
+        lengths: tokens of each sequence, int64.
     """
 
     def __init__(self, samples: Samples, groups: Sequence[Sequence[int]] | None = None):
@@ -33,23 +33,23 @@ class Rows(Sequence[list[Sample]]):
 
 
 def make_rows(samples: Samples, packing: bool, max_seq_length: int, seed: int) -> Rows:
-    """Packed rows of at most `max_seq_length` tokens, or a row a sample."""
+    """Packed sequences of at most `max_seq_length` tokens, or one sequence per sample."""
     return Rows(samples, pack(samples.lengths, max_seq_length, seed) if packing else None)
 
 
 def pack(lengths: Tensor, capacity: int, seed: int) -> list[list[int]]:
-    """Share samples out into rows of at most `capacity` tokens: the longest first, each into the first row with room
-    (first-fit decreasing, which needs at most 11/9 of the fewest rows possible, and one more; Dósa 2007).
+    """Pack samples into sequences of at most `capacity` tokens: the longest first, each into the first sequence with
+    room (first-fit decreasing, which needs at most 11/9 of the fewest sequences possible, and one more; Dósa 2007).
 
     Samples of the same length are taken in a random order, so that neighbours in the data do not end up together.
 
     Args:
         lengths: tokens of each sample, int64, each at most `capacity`.
-        capacity: tokens a row.
+        capacity: tokens per sequence.
         seed: of that order.
 
     Returns:
-        The samples of each row.
+        The samples of each sequence.
     """
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
     order = order[lengths[order].sort(descending=True, stable=True).indices]
@@ -64,7 +64,7 @@ def pack(lengths: Tensor, capacity: int, seed: int) -> list[list[int]]:
 
 
 class _FirstFit:
-    """The room left in each row, in a tree of maxima: the first row with enough is found in log(rows) steps."""
+    """The room left in each sequence, in a tree of maxima: the first with enough is found in log(sequences) steps."""
 
     def __init__(self, num_rows: int, capacity: int):
         self.leaves = 1
@@ -73,7 +73,7 @@ class _FirstFit:
         self.room = [capacity] * (2 * self.leaves)
 
     def take(self, length: int) -> int:
-        """Take `length` from the first row that has it; the row's number."""
+        """Take `length` from the first sequence that has it; returns its number."""
         node = 1
         assert length <= self.room[node], (length, self.room[node])
         while node < self.leaves:

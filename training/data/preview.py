@@ -7,15 +7,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from training.data.order import DataOrder
-from training.data.packing import Rows
-from training.data.samples import Sample
+from expertmesh.training.data.data_order import DataOrder
+from expertmesh.training.data.packing import Rows
+from expertmesh.training.data.samples import Sample
 
 _TRAINED, _CONTEXT, _EDGE = "bold green", "dim", "bold magenta"
 
 
 def print_preview(rows: Rows, order: DataOrder, tokenizer: Any, max_seq_length: int, number: int = 3) -> None:
-    """Print the first `number` rows as the model sees them, trained tokens apart from context, and all counts.
+    """Print the first `number` sequences as the model sees them, trained tokens apart from context, and all counts.
 
     Without colours (in a pipe, or under NO_COLOR), trained text stands between « and ».
     """
@@ -84,7 +84,7 @@ def describe(origin: Any) -> str:
 
 
 def positions_in_batches(rows: Rows, order: DataOrder) -> int:
-    """Positions of the forwards of one epoch over all readers, padding included."""
+    """Positions of the micro-batches of one epoch over all readers, padding included."""
     total = 0
     for step in range(order.steps_per_epoch):
         for reader in range(order.num_readers):

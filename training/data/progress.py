@@ -1,4 +1,4 @@
-"""How far reading and tokenizing are, told while they go on."""
+"""Progress of reading and tokenizing."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ SECONDS_AT_TERMINAL = 0.5
 SECONDS_IN_LOG = 15.0
 
 
-class Progress:
+class TokenizingProgress:
     """Tells on standard error how many records are done: at a terminal in one line, which is then erased; elsewhere in
     a new line every 15 seconds.
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe import ExpertMeshError
-from training.data.cache import cache_error, filling_cache
-from training.data.chat import TrainOn, beginning, render, tokenize
-from training.data.files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
-from training.data.formats import Columns, Conversation, Format, PlainText, RowError, find_format, read_row
-from training.data.progress import Progress, count
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.data.cache import cache_error, filling_cache
+from expertmesh.training.data.chat import TrainOn, beginning, render, tokenize
+from expertmesh.training.data.data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
+from expertmesh.training.data.formats import Columns, Conversation, Format, PlainText, RowError, find_format, read_row
+from expertmesh.training.data.progress import TokenizingProgress, count
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
 _VERSION = 4
-# one process tokenises this many rows in less time than it takes to start more
+# one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
 _BATCH_BYTES = 64 * 2**20
@@ -46,12 +46,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How rows become tokens.
+    """How records become tokens.
 
     columns: where they are not the usual ones. prompt_template: if not empty, a question is written into it in place
     of {prompt} and the answer follows, without a chat template; backslash and n stand for a line break.
     train_on: which turns have a loss. max_seq_length: what exceeds it is cut off. hub_config, split: of a hub data
-    set. num_workers: processes that tokenise; None chooses by the number of rows. sample_by: what is a row of a .txt.
+    set. num_workers: processes that tokenise; None chooses by the number of records. sample_by: what is a record of a
+    .txt.
     """
 
     max_seq_length: int
@@ -66,7 +67,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Origin:
-    """What became of one data set: its rows, those with nothing to learn (left out), those cut, those then used.
+    """What became of one data set: its records, those with nothing to learn (left out), those cut, those then used.
 
     is_plain: whether no chat template was used. endless: samples that are not cut in which no special token is trained
     on, so that nothing in them teaches the model to end.
@@ -125,13 +126,13 @@ def load_samples(
         flag: that named them, for messages.
         entries: paths or hub ids, each perhaps with `:weight`.
         tokenizer: a fast one, its chat template set (see `set_chat_template`).
-        options: how rows become tokens.
-        seed: of the choice of rows where weights leave some out.
+        options: how records become tokens.
+        seed: of the choice of records where weights leave some out.
         tells: whether to say on standard error how far it is.
 
     Raises:
-        ExpertMeshError: a data set is missing, empty or malformed (with the line), a row has none of the known formats
-            or does not fit the chat template, or nothing is left to learn.
+        ExpertMeshError: a data set is missing, empty or malformed (with the line), a record has none of the known
+            formats or does not fit the chat template, or nothing is left to learn.
     """
     if not tokenizer.is_fast:
         raise ExpertMeshError(f"{flag}: the tokenizer is a slow one, which gives no offsets of its tokens")
@@ -156,7 +157,7 @@ def hold_out(samples: Samples, ratio: float, seed: int) -> tuple[Samples, Sample
 
 
 def _mix(flag: str, specs: list[DatasetSpec], parts: list[Samples], seed: int) -> Samples:
-    """All of every data set; or, with weights, as many of each as makes up its share, the scarcest one used whole."""
+    """All of every data set; or, with weights, as many of each as makes up its weight, all of the scarcest one."""
     import datasets
 
     if specs[0].weight is not None:
@@ -193,14 +194,14 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
     backend = tokenizer.backend_tokenizer.to_str()
     specials = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template]
     try:
-        with Progress(f"reading {source.name}", None, tells, cache) as progress:
+        with TokenizingProgress(f"reading {source.name}", None, tells, cache) as progress:
             # what is counted stays out of the arguments, of which `datasets` makes the directory's name
             rows = Dataset.from_generator(
                 partial(_records, source, flag, options.columns, progress.counter),
                 cache_dir=str(cache),
                 fingerprint=_fingerprint(source.version, asdict(options.columns)),
             )
-        with Progress(f"tokenizing {source.name}", len(rows), tells, cache) as progress:
+        with TokenizingProgress(f"tokenizing {source.name}", len(rows), tells, cache) as progress:
             tokens = rows.map(
                 _tokenize_batch(tokenizer, options, progress.counter),
                 batched=True,
@@ -244,7 +245,7 @@ def _own_error(error: BaseException) -> BaseException:
 
 
 def _batch_size(rows: Any) -> int:
-    """Rows that are tokenised together: fewer where they are long."""
+    """Records that are tokenised together: fewer where they are long."""
     return min(max(_BATCH_BYTES * len(rows) // max(rows.data.nbytes, 1), 1), 500)
 
 
@@ -255,7 +256,7 @@ def _workers(num_rows: int, wanted: int | None) -> int | None:
 
 
 def _records(source: RowSource, flag: str, columns: Columns, counter: str = "") -> Iterator[dict[str, Any]]:
-    """Rows in a form that no schema can spoil: their place, their format, and what they say, as JSON."""
+    """Records in a form that no schema can spoil: their place, their format, and what they say, as JSON."""
     found: Format | None = None
     is_plain: bool | None = None
     for number, (place, row) in enumerate(_read(source, flag), start=1):

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe import ExpertMeshError
+from expertmesh.moe import ExpertMeshError
 
 
 def split_files(flag: str, directory: Path, config: str, split: str, kinds: Sequence[str]) -> tuple[str, list[Path]]:

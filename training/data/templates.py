@@ -5,7 +5,7 @@ calls and results. Reasoning is left out of turns that a later question follows,
 format without tools refuses them.
 """
 
-# As Mixtral-8x7B-Instruct-v0.1 has it; a system prompt stands at the head of the first question.
+# As Mixtral-8x7B-Instruct-v0.1 has it; a system prompt stands before the first question.
 _MISTRAL = """\
 {{- bos_token }}
 {%- set ns = namespace(system='') %}

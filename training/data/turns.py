@@ -1,7 +1,7 @@
 """A conversation as a chat template writes it, and where in that text each message stands.
 
 Templates say what to write, not what they have written, so it is found out by asking again: with other words in a
-message, without what comes after it, with the words that ask for an answer.
+message, without what comes after it, with the generation prompt.
 """
 
 import inspect
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from training.data.formats import Conversation
-from training.data.limits import TooMuch
+from expertmesh.training.data.formats import Conversation
+from expertmesh.training.data.limits import TooMuch
 
 # begins and ends with a character for private use, so that it shares neither end with what it stands for
 _OTHER_WORDS = "\ue000other words\ue000"
@@ -20,7 +20,7 @@ _OTHER_WORDS = "\ue000other words\ue000"
 _REASONING = ("reasoning_content", "thinking")
 
 
-class _Words(NamedTuple):
+class _TurnWords(NamedTuple):
     """Where a message's own words are; `is_found` if all around them stays when they are others."""
 
     begin: int
@@ -32,7 +32,7 @@ class Written:
     """A conversation's text.
 
     Attributes:
-        text: as the template writes it, without the words that ask for a further answer.
+        text: as the template writes it, without a generation prompt.
         messages: as the template gets them: reasoning under each of its names, and the arguments of tool calls as text
             if it takes no objects.
 
@@ -44,7 +44,7 @@ class Written:
         self._tokenizer = tokenizer
         self._tools, self._arguments = conversation.tools, conversation.arguments or {}
         _check_variables(tokenizer, self._arguments)
-        self._known_words: dict[tuple[int, bool], _Words] = {}
+        self._known_words: dict[tuple[int, bool], _TurnWords] = {}
         self.messages = [with_reasoning(message, message.get(_REASONING[0])) for message in conversation.messages]
         try:
             self.text = self.write(self.messages)
@@ -64,7 +64,7 @@ class Written:
 
         It is what the message adds to the text of those before it, if its own words are in there. Templates that do
         not write left to right (a system prompt goes into the last question, thoughts of earlier turns are dropped)
-        leave what follows the words that ask for it.
+        leave what follows the generation prompt.
 
         Raises:
             ValueError: the message, or its tool calls, are not in the text or cannot be told from others.
@@ -82,7 +82,8 @@ class Written:
         return words.begin if begin is None else begin, self._closing(index, words.end)
 
     def final_span(self, index: int) -> tuple[int, int]:
-        """Of an assistant's `span`, what follows the reasoning: from the first word of the answer or the tool call.
+        """The part of an assistant's `span` that follows the reasoning: from the first word of the answer or the tool
+        call.
 
         Raises:
             ValueError: as `span`; or the reasoning cannot be told from the answer.
@@ -107,7 +108,7 @@ class Written:
         return isinstance(reasoning, str) and bool(reasoning.strip()) and self._with_other_reasoning(index) == self.text
 
     def write(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """Other messages in the template, perhaps with the words that ask for a further answer."""
+        """Other messages in the template, perhaps with a generation prompt."""
         try:
             return self._tokenizer.apply_chat_template(
                 messages, tools=self._tools, tokenize=False, add_generation_prompt=prompt, **self._arguments
@@ -135,7 +136,7 @@ class Written:
             return self.text
         return self._with(index, with_reasoning(message, _OTHER_WORDS), index + 1)
 
-    def _words(self, index: int, keeps_reasoning: bool = False) -> _Words:
+    def _words(self, index: int, keeps_reasoning: bool = False) -> _TurnWords:
         """Where the text changes when the message says something else in place of its content, its tool calls and,
         unless that is kept, its reasoning."""
         key = index, keeps_reasoning or not self.messages[index].get(_REASONING[0])
@@ -143,7 +144,7 @@ class Written:
             self._known_words[key] = self._find_words(*key)
         return self._known_words[key]
 
-    def _find_words(self, index: int, keeps_reasoning: bool) -> _Words:
+    def _find_words(self, index: int, keeps_reasoning: bool) -> _TurnWords:
         message = self.messages[index]
         left_out = ("tool_calls", *(() if keeps_reasoning else _REASONING))
         other = {key: value for key, value in message.items() if key not in left_out} | {"content": _OTHER_WORDS}
@@ -161,16 +162,18 @@ class Written:
             begin = _common_length(self.text, changed)
             if self.text.endswith(after):
                 end = len(self.text) - len(after)
-                return _Words(min(begin, end), end, self.text[:begin].rstrip() == before.rstrip())
+                return _TurnWords(min(begin, end), end, self.text[:begin].rstrip() == before.rstrip())
             if end_of_arguments is None:
                 most = min(len(self.text), len(changed)) - begin
-                return _Words(begin, len(self.text) - min(_common_length(self.text[::-1], changed[::-1]), most), False)
+                return _TurnWords(
+                    begin, len(self.text) - min(_common_length(self.text[::-1], changed[::-1]), most), False
+                )
         # the results that follow are nothing without the call: where it begins shows in a turn that ends with it
         following = next(
             (i for i in range(index + 1, len(self.messages)) if self.messages[i]["role"] == "user"), len(self.messages)
         )
         begin = _common_length(self.text, self._with(index, other, following))
-        return _Words(min(begin, end_of_arguments), self._end_of_call(index, end_of_arguments), True)
+        return _TurnWords(min(begin, end_of_arguments), self._end_of_call(index, end_of_arguments), True)
 
     def _end_of_arguments(self, index: int) -> int:
         """Where the text stays as it is when the message's tool calls have other arguments."""
@@ -210,7 +213,7 @@ class Written:
         return len(before), end
 
     def _opening(self, index: int, words_begin: int) -> int | None:
-        """Where an assistant begins to write: behind what asks for an answer, if that stands before its words. A header
+        """Where an assistant begins to write: behind the generation prompt, if that stands before its words. A header
         or a thought may come between."""
         if index == 0 or self.messages[index]["role"] != "assistant":
             return None
@@ -225,7 +228,7 @@ class Written:
         return None if at < 0 else at + len(prompt)
 
     def _end_of_words_before(self, index: int, begin: int) -> int:
-        """Of the nearest earlier message whose words stand before `begin`."""
+        """The end of the nearest earlier message whose words stand before `begin`."""
         for earlier in reversed(range(index)):
             try:
                 end = self._words(earlier).end

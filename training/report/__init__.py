@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from moe.lazy import import_on_demand
+from expertmesh.moe.base.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from training.report.history import History, read_history, read_record
-    from training.report.page import State, sweep_reports, write_report
-    from training.report.profiles import BETWEEN, PROFILES
+    from expertmesh.training.report.history import History, read_history, read_record
+    from expertmesh.training.report.page import State, sweep_reports, write_report
+    from expertmesh.training.report.profiles import BETWEEN, PROFILES
 else:
     __getattr__ = import_on_demand(__name__)
 

@@ -1,21 +1,22 @@
-"""Make a run's report.html again: `python -m training.report OUTPUT_DIR`."""
+"""Make a run's report.html again: `python -m expertmesh.training.report OUTPUT_DIR`."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe import ExpertMeshError
-from moe.command import run_command
-from moe.parser import Parser
-from moe.terminal import ends_with_reader
-from training.report.page import write_report
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.command import run_command
+from expertmesh.moe.base.parser import Parser
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.training.report.page import write_report
 
 
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 where there is no run to report on."""
     parser = Parser(
-        prog="python -m training.report", description="Write a run's report.html again, from its metrics.jsonl."
+        prog="python -m expertmesh.training.report",
+        description="Write a run's report.html again, from its metrics.jsonl.",
     )
     parser.add_argument("output_dir", metavar="OUTPUT_DIR", type=Path, help="--output-dir of the run")
     try:

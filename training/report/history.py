@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
-from moe import ExpertMeshError
+from expertmesh.moe import ExpertMeshError
 
 MAX_POINTS = 1000
 """Points of a curve."""
@@ -59,7 +59,7 @@ T = TypeVar("T", bound=Summed)
 class Stretches(Generic[T]):
     """Logged values in at most `limit` stretches, an even number, of equally many each (the last perhaps fewer).
 
-    When the room is used up, neighbours are added together: from then on a stretch is twice as long.
+    When the limit is reached, neighbours are added together: from then on a stretch is twice as long.
     """
 
     def __init__(self, limit: int) -> None:
@@ -84,7 +84,7 @@ class Stretches(Generic[T]):
 
 
 @dataclass
-class Point:
+class CurvePoint:
     """Consecutive logged values: how many, their sum, and the lowest and highest of what they are means of."""
 
     last_step: int
@@ -93,7 +93,7 @@ class Point:
     low: float
     high: float
 
-    def add(self, later: "Point") -> None:
+    def add(self, later: "CurvePoint") -> None:
         self.last_step = later.last_step
         self.count += later.count
         self.total += later.total
@@ -104,7 +104,7 @@ class Point:
         return self.total / self.count
 
 
-class Curve(Stretches[Point]):
+class Curve(Stretches[CurvePoint]):
     """One figure over the steps it was logged at, in at most MAX_POINTS points.
 
     Attributes:
@@ -116,7 +116,7 @@ class Curve(Stretches[Point]):
         self.last = self.lowest = math.inf
         self.lowest_step = 0
 
-    def add(self, logged: Point) -> None:
+    def add(self, logged: CurvePoint) -> None:
         super().add(logged)
         self.last = logged.mean
         if self.last < self.lowest:
@@ -148,7 +148,7 @@ class Curve(Stretches[Point]):
 
 
 @dataclass
-class Stretch:
+class HistorySpan:
     """Consecutive logged steps: tokens of each expert and the routers' entropies, summed over them."""
 
     first_step: int
@@ -157,14 +157,14 @@ class Stretch:
     tokens_LE: np.ndarray
     entropy_L: np.ndarray
 
-    def add(self, later: "Stretch") -> None:
+    def add(self, later: "HistorySpan") -> None:
         self.last_step = later.last_step
         self.num_logged += later.num_logged
         self.tokens_LE = self.tokens_LE + later.tokens_LE
         self.entropy_L = self.entropy_L + later.entropy_L
 
 
-class ExpertLoad(Stretches[Stretch]):
+class ExpertLoad(Stretches[HistorySpan]):
     """Tokens of each expert, in at most MAX_CELLS."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -274,14 +274,14 @@ class History:
             self._add_seconds(record["seconds"], record["tokens"] / speed if speed else 0.0)
 
     def _add_point(self, name: str, step: int, value: float, low: float, high: float) -> None:
-        self.curves.setdefault(name, Curve()).add(Point(step, 1, value, low, high))
+        self.curves.setdefault(name, Curve()).add(CurvePoint(step, 1, value, low, high))
 
     def _add_load(self, step: int, tokens_LE: np.ndarray, entropy_L: np.ndarray | None) -> None:
         if self.load is None:
             self.load = ExpertLoad(*tokens_LE.shape)
         if entropy_L is None:
             entropy_L = np.full(len(tokens_LE), np.nan)
-        self.load.add(Stretch(step, step, 1, tokens_LE, entropy_L))
+        self.load.add(HistorySpan(step, step, 1, tokens_LE, entropy_L))
 
     def _add_seconds(self, seconds: float, taken: float) -> None:
         """Take in the clock of a start at a record, and how long its steps took. If less has passed on the clock since

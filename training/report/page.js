@@ -682,6 +682,40 @@ function profiles() {
   return element("section", "", element("h2", "", "Where time and memory went"), card);
 }
 
+// ---- Pipeline
+
+// A row for each rank of the pipeline, with its actions from left to right.
+function pipeline() {
+  const plan = run.pipeline;
+  if (!plan) return null;
+  const picture = document.createElementNS(DRAWING, "svg");
+  picture.setAttribute("role", "img");
+  picture.setAttribute("aria-label", "schedule of a step");
+  picture.setAttribute("class", "bars");
+  picture.style.height = `${plan.ranks.length * BAR}px`;
+  const colours = { forward: "part-0", backward: "part-1", weights: "part-2" };
+  drawings.push(() => {
+    const scale = picture.clientWidth / plan.seconds;
+    picture.replaceChildren();
+    plan.ranks.forEach((actions, row) => {
+      for (const [kind, stage, microBatch, begin, end] of actions) {
+        const place = { x: begin * scale, y: row * BAR, width: Math.max((end - begin) * scale - 1, 0.5), height: BAR - 6 };
+        const box = drawn(picture, "rect", colours[kind], place);
+        drawn(box, "title", "", {}, `${kind} of micro-batch ${microBatch + 1}, stage ${stage + 1}`);
+      }
+    });
+  });
+  const keys = Object.entries(colours)
+    .filter(([kind]) => plan.ranks[0].some((action) => action[0] === kind))
+    .flatMap(([kind, colour]) => [element("span", `swatch ${colour}`), `${kind} `]);
+  const part = plan.shown < plan.micro_batches ? `the first ${whole(plan.shown)} of ` : "";
+  const told =
+    `${plan.schedule}: ${part}${whole(plan.micro_batches)} micro-batches on ${plan.ranks.length} parts of the ranks, ` +
+    `with stages that take equally long: ranks wait ${percent(plan.bubble)} of the time.`;
+  const card = element("div", "card", element("p", "remark quiet", told), picture, element("p", "remark quiet", ...keys));
+  return element("section", "", element("h2", "", "Pipeline"), card);
+}
+
 // ---- Generations, settings
 
 function generations() {
@@ -739,7 +773,7 @@ function footer() {
 }
 
 const nothing = Object.keys(run.curves).length === 0 ? element("p", "quiet", "No step has been logged yet.") : null;
-const sections = [header(), warnings(), nothing, curves(), expertLoad(), profiles(), adapters(), generations(), settings(), footer()];
+const sections = [header(), warnings(), nothing, curves(), expertLoad(), pipeline(), profiles(), adapters(), generations(), settings(), footer()];
 document.getElementById("report").replaceChildren(...sections.filter((section) => section !== null));
 
 function drawAll() {

@@ -15,12 +15,13 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from checkpoints import write_errors
-from moe import ExpertMeshError
-from moe.whole import PARTIAL, whole
-from training.config import TrainConfig
-from training.report.history import History, read_history
-from training.report.profiles import BETWEEN, read_profiles
+from expertmesh.checkpoints import write_errors
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.whole import PARTIAL, whole
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.report.history import History, read_history
+from expertmesh.training.report.profiles import BETWEEN, read_profiles
+from expertmesh.training.report.schedule_picture import schedule_picture
 
 State = Literal["running", "stopped", "finished"]
 
@@ -31,10 +32,10 @@ def write_report(output_dir: Path, state: State | None = None, history: History 
     """Write OUTPUT_DIR/report.html from the run's metrics.jsonl and, if there, its config.yaml, environment.json and
     profiles.
 
-    It appears whole or not at all; an earlier one is replaced.
+    It is written atomically; an earlier one is replaced.
 
     Args:
-        output_dir: of a run, which may still be going on.
+        output_dir: of a run, which may still be running.
         state: of the run, if known. Else it is finished if its last step is logged, and otherwise left open.
         history: what metrics.jsonl says, where it is known; else it is read.
 
@@ -48,8 +49,10 @@ def write_report(output_dir: Path, state: State | None = None, history: History 
         history = read_history(output_dir / "metrics.jsonl")
     config = _read_table(output_dir / "config.yaml")
     profiles, unshown = read_profiles(output_dir)
-    content = _content(history, config, _read_table(output_dir / "environment.json"), state)
-    page = render(content | {"profiles": profiles, "profiles_not_shown": unshown, "between": BETWEEN})
+    environment = _read_table(output_dir / "environment.json")
+    content = _content(history, config, environment, state)
+    content |= {"profiles": profiles, "profiles_not_shown": unshown, "between": BETWEEN}
+    page = render(content | {"pipeline": schedule_picture(config, environment)})
     report = output_dir / REPORT
     # a run writes it while somebody has it made again
     with write_errors(report), whole(report, writer=str(os.getpid())) as partial:
@@ -66,7 +69,7 @@ def sweep_reports(output_dir: Path) -> None:
 def render(content: dict[str, Any]) -> bytes:
     """The page. Its policy lets a browser use its own script and style, known by their hashes, and load nothing."""
     page, style, script = (
-        files("training.report").joinpath(name).read_text(encoding="utf-8")
+        files("expertmesh.training.report").joinpath(name).read_text(encoding="utf-8")
         for name in ("page.html", "page.css", "page.js")
     )
     # a browser reads a script element up to the first "</script": JSON does without "<"

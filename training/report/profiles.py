@@ -1,4 +1,4 @@
-"""What `--profile` has left in OUTPUT_DIR/profile: a file a rank and stretch of steps, with what each part took."""
+"""What `--profile` has left in OUTPUT_DIR/profile: a file per rank and stretch of steps, with what each part took."""
 
 import json
 import math

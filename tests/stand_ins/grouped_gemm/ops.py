@@ -1,4 +1,4 @@
-"""The grouped product with autograd."""
+"""The grouped GEMM with autograd."""
 
 from typing import Any
 

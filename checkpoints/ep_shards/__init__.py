@@ -1,0 +1,1 @@
+"""EP shards, and offline conversion."""

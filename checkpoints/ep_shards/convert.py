@@ -1,0 +1,219 @@
+"""From a checkpoint of one form to one of another, offline: `convert` to EP shards, `export` to Hugging Face form."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from expertmesh.checkpoints.ep_shards.manifest import (
+    MANIFEST,
+    FileSum,
+    carried_files,
+    check_all_bytes,
+    make_manifest,
+    shard_files,
+)
+from expertmesh.checkpoints.ep_shards.relayout import FileRecord, forget_progress, traces, write_files
+from expertmesh.checkpoints.hf.reader import SafetensorsReader, kept_encodings
+from expertmesh.checkpoints.hf.source import Checkpoint
+from expertmesh.checkpoints.opening import Readable, open_readable, parameter_dtypes
+from expertmesh.checkpoints.storage.checksums import file_checksum
+from expertmesh.checkpoints.storage.directories import (
+    check_apart,
+    copy_side_files,
+    empty_directory,
+    side_files,
+    write_errors,
+)
+from expertmesh.checkpoints.storage.dtypes import same_values
+from expertmesh.checkpoints.storage.file_layout import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    OutputFile,
+    OutputTensor,
+    hf_index,
+    plan_hf_files,
+)
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.whole import whole
+from expertmesh.sharding.topology import divisors, either
+
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class HowToWrite:
+    """workers: files written at once. max_shard_size: bytes. overwrite: whether `out` may be replaced. drop_untrained:
+    whether tensors that are not trained are left behind, and no longer claimed by the config. tell: takes lines that
+    say what became of them. tokenizer: saved in Hugging Face form in place of the source's own."""
+
+    max_shard_size: int
+    workers: int
+    overwrite: bool = False
+    show_progress: bool = False
+    drop_untrained: bool = False
+    tell: Callable[[str], None] = lambda _: None
+    tokenizer: Any = None
+
+
+def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: HowToWrite) -> list[str]:
+    """Write EP shards of a Hugging Face directory, or of other EP shards.
+
+    Args:
+        dtype: of every parameter, by its code (see `checkpoints.storage.dtypes`); None leaves each as it is, encoded
+            ones too, where their blocks do not reach from one expert to the next.
+
+    Returns:
+        The names of parameters that had to be dequantized, though `dtype` did not ask for it.
+
+    Raises:
+        ExpertMeshError: the source is damaged, ep_size does not divide its experts, or `out` is not to be had.
+    """
+    readable = _to_be_written(open_readable(source_path, drop_untrained=how.drop_untrained), how)
+    source, names, checkpoint = readable.checkpoint.source, readable.names, readable.checkpoint
+    num_experts = names.shape.num_experts
+    if ep_size < 1 or num_experts % ep_size:
+        fits = either(divisors(num_experts))
+        raise ExpertMeshError(
+            f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {fits}"
+        )
+    check_all_bytes(source_path)
+    _check_tied_copies(checkpoint)
+    found = parameter_dtypes(checkpoint)
+    dtypes = {name: found[name] if dtype is None or name in names.buffers else dtype for name in names.parameters}
+    exported = [
+        OutputTensor(o.tensor, o.dtype if dtype is None else dtypes[o.tensor.regions[0].parameter])
+        for o in checkpoint.exported
+    ]
+    encodings = kept_encodings(checkpoint, names) if dtype is None else {}
+    files = shard_files(names, dtypes, encodings, ep_size, how.max_shard_size)
+    files += carried_files(checkpoint.carried, dtype is None, how.max_shard_size)
+
+    _prepare(readable, out, MANIFEST, how.overwrite)
+    records = _write(files, out, readable, how)
+    with write_errors(out):
+        copy_side_files(source, out, drop_untrained=checkpoint.drops_untrained)
+        sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
+        for file in sorted({path for path in out.rglob("*") if path.is_file()} - {*traces(out)}):
+            name = file.relative_to(out).as_posix()
+            if name not in sums:
+                sums[name] = FileSum(file.stat().st_size, file_checksum(file), None)
+        row_sums = {name: value for r in records for name, value in r.row_sums.items()}
+        manifest = make_manifest(
+            *(source, names, ep_size, files, sums, row_sums, exported, checkpoint.carried, source_path.name)
+        )
+        _finish(out, MANIFEST, json.dumps(manifest, indent=1))
+    return [] if dtype is not None else sorted(checkpoint.encoded_parameters - encodings.keys())
+
+
+def export_offline(
+    source_path: Path, out: Path, how: HowToWrite, any_owner: bool = False, base: Path | None = None
+) -> None:
+    """Write the Hugging Face form of EP shards, a training checkpoint, or another Hugging Face directory (in other
+    files). Its index, or its only file, makes it complete, and is written last.
+
+    Args:
+        any_owner, base: of a training checkpoint (see `open_readable`).
+
+    Raises:
+        ExpertMeshError: the source is damaged, or `out` is not to be had.
+    """
+    source = open_readable(source_path, True, any_owner, base, how.drop_untrained)
+    check_all_bytes(source_path)
+    write_hf(source, out, how)
+
+
+def write_hf(source: Readable, out: Path, how: HowToWrite) -> None:
+    """Write what a source reads as, in Hugging Face form.
+
+    Raises:
+        ExpertMeshError: `out` is not to be had.
+    """
+    source = _to_be_written(source, how)
+    files = plan_hf_files(source.checkpoint.in_hf_form, how.max_shard_size)
+    last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
+    _prepare(source, out, last, how.overwrite)
+    _write(files, out, source, how)
+    with write_errors(out):
+        copy_side_files(source.checkpoint.source, out, how.tokenizer, source.checkpoint.drops_untrained)
+        _finish(out, last, hf_index(files) if len(files) > 1 else None)
+
+
+def _to_be_written(source: Readable, how: HowToWrite) -> Readable:
+    """A source with or without what is not trained, as was asked for."""
+    found = source.checkpoint
+    if how.drop_untrained:
+        how.tell(f"dropped, as they are not trained: {found.carried_summary or 'no tensors'}")
+        return replace(source, checkpoint=found.dropping_untrained())
+    if found.carried:
+        how.tell(f"copied unchanged, as they are not trained: {found.carried_summary}")
+    return source
+
+
+def _prepare(source: Readable, out: Path, last: str, overwrite: bool) -> None:
+    """Make `out`. A complete one, which has the file `last`, is replaced only if told so; an unfinished one is
+    continued."""
+    checkpoint = source.checkpoint
+    read = [source.path, checkpoint.source.path, *(tensor.directory for tensor in checkpoint.carried)]
+    check_apart(out, dict.fromkeys([*read, *checkpoint.files]))
+    side_files(checkpoint.source.path)  # what cannot go along is told before anything is written
+    if out.exists() and not out.is_dir():
+        raise ExpertMeshError(f"{out}: is no directory; choose another")
+    begun = bool(traces(out))
+    if (out / last).exists() and not begun and not overwrite:
+        raise ExpertMeshError(f"{out}: already exists, and is complete; choose another, or replace it with --overwrite")
+    if out.exists() and not begun and not overwrite and any(out.iterdir()):
+        raise ExpertMeshError(f"{out}: contains other files; choose another, or replace it with --overwrite")
+    try:
+        if overwrite and out.exists() and not begun:
+            empty_directory(out)
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExpertMeshError(f"{out}: cannot be written: {error.strerror}") from error
+
+
+def _write(files: Sequence[OutputFile], out: Path, source: Readable, how: HowToWrite) -> list[FileRecord]:
+    try:
+        fingerprint = _fingerprint(files, source.checkpoint)
+        return write_files(files, out, source.make_reader, fingerprint, how.workers, how.show_progress)
+    except OSError as error:
+        raise ExpertMeshError(
+            f"{error.filename or out}: cannot be written: {error.strerror}; finished files are kept: "
+            "the same command resumes from there"
+        ) from error
+
+
+def _fingerprint(files: Sequence[OutputFile], checkpoint: Checkpoint) -> str:
+    """A fingerprint of the source's files, by name, size and time, and of the plan."""
+    state = hashlib.sha256()
+    for file in checkpoint.all_files:
+        status = file.stat()
+        state.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    for plan in files:
+        state.update(plan.name.encode() + plan.header)
+    return state.hexdigest()
+
+
+def _finish(out: Path, last: str, content: str | None) -> None:
+    """Put the file that makes `out` complete in its place, atomically."""
+    if content is not None:
+        with whole(out / last) as partial:
+            partial.write_text(content)
+    forget_progress(out)
+
+
+def _check_tied_copies(checkpoint: Checkpoint) -> None:
+    reader = SafetensorsReader(checkpoint)
+    for copy in checkpoint.tied_copies:
+        (region,) = copy.regions
+        for start in range(0, len(region.rows), _ROWS_AT_ONCE):
+            rows = region.rows[start : start + _ROWS_AT_ONCE]
+            (original,) = reader.pieces(region.parameter, rows)
+            (repeated,) = reader.region_pieces(copy, region, rows)
+            if not same_values(original.data, original.dtype, repeated.data, repeated.dtype):
+                raise ExpertMeshError(
+                    f"{checkpoint.source.path}: {copy.name} differs from {region.parameter}, its tied twin"
+                )
+    reader.close()

@@ -1,0 +1,420 @@
+"""Opening a model directory: its config, its safetensors files, and the names, shapes and dtypes in them.
+
+Only JSON and safetensors are read; nothing is unpickled, and no path from an index leads out of the directory.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from expertmesh.checkpoints.hf.carried import Carried, find_carried, summary
+from expertmesh.checkpoints.hf.encodings import TensorInfo, check_quantization, decoded, quantization_of
+from expertmesh.checkpoints.hf.mapping import DiskTensor
+from expertmesh.checkpoints.storage.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS
+from expertmesh.checkpoints.storage.file_layout import INDEX_NAME, SINGLE_NAME, OutputTensor
+from expertmesh.checkpoints.storage.paths import check_regular, named_file
+from expertmesh.moe import ExpertMeshError, RopeScaling, check_config
+
+if TYPE_CHECKING:
+    from expertmesh.checkpoints.hf.names import Names
+    from expertmesh.moe.model.rope import RopeChange
+
+# parsed it takes some twenty times as much memory; the largest index and manifest of today have a few MB
+_MOST_JSON_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model directory whose config.json has been read.
+
+    Attributes:
+        model_type: what the family calls itself.
+        quantization: what the config says of how its tensors are stored; None if as they are.
+        rope_scaling: None leaves positions as the config has them.
+        is_untied: whether what is written has a weight each for the embedding and the output projection.
+    """
+
+    path: Path
+    model_type: str
+    quantization: Any = None
+    rope_scaling: RopeScaling | None = None
+    is_untied: bool = False
+
+    @cached_property
+    def config(self) -> Any:
+        """transformers' own config object, read when it is first asked for: transformers takes seconds to import.
+
+        Raises:
+            ExpertMeshError: transformers cannot read config.json, or has no causal language model for it; or it says
+                that tensors are stored in a way that cannot be read; or the RoPE scaling asked for is not possible.
+        """
+        from expertmesh.moe.model.rope import changed_config
+
+        if self.rope is None:
+            return self._config_on_disk
+        return changed_config(read_json(self.path / "config.json"), self.rope)
+
+    @cached_property
+    def rope(self) -> RopeChange | None:
+        """What RoPE scaling changes in config.json."""
+        from expertmesh.moe.model.rope import rope_change
+
+        return None if self.rope_scaling is None else rope_change(self._config_on_disk, self.rope_scaling)
+
+    @cached_property
+    def _config_on_disk(self) -> Any:
+        from expertmesh.moe import load_config, model_class
+
+        file = self.path / "config.json"
+        check_quantization(self.quantization, file)
+        config = load_config(self.path, read_json(file), str(file))
+        try:
+            model_class(config)
+        except ExpertMeshError as error:
+            raise ExpertMeshError(f"{file}: {error}") from error
+        return config
+
+    @property
+    def text_config(self) -> Any:
+        """The part of it that describes the language model."""
+        return self.config.get_text_config()
+
+    def build(self, attn_implementation: str = "auto") -> Any:
+        """The model that it describes, on the meta device (see `moe.build_model`).
+
+        Raises:
+            ExpertMeshError: it cannot be built; the message names config.json.
+        """
+        from expertmesh.moe import build_model, check_rope
+
+        try:
+            model = build_model(self.config, attn_implementation)
+            if self.rope_scaling is not None:
+                check_rope(model, self.rope_scaling)
+            return model
+        except ExpertMeshError as error:
+            file = self.path / "config.json"
+            raise ExpertMeshError(str(error) if str(file) in str(error) else f"{file}: {error}") from error
+
+    @cached_property
+    def names(self) -> Names:
+        """Names of that model's tensors; for those who do not build it themselves."""
+        from expertmesh.checkpoints.hf.names import Names
+
+        return Names(self.build())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory of safetensors files whose tensors have been matched with a model's parameters.
+
+    Attributes:
+        source: the directory and its config.
+        tensors: what it holds, in the model's order.
+        tied_copies: tensors that repeat one of these, as an output projection stored beside the tied embedding does.
+        infos: file, shape and dtype of each tensor, by name.
+        exported: what a Hugging Face directory of this model holds, in this order.
+        carried: those that belong to no trained module (see `checkpoints.hf.names`), and go along as they are.
+        drops_untrained: whether, instead, they do not go along, and an export's config does not claim them.
+        left_out: names of tensors that only say how activations were rounded, which are dropped where codes are
+            dequantized.
+        row_sums: of each tensor, where the directory has them (see `checkpoints.storage.checksums`).
+        files: that hold the weights.
+        problems: what does not match, where the caller asked to be told instead of stopped.
+    """
+
+    source: ModelSource
+    tensors: list[DiskTensor]
+    tied_copies: list[DiskTensor]
+    infos: dict[str, TensorInfo]
+    exported: list[OutputTensor]
+    carried: list[Carried] = field(default_factory=list)
+    drops_untrained: bool = False
+    left_out: list[str] = field(default_factory=list)
+    row_sums: dict[str, int] | None = None
+    files: list[Path] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def exporting(self, parameters: Collection[str], dtype: str) -> Checkpoint:
+        """The same, but that an export has these parameters or buffers in another dtype."""
+        exported = [
+            replace(output, dtype=dtype) if output.tensor.regions[0].parameter in parameters else output
+            for output in self.exported
+        ]
+        return replace(self, exported=exported)
+
+    @property
+    def encoded_parameters(self) -> set[str]:
+        """Parameters with quantized rows."""
+        tensors = (tensor for tensor in self.tensors if self.infos[tensor.name].encoding is not None)
+        return {region.parameter for tensor in tensors for region in tensor.regions}
+
+    def dropping_untrained(self) -> Checkpoint:
+        """The same, but that what is not trained does not go along."""
+        return replace(self, carried=[], drops_untrained=True)
+
+    def stretched(self, scaling: RopeScaling, names: Names) -> Checkpoint:
+        """The same with RoPE scaling. Frequencies that the files have are not carried over: they follow
+        from the config, and would no longer be right."""
+        carried = [tensor for tensor in self.carried if not names.is_computed(tensor.name)]
+        return replace(self, source=replace(self.source, rope_scaling=scaling), carried=carried)
+
+    @property
+    def carried_summary(self) -> str:
+        """What is carried, in a few words; empty where nothing is."""
+        names = [output.tensor.name for output in self.exported]
+        return summary(self.carried, names) if self.carried else ""
+
+    @property
+    def in_hf_form(self) -> list[OutputTensor]:
+        """All that a Hugging Face directory of this model holds; what is carried comes last."""
+        return [*self.exported, *(tensor.in_hf_form() for tensor in self.carried)]
+
+    @property
+    def all_files(self) -> list[Path]:
+        """Those that hold the weights, and those that hold what is carried."""
+        return sorted({*self.files, *(file for tensor in self.carried for file in tensor.files)})
+
+
+def resolve_model(model: str, flag: str = "--model") -> Path:
+    """The directory of `model`: itself, or the local copy of a hub id, downloaded if need be.
+
+    Args:
+        flag: how the user gave it, for the error.
+
+    Raises:
+        ExpertMeshError: it is neither, or cannot be fetched.
+    """
+    if not check_model(model, flag):
+        return Path(model)
+    try:
+        return _download(model)
+    except ExpertMeshError:
+        raise
+    except Exception as error:
+        raise ExpertMeshError(
+            f"{flag} {model}: no such directory, and not available from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def _download(model: str) -> Path:
+    """The local copy of a hub id: what goes along with the weights, and then those that the index names, as some
+    repositories hold them a second time in another form."""
+    from huggingface_hub import snapshot_download
+
+    from expertmesh.checkpoints.storage.directories import SIDE_FILES
+
+    path = Path(snapshot_download(model, allow_patterns=list(SIDE_FILES)))
+    files = {SINGLE_NAME, *(_weight_map(path) or {}).values()}
+    # of the same revision, should there be a newer one by now
+    return Path(snapshot_download(model, revision=path.name, allow_patterns=sorted(map(glob.escape, files))))
+
+
+def check_model(model: str, flag: str = "--model") -> bool:
+    """Whether `model` is to be looked for on the hub, being no directory.
+
+    Raises:
+        ExpertMeshError: it is neither a directory nor what a hub id can be.
+    """
+    path = Path(model)
+    try:
+        if path.is_dir():
+            return False
+        exists = path.exists()
+    except OSError as error:  # a name too long for any file
+        raise ExpertMeshError(f"{flag} {model:.80}...: {error.strerror}") from error
+    if exists or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ExpertMeshError(f"{flag} {model}: no such directory")
+    return True
+
+
+def open_source(path: Path, rope_scaling: RopeScaling | None = None) -> ModelSource:
+    """Read and check config.json, without transformers.
+
+    Args:
+        rope_scaling: to be applied to the model's positions.
+
+    Raises:
+        ExpertMeshError: it is missing, no JSON, or has impossible sizes.
+    """
+    file = path / "config.json"
+    raw = read_json(file)
+    return ModelSource(path, check_config(raw, str(file)), quantization_of(raw), rope_scaling)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ExpertMeshError: the file is missing, unreadable, too large, no JSON, or no object.
+    """
+    check_regular(file)
+    if file.stat().st_size > _MOST_JSON_BYTES:
+        raise ExpertMeshError(f"{file}: has {file.stat().st_size:,} bytes; more than {_MOST_JSON_BYTES:,} are not read")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, or a number without end
+        raise ExpertMeshError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ExpertMeshError(f"{file}: contains a {type(content).__name__}, not an object")
+    return content
+
+
+def check_fields(table: Any, wanted: dict[str, type], file: Path) -> None:
+    """
+    Raises:
+        ExpertMeshError: a table read from `file` lacks a field, or has something else in its place.
+    """
+    for name, kind in wanted.items():
+        found = table.get(name) if isinstance(table, dict) else None
+        if type(found) is not kind:
+            raise ExpertMeshError(f"{file}: {name} is {found!r:.80} where a {kind.__name__} should be")
+
+
+@contextmanager
+def well_formed(file: Path) -> Iterator[None]:
+    """Around picking apart a table that was read from `file`.
+
+    Raises:
+        ExpertMeshError: it is not built as this version builds it: an entry is missing, or is something else.
+    """
+    try:
+        yield
+    except ExpertMeshError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ExpertMeshError(f"{file}: is not as this version writes it: {type(error).__name__}: {error}") from error
+
+
+def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoint:
+    """Read the headers of all files of a Hugging Face directory and match them with the model's parameters.
+
+    Args:
+        strict: stop at what does not match; else list it in `problems` and leave it out of `tensors`.
+
+    Raises:
+        ExpertMeshError: a file is missing, truncated or outside the directory; a tensor is missing, unused,
+            mis-shaped or of an unsupported dtype. The message names it.
+    """
+    stored = read_headers(source.path)
+    found = decoded(stored, source.quantization, names.experts_transposed)
+    infos = found.infos
+    matched = names.match({name: info.shape for name, info in infos.items()})
+    wrong = dict(found.problems)
+    for name, problem in matched.problems.items():
+        wrong.setdefault(name, f"{problem} ({infos[name].file})" if name in infos else problem)
+    for tensor in matched.tensors + matched.tied_copies:
+        is_buffer = tensor.regions[0].parameter in names.buffers
+        supported = DTYPE_NAMES if is_buffer else FLOATS
+        if infos[tensor.name].dtype not in supported:
+            wrong[tensor.name] = _unsupported(infos[tensor.name], tensor.name, supported)
+    if strict and wrong:
+        raise ExpertMeshError(f"{source.path}: {next(iter(wrong.values()))}")
+    tensors = [tensor for tensor in matched.tensors if tensor.name not in wrong]
+    exported = [OutputTensor(tensor, infos[tensor.name].dtype) for tensor in tensors + matched.tied_copies]
+    files = sorted({source.path / file for info in infos.values() for file in info.files})
+    return Checkpoint(
+        source,
+        tensors,
+        matched.tied_copies,
+        infos,
+        exported,
+        find_carried(matched.untrained, infos, stored, source.path),
+        left_out=found.left_out,
+        files=files,
+        problems=list(wrong.values()),
+    )
+
+
+def _unsupported(info: TensorInfo, name: str, supported: Iterable[str]) -> str:
+    return f"tensor {name} in {info.file} has dtype {info.dtype}; it must be one of {', '.join(supported)}"
+
+
+def read_headers(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor in the files of a Hugging Face directory.
+
+    Raises:
+        ExpertMeshError: a file is missing, damaged or outside the directory, or not as the index has it.
+    """
+    infos: dict[str, TensorInfo] = {}
+    weight_map = _weight_map(path)
+    for file in _files(path, weight_map):
+        for name, info in read_header(path / file).items():
+            if weight_map is not None and weight_map.get(name) != file:
+                raise ExpertMeshError(f"{path / file}: tensor {name} is not where {INDEX_NAME} has it")
+            infos[name] = info
+    for name, file in (weight_map or {}).items():
+        if name not in infos:
+            raise ExpertMeshError(
+                f"{path / INDEX_NAME}: tensor {name} is said to be in {file}, which does not contain it"
+            )
+    return infos
+
+
+def _weight_map(path: Path) -> dict[str, str] | None:
+    """The index's table from tensor to file; None when there is a single file and no index."""
+    if not (path / INDEX_NAME).exists():
+        return None
+    weight_map = read_json(path / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ExpertMeshError(f"{path / INDEX_NAME}: weight_map is no table from tensor names to file names")
+    return weight_map
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a Hugging Face directory that hold tensors.
+
+    Raises:
+        ExpertMeshError: one is missing or outside the directory, or the index is damaged.
+    """
+    return [path / file for file in _files(path, _weight_map(path))]
+
+
+def _files(path: Path, weight_map: dict[str, str] | None) -> list[str]:
+    if weight_map is None:
+        if not (path / SINGLE_NAME).exists():
+            raise ExpertMeshError(f"{path}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+        return [SINGLE_NAME]
+    some_tensor = {file: name for name, file in weight_map.items()}
+    for file, name in some_tensor.items():
+        named_file(path, file, INDEX_NAME, entry=f"tensor {name:.200}")
+    return sorted(some_tensor)
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Every tensor in a safetensors file.
+
+    Raises:
+        ExpertMeshError: the file is missing, truncated or no safetensors file, or has a tensor of a dtype that is not
+            known.
+    """
+    check_regular(file)
+    infos = {}
+    try:
+        with open(file, "rb") as stream:
+            offset = 8 + int.from_bytes(stream.read(8), "little")
+        with safe_open(file, framework="np") as handle:
+            # the library has checked that they follow one another without a gap, to the end of the file
+            for name in handle.offset_keys():
+                part = handle.get_slice(name)
+                shape, dtype = tuple(part.get_shape()), part.get_dtype()
+                if dtype not in DTYPE_BYTES:
+                    raise ExpertMeshError(
+                        f"{file}: tensor {name} has dtype {dtype}; it must be one of {', '.join(DTYPE_BYTES)}"
+                    )
+                infos[name] = TensorInfo(file.name, shape, dtype, offset)
+                offset += prod(shape) * DTYPE_BYTES[dtype]
+    except (SafetensorError, OSError) as error:
+        raise ExpertMeshError(f"{file}: not a complete safetensors file: {error}") from error
+    return infos

@@ -1,0 +1,1 @@
+"""Tensor data and files on disk, of any form."""

@@ -1,0 +1,1 @@
+"""Tokens to their experts and back."""

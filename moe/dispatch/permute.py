@@ -1,0 +1,161 @@
+"""Row permutations between token order and expert order, each its own autograd.Function.
+
+In Triton kernels on a GPU (`moe.dispatch.permute_triton`), else in plain torch. Neither forward nor backward writes a
+place twice: no scatter-add, so the same bits on every run, and no atomics on a GPU.
+
+Shape suffixes: T tokens on this rank, D model width, K experts per token, n routed rows kept (T·K less padding),
+R rows of any kind.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.experts.replay import placeholder
+from expertmesh.moe.kernels.gpu import takes_triton
+
+STEP_PART: StepPart = "permute, combine"
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """The routed rows of this rank, sorted by expert (stable), padding left out, or last.
+
+    source_n: for each kept row the flat index t·K + k it came from.
+    position_TK: for each (token, choice) its place in the sorted order; where `is_kept_TK` is False, any valid index.
+    is_kept_TK: None when every row is kept; contiguous.
+    """
+
+    source_n: Tensor
+    position_TK: Tensor
+    is_kept_TK: Tensor | None
+
+    @property
+    def token_n(self) -> Tensor:
+        return self.source_n // self.position_TK.shape[1]
+
+
+class TokensToRows(torch.autograd.Function):
+    """rows_nD[i] = x_TD[token of row i]. Backward: each token gathers and sums the gradients of its K rows.
+
+    On a GPU, rows that are not kept are undefined. Without `needs_output` no row is made (see `moe.experts.replay`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder, needs_output: bool = True) -> Tensor:
+        ctx.order = order
+        return spread(x_TD, order) if needs_output else placeholder(x_TD, order.source_n.numel(), x_TD.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None, None]:
+        return gather_sum(grad_nD, ctx.order, None), None, None
+
+
+class RowsToTokens(torch.autograd.Function):
+    """out_TD[t] = sum over k of weights_TK[t, k] · rows_nD[row of (t, k)], summed in fp32, in the rows' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_nD: Tensor, weights_TK: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.save_for_backward(rows_nD, weights_TK)
+        ctx.order = order
+        return gather_sum(rows_nD, order, weights_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_nD, weights_TK = ctx.saved_tensors
+        return *combine_backward(grad_TD, rows_nD, weights_TK, ctx.order), None
+
+
+class PermuteRows(torch.autograd.Function):
+    """rows_RD[index_R], where `inverse_R` is the inverse permutation and serves the backward. Either way each row is
+    read once and written once, which torch's own operator does as well as any. Without `needs_output` no row is moved
+    (see `moe.experts.replay`)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor, needs_output: bool = True) -> Tensor:
+        ctx.inverse_R = inverse_R
+        return rows_RD.index_select(0, index_R) if needs_output else placeholder(rows_RD, *rows_RD.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad_RD.index_select(0, ctx.inverse_R), None, None, None
+
+
+def spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:
+    """rows_nD[i] = x_TD[token of row i]."""
+    if takes_triton(x_TD):
+        from expertmesh.moe.dispatch.permute_triton import fused_spread
+
+        return fused_spread(x_TD.contiguous(), order.position_TK, order.is_kept_TK, order.source_n.numel())
+    return plain_spread(x_TD, order)
+
+
+def gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) -> Tensor:
+    """For each token the sum of its kept rows, weighted where weights are given, accumulated in fp32."""
+    if takes_triton(rows_nD):
+        from expertmesh.moe.dispatch.permute_triton import fused_gather_sum
+
+        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        return fused_gather_sum(rows_nD.contiguous(), order.position_TK, order.is_kept_TK, weights_TK)
+    return plain_gather_sum(rows_nD, order, weights_TK)
+
+
+def combine_backward(grad_TD: Tensor, rows_nD: Tensor, weights_TK: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and weights of `gather_sum`, the latter summed in fp32; those of choices not kept are 0."""
+    if takes_triton(rows_nD):
+        from expertmesh.moe.dispatch.permute_triton import fused_combine_backward
+
+        grad_TD, rows_nD, weights_TK = grad_TD.contiguous(), rows_nD.contiguous(), weights_TK.contiguous()
+        return fused_combine_backward(grad_TD, rows_nD, weights_TK, order.position_TK, order.is_kept_TK)
+    return plain_combine_backward(grad_TD, rows_nD, weights_TK, order)
+
+
+def plain_spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:
+    """`spread` in torch's own operations."""
+    return x_TD.index_select(0, order.token_n)
+
+
+def plain_gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) -> Tensor:
+    """`gather_sum` in torch's own operations."""
+    num_tokens, top_k = order.position_TK.shape
+    dtype = _accumulation_dtype(rows_nD)
+    total_TD = torch.zeros(num_tokens, rows_nD.shape[1], dtype=dtype, device=rows_nD.device)
+    if rows_nD.shape[0] == 0:
+        return total_TD.to(rows_nD.dtype)
+    for k in range(top_k):
+        chosen_TD = rows_nD.index_select(0, order.position_TK[:, k])
+        if order.is_kept_TK is not None:
+            # masked, not multiplied by zero: the row a padding token points at is somebody else's
+            chosen_TD = chosen_TD.masked_fill(~order.is_kept_TK[:, k].unsqueeze(-1), 0.0)
+        if weights_TK is None:
+            total_TD += chosen_TD
+        else:
+            total_TD.addcmul_(chosen_TD.to(dtype), weights_TK[:, k].unsqueeze(-1))
+    return total_TD.to(rows_nD.dtype)
+
+
+def plain_combine_backward(
+    grad_TD: Tensor, rows_nD: Tensor, weights_TK: Tensor, order: ExpertOrder
+) -> tuple[Tensor, Tensor]:
+    """`combine_backward` in torch's own operations."""
+    weight_n1 = weights_TK.reshape(-1).index_select(0, order.source_n).unsqueeze(-1)
+    grad_rows_nD = (grad_TD.index_select(0, order.token_n) * weight_n1).to(rows_nD.dtype)
+    grad_weights_TK = torch.zeros_like(weights_TK)
+    if rows_nD.shape[0] > 0:
+        for k in range(weights_TK.shape[1]):
+            chosen_TD = rows_nD.index_select(0, order.position_TK[:, k])
+            grad_weights_TK[:, k] = (chosen_TD.to(_accumulation_dtype(rows_nD)) * grad_TD).sum(dim=-1)
+    if order.is_kept_TK is not None:
+        grad_weights_TK.masked_fill_(~order.is_kept_TK, 0.0)
+    return grad_rows_nD, grad_weights_TK
+
+
+def _accumulation_dtype(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)

@@ -1,0 +1,257 @@
+"""The experts of one layer: their weights, all concatenated, and what they compute.
+
+Which matrix is gate, up or down, which is transposed, which rows are interleaved and whether there are biases is read
+from the module that transformers marks with `use_experts_implementation`: never from a shape, nor from a family's name.
+
+Shape suffixes: E experts, e experts on this rank, R rows, D model width, F expert width, r an adapter's rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.dispatch.plain import Part
+from expertmesh.moe.experts.activation import Activation
+from expertmesh.moe.experts.quantised import SCALES, storages_of, stored_product
+from expertmesh.moe.experts.replay import keeping_products
+from expertmesh.moe.experts.shape import MoEShape
+from expertmesh.moe.experts.weight_gradients import ExpertsCall, deferrable
+from expertmesh.moe.experts.working import WorkingWeights, local_part
+from expertmesh.moe.forward import current_forward
+from expertmesh.moe.kernels.expert_kernels import LOOP, ExpertKernel
+from expertmesh.moe.kernels.expert_products import AddBias
+
+STEP_PART: StepPart = "expert GEMMs"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of transformers' experts module has the rows of one of our parameters.
+
+    Row f of expert n is at index n of the tensor's dim 0 and, along `dim`, at first + step · f.
+    """
+
+    tensor: str
+    dim: int
+    first: int = 0
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class ExpertParameter:
+    """One of a layer's expert weights, (E · rows_an_expert, *row): row f of expert n is row n · rows_an_expert + f.
+
+    place: for an adapter's parameter, that of the weight it is added to.
+    """
+
+    name: str
+    rows_an_expert: int
+    row: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """The parameters of a layer's experts, and the shapes of the tensors that transformers has in their place.
+
+    parameters: w1 (gate), v1 (up) and w2 (down, transposed), each (E·F, D): MegaBlocks' layout. Without a gate w1 is
+        up, and there is no v1. Biases: w1_bias, v1_bias (E·F,) and w2_bias (E·D,).
+    adapters: LoRA's parameters beside these (see `moe.experts.lora`); none by default.
+    """
+
+    shape: MoEShape
+    parameters: tuple[ExpertParameter, ...]
+    tensors: dict[str, tuple[int, ...]]
+    adapters: tuple[ExpertParameter, ...] = ()
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether transformers' tensors hold (in, out) per expert, where a linear layer has (out, in)."""
+        return self.parameters[0].place.dim == 2
+
+
+def read_layout(experts: Any, top_k: int, where: str) -> ExpertLayout:
+    """The layout of an experts module of transformers; it may be on the meta device.
+
+    Raises:
+        ExpertMeshError: it holds an unknown parameter.
+    """
+    has_gate, has_bias = bool(experts.has_gate), bool(experts.has_bias)
+    is_transposed, is_concatenated = bool(experts.is_transposed), bool(experts.is_concatenated)
+    into, out = "gate_up_proj" if has_gate else "up_proj", "down_proj"
+    known = {into, out, *((f"{into}_bias", f"{out}_bias") if has_bias else ())}
+    tensors = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters(recurse=False)}
+    if set(tensors) != known:
+        raise ExpertMeshError(
+            f"{where}: its experts have {', '.join(sorted(tensors))} where {', '.join(sorted(known))} were "
+            "expected; this kind of experts is not supported"
+        )
+    num_experts, *matrix = tensors[out]
+    width, model_width = matrix if is_transposed else reversed(matrix)
+    shape = MoEShape(model_width, width, num_experts, top_k, has_gate, has_bias)
+    columns, rows = (2, 1) if is_transposed else (1, 2)
+    first, step = (width, 1) if is_concatenated else (1, 2)
+    row = (model_width,)
+    parameters = [ExpertParameter("w1", width, row, Place(into, columns, 0, step if has_gate else 1))]
+    if has_gate:
+        parameters.append(ExpertParameter("v1", width, row, Place(into, columns, first, step)))
+    parameters.append(ExpertParameter("w2", width, row, Place(out, rows)))
+    if has_bias:
+        parameters.append(ExpertParameter("w1_bias", width, (), Place(f"{into}_bias", 1, 0, step if has_gate else 1)))
+        if has_gate:
+            parameters.append(ExpertParameter("v1_bias", width, (), Place(f"{into}_bias", 1, first, step)))
+        parameters.append(ExpertParameter("w2_bias", model_width, (), Place(f"{out}_bias", 1)))
+    return ExpertLayout(shape, tuple(parameters), tensors)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An adapter's rank, the factor of its delta, and its dropout (see `moe.experts.lora`)."""
+
+    rank: int
+    scale: float
+    dropout: float
+
+
+class ExpertMLP(nn.Module):
+    """All experts of a layer, or those of this rank once their weights are distributed.
+
+    Attributes:
+        layout: its parameters; each is an attribute of that name.
+        kernel: how it computes.
+        low_rank: of its adapters, one per matrix; None without adapters.
+        working: weights in the rows' dtype, where they are stored in another.
+        keeps_products: whether selective checkpointing keeps the outputs of the first GEMMs (see `moe.experts.replay`).
+    """
+
+    def __init__(self, layout: ExpertLayout, activation: Activation, kernel: ExpertKernel = LOOP):
+        super().__init__()
+        self.layout = layout
+        self.activation = activation
+        self.kernel = kernel
+        self.low_rank: LowRank | None = None
+        self.working = WorkingWeights()
+        self.keeps_products = False
+        for parameter in layout.parameters:
+            size = (layout.shape.num_experts * parameter.rows_an_expert, *parameter.row)
+            self.register_parameter(parameter.name, nn.Parameter(torch.empty(size)))
+
+    @property
+    def is_swiglu(self) -> bool:
+        """Whether it is silu(gate) * up, without biases, which kernels compute faster."""
+        return self.activation.is_swiglu and not self.layout.shape.has_bias
+
+    def forward(
+        self,
+        sent: Sequence[Tensor],
+        parts: Sequence[Part],
+        needs_output: bool = True,
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Pass each chunk's rows through its experts, once they have arrived, and send them back.
+
+        Runs even without rows: an expert that sits out would leave the other ranks' collectives waiting. Without
+        `needs_output` no result is computed, only what backward needs (see `moe.experts.replay`).
+
+        Args:
+            sent: rows of each chunk, perhaps still being sent. Separate tensors, by which FSDP finds out when backward
+                is done with this module.
+            finish: applied to the experts' results.
+        """
+        returned = []
+        call = self._deferrable_call()
+        by_part = self._weights(sent[0].dtype, [part.num_experts for part in parts], call is not None)
+        with deferrable(call):
+            for rows_RD, part, weights in zip(sent, parts, by_part, strict=True):
+                out_RD = self._compute(*part.arrive(rows_RD), weights, needs_output)
+                returned.append(part.give_back(out_RD if finish is None else finish(out_RD)))
+        return returned
+
+    def _deferrable_call(self) -> ExpertsCall | None:
+        """This call, if its weights' gradients may be computed later. Adapters' are not, and what they are beside is
+        frozen."""
+        forward = current_forward()
+        if forward is None or forward.weight_gradients is None or self.low_rank is not None:
+            return None
+        return ExpertsCall(forward.weight_gradients, self, dict(self.named_parameters(recurse=False)))
+
+    def _compute(self, rows_RD: Tensor, counts_e: Tensor, weights: Mapping[str, Tensor], needs_output: bool) -> Tensor:
+        # fused kernels compute the gradients of all weights, frozen or not
+        is_trained = any(weight.requires_grad for weight in self.parameters()) or self.kernel.product is None
+        if self.is_swiglu and self.kernel.fused is not None and is_trained and self.low_rank is None:
+            w1, v1, w2 = (weights[name] for name in ("w1", "v1", "w2"))
+            with keeping_products(self.keeps_products):
+                return self.kernel.fused(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
+        gate_RF = self._product("w1", rows_RD, counts_e, weights)
+        up_RF = self._product("v1", rows_RD, counts_e, weights) if self.layout.shape.has_gate else None
+        hidden_RF = self.activation(gate_RF, up_RF)
+        return self._product("w2", hidden_RF, counts_e, weights, is_transposed=True, needs_output=needs_output)
+
+    def _product(
+        self,
+        name: str,
+        x_RI: Tensor,
+        counts_e: Tensor,
+        weights: Mapping[str, Tensor],
+        is_transposed: bool = False,
+        needs_output: bool = True,
+    ) -> Tensor:
+        assert self.kernel.product is not None, self.kernel.name
+        # the last product's result is not needed again
+        with keeping_products(self.keeps_products and name != "w2"):
+            if (storage := storages_of(self).get(name)) is not None:
+                codes, scales = weights[name], weights[name + SCALES]
+                product = self.kernel.product
+                out_RO = stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed, needs_output)
+            else:
+                weight_eOI = _by_expert(weights[name], counts_e)
+                weight_eOI = weight_eOI.transpose(1, 2) if is_transposed else weight_eOI
+                out_RO = self.kernel.product(x_RI, counts_e, weight_eOI, needs_output=needs_output)
+        if self.low_rank is not None:
+            a_erI, b_eOr = (_by_expert(weights[f"{name}_lora_{matrix}"], counts_e).to(x_RI.dtype) for matrix in "AB")
+            product = self.kernel.low_rank or self.kernel.product
+            low_Rr = product(F.dropout(x_RI, self.low_rank.dropout, self.training), counts_e, a_erI)
+            update_RO = product(low_Rr, counts_e, b_eOr, needs_output=needs_output)
+            out_RO = torch.add(out_RO, update_RO, alpha=self.low_rank.scale)
+        if self.layout.shape.has_bias:
+            bias_eO = weights[f"{name}_bias"].view(counts_e.numel(), -1)
+            out_RO = AddBias.apply(out_RO, counts_e, bias_eO, needs_output)
+        return out_RO
+
+    def _weights(self, dtype: torch.dtype, sizes: list[int], are_deferrable: bool) -> list[dict[str, Tensor]]:
+        """This rank's experts' weights by name, for each `sizes` experts in turn: each weight is taken once. The
+        layout's parameters, but for quantized ones, are in `dtype`, the compute dtype. `are_deferrable`: whether their
+        gradients may be computed later than backward."""
+        stored, computed_with = storages_of(self), {part.name for part in self.layout.parameters}
+        by_part: list[dict[str, Tensor]] = [{} for _ in sizes]
+        for name, weight in self.named_parameters(recurse=False):
+            num_rows = local_part(weight).shape[0]
+            rows = [num_rows * size // sum(sizes) for size in sizes]
+            # autograd makes zeros of the gradients that a DTensor does not get; working weights take what is there
+            if name in computed_with - stored.keys() and (weight.dtype != dtype or are_deferrable):
+                pieces = self.working.take(name, weight, dtype, rows)
+            else:
+                # experts that have been distributed are DTensors; a kernel computes on this rank's part
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                pieces = [local] if len(rows) == 1 else local.split(rows)
+            for weights, piece in zip(by_part, pieces, strict=True):
+                weights[name] = piece
+        return by_part
+
+
+def _by_expert(weight: Tensor, counts_e: Tensor) -> Tensor:
+    return weight.view(counts_e.numel(), -1, weight.shape[1])
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path, module) of every experts module that transformers has marked, in the model's order."""
+    for path, module in model.named_modules():
+        if all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated")):
+            yield path, module

@@ -1,0 +1,80 @@
+"""The dropless experts of one layer: dispatch, experts, combine. Parallelism is applied to it from outside.
+
+    HF's block:   router(x) ─ weights_TK, experts_TK ─┐
+                                                      ├─ DroplessExperts ─ out_TD
+                  x_TD ───────────────────────────────┘
+    DroplessExperts:  send ─ for each part of the rows: arrive ─ ExpertMLP ─ give back ─ combine
+
+Shape suffixes: B sequences, S sequence length, T = B·S tokens on this rank, D model width, E experts, e experts on this
+rank, K experts per token.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.dispatch.plain import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from expertmesh.moe.experts.expert_mlp import ExpertMLP
+from expertmesh.moe.experts.router_stats import count_experts, router_stats
+from expertmesh.moe.experts.shape import MoEShape
+from expertmesh.moe.experts.shared_experts import Beside
+from expertmesh.moe.forward import forward_of_experts
+from expertmesh.moe.model.scores import UNKNOWN
+
+STEP_PART: StepPart = "router"
+
+
+class DroplessExperts(nn.Module):
+    """Takes the place of the module that transformers marks as a layer's experts; no token is dropped.
+
+    Attributes:
+        mlp: the experts' weights.
+        post_expert_norm: the norm of the family's module on each expert's output; None for most.
+        dispatcher: local until `sharding` puts an all-to-all one in its place.
+        beside: the part of the block that is computed during the all-to-alls; None for most families.
+        router: path in the model of the module that chooses from these experts and gives each a logit; None where there
+            is no such module, and so neither an auxiliary loss nor an entropy.
+        kind: how that one scores experts from its logits.
+        correction_bias: path of the buffer that is added to its scores, but for the choice alone; None if it has none.
+    """
+
+    def __init__(self, mlp: ExpertMLP, post_expert_norm: nn.Module | None = None):
+        super().__init__()
+        self.mlp = mlp
+        self.post_expert_norm = post_expert_norm
+        self.dispatcher: Dispatcher = LocalDispatcher(self.shape.num_experts)
+        self.beside: Beside | None = None
+        self.router: str | None = None
+        self.correction_bias: str | None = None
+        self.kind = UNKNOWN
+
+    @property
+    def shape(self) -> MoEShape:
+        return self.mlp.layout.shape
+
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The weighted sum of each token's experts, in x_TD's dtype, summed up in fp32. Leaves the routing's statistics
+        with the current `Forward`, which says what is padding and has the router's logits.
+
+        Args:
+            experts_TK: int64, expert of each choice.
+            weights_TK: weight of each choice. Those of padding, which is not routed, may be anything.
+        """
+        num_experts = self.shape.num_experts
+        forward = forward_of_experts()
+        is_token_T = None if forward.is_token_BS is None else forward.is_token_BS.reshape(-1)
+        if is_token_T is not None:
+            experts_TK = experts_TK.masked_fill(~is_token_T.unsqueeze(-1), num_experts)
+        counts_E = count_experts(experts_TK, num_experts)
+        sent = self.dispatcher.send(x_TD, experts_TK, counts_E, is_token_T is not None)
+        if self.beside is not None and isinstance(self.dispatcher, AllToAllDispatcher):
+            self.beside.compute(x_TD, forward)
+        needs_output = sent.reads_outputs or self.post_expert_norm is not None
+        returned = self.mlp(sent.rows, sent.parts, needs_output, self.post_expert_norm)
+        # also where they are not needed: the recomputation of a checkpointed layer must keep as many tensors
+        num_rows = sum(part.num_rows for part in sent.parts)
+        stats = router_stats(counts_E, forward.logits_TE.pop(self, None), is_token_T, num_rows, self.kind.score)
+        if not forward.is_again:
+            forward.stats[self] = stats
+        weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
+        return sent.combine(returned, weights_TK)

@@ -1,0 +1,1 @@
+"""How experts are computed."""

@@ -1,0 +1,392 @@
+"""Expert kernels, by name: how each expert's matmuls with its rows are computed.
+
+A kernel has a `product`, a matmul of all experts, of which experts of any family are composed (see
+`moe.kernels.expert_products`), or, for plain SwiGLU, a complete expert at once, `fused`, or both:
+
+    fused(rows_RD, counts_e, w1, v1, w2, needs_output=True) -> rows_RD
+
+Row r belongs to the expert in whose run it falls when the rows are cut by counts_e (int64, on the rows' device).
+w1 (gate), v1 (up) and w2 (down, transposed) are each (e·F, D): MegaBlocks' layout, experts concatenated along dim 0.
+For expert i: (silu(x @ w1_i.T) * (x @ v1_i.T)) @ w2_i, as the experts modules of most families in transformers.
+Without `needs_output` the last matmul is left out, and the result serves only for its shape and its backward (see
+`moe.experts.replay`).
+
+Shape suffixes: R rows, D model width, F expert width, e experts on this rank.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.cpu.matmul import matmul, pad_rows
+from expertmesh.moe.experts.replay import kept_product, placeholder
+from expertmesh.moe.experts.weight_gradients import deferral_of, now_or_later
+from expertmesh.moe.kernels.expert_products import (
+    Product,
+    compute_dtype,
+    empty_as,
+    grouped_product,
+    host_counts,
+    looped_product,
+    runs,
+)
+from expertmesh.moe.kernels.fp8 import MULTIPLE, WIDEST, fp8_products
+from expertmesh.moe.kernels.gpu import computes_on_cpu
+from expertmesh.moe.kernels.grouped import GroupedMatmul, grouped_gated_mlp
+from expertmesh.moe.kernels.kernel_names import Precision, check_kernel_name
+from expertmesh.moe.megablocks.megablocks_kernels import (
+    GROUPED_PACKAGES,
+    SPARSE_PACKAGES,
+    check_megablocks_sparse,
+    megablocks_grouped,
+    megablocks_grouped_product,
+    megablocks_sparse,
+    require,
+)
+
+STEP_PART: StepPart = "expert GEMMs"
+
+
+class FusedSwiGLU(Protocol):
+    def __call__(
+        self, rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ExpertKernel:
+    """One way of computing experts; has at least one of `product` and `fused`. low_rank: what multiplies by adapters'
+    matrices, where that is not `product`."""
+
+    name: str
+    product: Product | None
+    fused: FusedSwiGLU | None
+    low_rank: Product | None = None
+
+
+def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool = True) -> Tensor:
+    """One matmul per expert. The reference for the other kernels, and the default on CPU."""
+    return _LoopedGatedMLP.apply(rows_RD, host_counts(counts_e, rows_RD.shape[0]), w1, v1, w2, needs_output)
+
+
+class _LoopedGatedMLP(torch.autograd.Function):
+    """Written by hand so that weight gradients are written to one buffer, and half precision on a CPU without it is
+    computed in fp32 one expert at a time instead of by the slow emulated matmul."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool
+    ) -> Tensor:
+        dtype = compute_dtype(rows_RD)
+        out_RD = torch.empty_like(rows_RD) if needs_output else placeholder(rows_RD, *rows_RD.shape)
+        kept = []
+        weights = zip(*(w.chunk(len(counts)) for w in (w1, v1, w2)), strict=True)
+        for rows, (w1_FD, v1_FD, w2_FD) in zip(runs(counts), weights, strict=True):
+            if rows.stop == rows.start:
+                continue
+            x = pad_rows(rows_RD[rows].to(dtype))
+            gate, up = (kept_product(partial(_times, x, weight_FD)) for weight_FD in (w1_FD, v1_FD))
+            if needs_output:
+                out = matmul(F.silu(gate).mul_(up), w2_FD.to(dtype))
+                out_RD[rows] = out[: rows.stop - rows.start]
+            kept += [gate.to(rows_RD.dtype), up.to(rows_RD.dtype)]
+        ctx.save_for_backward(rows_RD, w1, v1, w2, *kept)
+        ctx.counts, ctx.deferral = counts, deferral_of(w1, v1, w2)
+        return out_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, *weights_and_kept = ctx.saved_tensors
+        grad_rows_RD = torch.empty_like(rows_RD)
+        experts = _input_gradients(ctx.counts, rows_RD, grad_RD, weights_and_kept, grad_rows_RD)
+        weight_gradients = partial(_weight_gradients, empty_as(weights_and_kept[0]), ctx.counts)
+        grads = now_or_later(ctx.deferral, weight_gradients, experts)
+        return grad_rows_RD, None, *grads, None
+
+
+def _input_gradients(
+    counts: list[int], rows_RD: Tensor, grad_RD: Tensor, weights_and_kept: Sequence[Tensor], grad_rows_RD: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
+    """For each expert that has rows, after its part of `grad_rows_RD` has been written: its rows, the gradients of its
+    results, the hidden activations, and the gradients of gate and up."""
+    dtype = compute_dtype(rows_RD)
+    w1, v1, w2, *kept = weights_and_kept
+    gates_and_ups = zip(kept[::2], kept[1::2], strict=True)
+    weights = zip(*(w.chunk(len(counts)) for w in (w1, v1, w2)), strict=True)
+    for rows, (w1_FD, v1_FD, w2_FD) in zip(runs(counts), weights, strict=True):
+        if rows.stop == rows.start:
+            continue
+        x, grad = (pad_rows(t[rows].to(dtype)) for t in (rows_RD, grad_RD))
+        gate, up = (t.to(dtype) for t in next(gates_and_ups))
+        silu = F.silu(gate)
+        hidden = silu * up
+        d_hidden = matmul(grad, w2_FD.to(dtype).t())
+        d_up = silu.mul_(d_hidden)
+        d_gate = torch.ops.aten.silu_backward(d_hidden.mul_(up), gate)
+        d_rows = matmul(d_gate, w1_FD.to(dtype)).add_(matmul(d_up, v1_FD.to(dtype)))
+        grad_rows_RD[rows] = d_rows[: rows.stop - rows.start]
+        yield x, grad, hidden, d_gate, d_up
+
+
+def _weight_gradients(
+    empty: Callable[[], Tensor], counts: list[int], experts: Iterable[tuple[Tensor, ...]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of w1, v1 and w2, from what `_input_gradients` gives."""
+    grads = empty(), empty(), empty()
+    with_rows = iter(experts)
+    places = zip(*(grad.chunk(len(counts)) for grad in grads), strict=True)
+    for count, (dw1_FD, dv1_FD, dw2_FD) in zip(counts, places, strict=True):
+        if count == 0:
+            dw1_FD.zero_(), dv1_FD.zero_(), dw2_FD.zero_()
+            continue
+        x, grad, hidden, d_gate, d_up = next(with_rows)
+        matmul(hidden.t(), grad, dw2_FD)
+        matmul(d_gate.t(), x, dw1_FD)
+        matmul(d_up.t(), x, dv1_FD)
+    return grads
+
+
+def _times(x_MD: Tensor, weight_FD: Tensor) -> Tensor:
+    """x · Wᵀ, in x's dtype."""
+    return matmul(x_MD, weight_FD.to(x_MD.dtype).t())
+
+
+def torch_grouped(
+    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
+    """`torch.nn.functional.grouped_mm` over all experts, without a wait for the device.
+
+    Raises:
+        ExpertMeshError: D or F times the element size is no multiple of 16 bytes, the dtype is fp64, or on a GPU
+            R times D or F reaches 2^31.
+    """
+    num_experts = counts_e.numel()
+    width = w1.shape[0] // num_experts
+    _check_grouped_mm(rows_RD.dtype, rows_RD.shape[1], width)
+    _check_rows(rows_RD, width, "--expert-kernel torch-grouped", ", or --expert-kernel loop")
+    return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, _grouped_mm(counts_e), needs_output)
+
+
+def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
+    """A single product by `grouped_mm` (see `torch_grouped`)."""
+    _check_grouped_mm(x_RI.dtype, *weight_eOI.shape[1:])
+    _check_rows(x_RI, weight_eOI.shape[1], "--expert-kernel torch-grouped", ", or --expert-kernel loop")
+    return grouped_product(x_RI, weight_eOI, _grouped_mm(counts_e), needs_output)
+
+
+def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
+    ends_e = counts_e.cumsum(0, dtype=torch.int32)
+
+    def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        product = F.grouped_mm(a.t() if trans_a else a, b.transpose(1, 2) if trans_b else b, offs=ends_e)
+        if trans_a and _leaves_empty_groups(a.device):
+            product.masked_fill_((counts_e == 0)[:, None, None], 0)
+        return product
+
+    return GroupedMatmul(gmm)
+
+
+def _leaves_empty_groups(device: torch.device) -> bool:
+    """Whether `grouped_mm` leaves weight gradients of experts without rows as it found the memory, instead of setting
+    them to zero: on GPUs of compute capability 10 (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def fp8_grouped(
+    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
+    """Grouped GEMMs in fp8 with one scale per row (see `moe.kernels.fp8`), without a wait for the device.
+
+    Raises:
+        ExpertMeshError: on a GPU R times D or F reaches 2^31.
+    """
+    num_rows, num_experts = rows_RD.shape[0], counts_e.numel()
+    _check_rows(rows_RD, w1.shape[0] // num_experts, _FP8)
+    return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, fp8_products(counts_e, num_rows), needs_output)
+
+
+def fp8_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
+    """A single product in fp8 (see `fp8_grouped`)."""
+    _check_rows(x_RI, weight_eOI.shape[1], _FP8)
+    return grouped_product(x_RI, weight_eOI, fp8_products(counts_e, x_RI.shape[0]), needs_output)
+
+
+def _check_rows(rows_RI: Tensor, other_width: int, flag: str, instead: str = "") -> None:
+    """Refuse too many rows: `grouped_mm` on a GPU counts their elements in 32 bits (torchtitan#1932). Shapes are on the
+    host: no wait."""
+    num_rows, width = rows_RI.shape
+    elements = num_rows * max(width, other_width)
+    if elements >= 2**31 and not computes_on_cpu(rows_RI):
+        raise ExpertMeshError(
+            f"{flag} cannot take 2^31 elements; {num_rows} tokens on this rank, {width} and {other_width} wide, have "
+            f"{elements}; use a smaller --per-device-train-batch-size (and a larger --gradient-accumulation-steps), or "
+            f"a smaller --max-seq-length{instead}"
+        )
+
+
+def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
+    if dtype == torch.float64:
+        raise ExpertMeshError("--expert-kernel torch-grouped has no float64; use --expert-kernel loop")
+    step = 16 // dtype.itemsize
+    if model_width % step or width % step:
+        raise ExpertMeshError(
+            f"--expert-kernel torch-grouped needs hidden and expert width, and an adapter's rank, to be multiples of "
+            f"{step} in {dtype}; this model has {model_width} and {width}; use --expert-kernel loop"
+        )
+
+
+_FP8 = "--expert-precision fp8"
+
+LOOP = ExpertKernel("loop", looped_product, loop)
+FP8 = ExpertKernel("fp8", fp8_grouped_product, fp8_grouped)
+
+KERNELS: dict[str, ExpertKernel] = {
+    kernel.name: kernel
+    for kernel in (
+        LOOP,
+        ExpertKernel("torch-grouped", torch_grouped_product, torch_grouped),
+        ExpertKernel("megablocks-sparse", None, megablocks_sparse),
+        ExpertKernel("megablocks-grouped", megablocks_grouped_product, megablocks_grouped),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The properties that decide whether a kernel can compute a model's experts.
+
+    widths: D and F of each kind of MoE layer. is_swiglu: whether all experts are plain SwiGLU without biases and
+    adapters. ranks: those of adapters.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    widths: tuple[tuple[int, int], ...]
+    is_swiglu: bool = True
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """The two widths of each matmul."""
+        low_rank = tuple((width, rank) for pair in self.widths for width in pair for rank in self.ranks)
+        return self.widths + low_rank
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    kernel: ExpertKernel
+    why: str
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+
+def choose_kernel(name: str, needs: Needs, precision: Precision = "same") -> KernelChoice:
+    """The kernel for `--expert-kernel name`; "auto" picks by device, experts, dtype and what is installed. In fp8, it
+    is the kernel for adapters.
+
+    Raises:
+        ExpertMeshError: the name is unknown, or that kernel is not installed, or cannot compute these experts.
+    """
+    check_kernel_name(name)
+    if precision == "fp8":
+        check_fp8(name, needs)
+        is_cpu = needs.device_type == "cpu"
+        how = "emulated on a CPU" if is_cpu else "grouped, with row-wise scales; MFU is of the bf16 peak"
+        return KernelChoice(replace(FP8, low_rank=choose_kernel(name, needs).kernel.product), how)
+    if name == "auto":
+        name, why = _choose(needs)
+        return KernelChoice(KERNELS[name], f"auto: {why}")
+    check_kernel(name, needs)
+    if name == "megablocks-sparse" and needs.dtype == torch.float32:
+        return KernelChoice(KERNELS[name], "asked for; in fp32 it multiplies in TF32")
+    return KernelChoice(KERNELS[name], "asked for")
+
+
+def check_fp8(name: str, needs: Needs) -> None:
+    """
+    Raises:
+        ExpertMeshError: these experts cannot be computed in fp8 here, or not by `--expert-kernel name`.
+    """
+    if name not in ("auto", "torch-grouped"):
+        raise ExpertMeshError(f"{_FP8}: has its own GEMMs; leave out --expert-kernel {name}")
+    if needs.dtype != torch.bfloat16:
+        raise ExpertMeshError(f"{_FP8}: everything else is computed in bf16; add --bf16")
+    for width in (width for pair in needs.widths for width in pair):
+        if width % MULTIPLE or width > WIDEST:
+            raise ExpertMeshError(
+                f"{_FP8}: hidden and expert width have to be multiples of {MULTIPLE} up to {WIDEST}, and this model "
+                f"has {width}; leave it out"
+            )
+    if needs.device_type == "cuda" and (found := torch.cuda.get_device_capability())[0] != 9:
+        # the operator lets 10 pass too, and then ends the process: it is built for 9 alone (pytorch#187095)
+        raise ExpertMeshError(
+            f"{_FP8}: torch multiplies so on GPUs of compute capability 9 (H100, H200), and this one has "
+            f"{'.'.join(map(str, found))}; leave it out"
+        )
+
+
+def _choose(needs: Needs) -> tuple[str, str]:
+    """(name, reason) of the default kernel. Only bf16 on a GPU has a choice."""
+    if needs.device_type == "cpu":
+        return "loop", "this is a CPU"
+    if needs.dtype == torch.float32:
+        return "loop", "the grouped kernels are made for bf16"
+    if _can_compute("torch-grouped", needs) and _has_grouped_mm():
+        return "torch-grouped", f"one launch for all experts on {needs.device_type}"
+    if _can_compute("megablocks-sparse", needs):
+        return "megablocks-sparse", "in grouped_mm this GPU would launch one matmul per expert"
+    if _can_compute("torch-grouped", needs):
+        return "torch-grouped", "as megablocks-sparse is not installed, or does not suit these experts"
+    widths = ", ".join(f"{d} and {f}" for d, f in needs.products)
+    return "loop", f"widths {widths} do not suit grouped_mm"
+
+
+def _has_grouped_mm() -> bool:
+    """Whether this GPU has a kernel for `grouped_mm`: those of compute capability 9 (Hopper) and 10 (Blackwell for
+    servers) do. On others, 12 among them, torch loops over the experts, waiting for the device each time
+    (`_grouped_mm_fallback` in ATen)."""
+    return torch.cuda.get_device_capability()[0] in (9, 10)
+
+
+def _can_compute(name: str, needs: Needs) -> bool:
+    try:
+        check_kernel(name, needs)
+    except ExpertMeshError:
+        return False
+    return True
+
+
+def check_kernel(name: str, needs: Needs) -> None:
+    """
+    Raises:
+        ExpertMeshError: the kernel is not installed, or cannot compute these experts in this dtype on this device.
+    """
+    if KERNELS[name].product is None and not needs.is_swiglu:
+        raise ExpertMeshError(
+            f"--expert-kernel {name} computes plain SwiGLU only, and this model's experts have biases, adapters or "
+            "another activation; use torch-grouped or loop"
+        )
+    for model_width, width in needs.products:
+        if name == "torch-grouped":
+            _check_grouped_mm(needs.dtype, model_width, width)
+        if name == "megablocks-sparse":
+            check_megablocks_sparse(model_width, width)
+    if name.startswith("megablocks") and needs.device_type != "cuda":
+        raise ExpertMeshError(f"--expert-kernel {name} needs a GPU, and this run is on {needs.device_type}; use loop")
+    if name == "megablocks-sparse":
+        require(f"--expert-kernel {name}", SPARSE_PACKAGES)
+    if name == "megablocks-grouped":
+        if needs.dtype != torch.bfloat16:
+            raise ExpertMeshError(f"--expert-kernel {name} computes in bf16 only; add --bf16, or use loop")
+        require(f"--expert-kernel {name}", GROUPED_PACKAGES)

@@ -1,0 +1,210 @@
+"""One matmul of all experts, each with its own rows ("product"): experts other than plain SwiGLU are composed of these.
+
+    product(x_RI, counts_e, weight_eOI, needs_output=True) -> x_RO
+
+Row r belongs to the expert in whose run it falls when the rows are cut by counts_e. The weight may be a transposed view
+of one stored as (e, I, O); its gradient then has the same strides. Without `needs_output` nothing is multiplied, and
+the result serves only for its shape and its backward (see `moe.experts.replay`).
+
+Shape suffixes: R rows, e experts on this rank, I and O the widths of a product's input and output.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.cpu.matmul import matmul, pad_rows
+from expertmesh.moe.experts.replay import kept_product, placeholder
+from expertmesh.moe.experts.weight_gradients import deferral_of, now_or_later
+from expertmesh.moe.kernels.gpu import computes_on_cpu, is_rehearsing_gpu
+from expertmesh.moe.kernels.grouped import GroupedMatmul, for_any_rows
+
+STEP_PART: StepPart = "expert GEMMs"
+
+
+class Product(Protocol):
+    def __call__(self, x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor: ...
+
+
+def looped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
+    """One matmul per expert."""
+    out_RO: Tensor = _LoopedProduct.apply(x_RI, host_counts(counts_e, x_RI.shape[0]), weight_eOI, needs_output)
+    return out_RO
+
+
+class _LoopedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, counts: list[int], weight_eOI: Tensor, needs_output: bool) -> Tensor:
+        # a frozen weight has no gradient that the input would be needed for
+        ctx.save_for_backward(x_RI if ctx.needs_input_grad[2] else None, weight_eOI)
+        ctx.counts, ctx.input_shape, ctx.deferral = counts, x_RI.shape, deferral_of(weight_eOI)
+        if not needs_output:
+            return placeholder(x_RI, x_RI.shape[0], weight_eOI.shape[1])
+        out_RO: Tensor = kept_product(lambda: _expert_by_expert(x_RI, counts, weight_eOI))
+        return out_RO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        x_RI, weight_eOI = ctx.saved_tensors
+        x_needs, _, weight_needs, _ = ctx.needs_input_grad
+        grad_x_RI = grad_RO.new_empty(ctx.input_shape) if x_needs else None
+        grad_weight_eOI = None
+        grads = _input_gradients(ctx.counts, grad_RO, weight_eOI, grad_x_RI)
+        if weight_needs:
+            weight_gradient = partial(_looped_weight_gradient, empty_as(weight_eOI), ctx.counts)
+            (grad_weight_eOI,) = now_or_later(ctx.deferral, weight_gradient, grads, x_RI)
+        else:
+            for _ in grads:
+                pass
+        return grad_x_RI, None, grad_weight_eOI, None
+
+
+def _input_gradients(
+    counts: list[int], grad_RO: Tensor, weight_eOI: Tensor, grad_x_RI: Tensor | None
+) -> Iterator[Tensor]:
+    """Each expert's gradients of its results, as they are multiplied, after those of its input have been written."""
+    dtype = compute_dtype(grad_RO)
+    for rows, weight_OI in zip(runs(counts), weight_eOI, strict=True):
+        num_rows = rows.stop - rows.start
+        grad = pad_rows(grad_RO[rows].to(dtype))
+        if grad_x_RI is not None and num_rows:
+            grad_x_RI[rows] = matmul(grad, weight_OI.to(dtype))[:num_rows]
+        yield grad
+
+
+def _looped_weight_gradient(
+    empty: Callable[[], Tensor], counts: list[int], grads: Iterable[Tensor], x_RI: Tensor
+) -> tuple[Tensor]:
+    grad_weight_eOI = empty()
+    for rows, grad, place_OI in zip(runs(counts), grads, grad_weight_eOI, strict=True):
+        if rows.stop > rows.start:
+            _weight_gradient(grad, pad_rows(x_RI[rows].to(grad.dtype)), place_OI)
+        else:
+            place_OI.zero_()
+    return (grad_weight_eOI,)
+
+
+def empty_as(weight: Tensor) -> Callable[[], Tensor]:
+    """Makes an uninitialised tensor of this one's shape, strides, dtype and device, without holding its memory."""
+    return partial(torch.empty_strided, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+
+
+def _expert_by_expert(x_RI: Tensor, counts: list[int], weight_eOI: Tensor) -> Tensor:
+    dtype = compute_dtype(x_RI)
+    out_RO = x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
+    for rows, weight_OI in zip(runs(counts), weight_eOI, strict=True):
+        if rows.stop > rows.start:
+            out = matmul(pad_rows(x_RI[rows].to(dtype)), weight_OI.to(dtype).t())
+            out_RO[rows] = out[: rows.stop - rows.start]
+    return out_RO
+
+
+def _weight_gradient(grad_RO: Tensor, x_RI: Tensor, place_OI: Tensor) -> None:
+    """Write gradᵀ · x into `place_OI`, in the order of its memory."""
+    if place_OI.is_contiguous():
+        matmul(grad_RO.t(), x_RI, place_OI)
+    else:
+        matmul(x_RI.t(), grad_RO, place_OI.t())
+
+
+def grouped_product(x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul, needs_output: bool) -> Tensor:
+    """All experts in one call of `gmm` (see `moe.kernels.grouped`), two more in backward."""
+    out_RO: Tensor = _GroupedProduct.apply(x_RI, weight_eOI, for_any_rows(gmm, weight_eOI.shape[0]), needs_output)
+    return out_RO
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, weight_eOI: Tensor, gmm: GroupedMatmul, needs_output: bool) -> Tensor:
+        ctx.save_for_backward(x_RI if ctx.needs_input_grad[1] else None, weight_eOI)
+        ctx.gmm, ctx.deferral = gmm, deferral_of(weight_eOI)
+        if not needs_output:
+            return placeholder(x_RI, x_RI.shape[0], weight_eOI.shape[1])
+        is_as_it_lies = weight_eOI.is_contiguous()
+        b = weight_eOI if is_as_it_lies else weight_eOI.transpose(1, 2)
+        return kept_product(lambda: gmm(x_RI, b, trans_b=is_as_it_lies))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x_RI, weight_eOI = ctx.saved_tensors
+        gmm = ctx.gmm
+        # a gradient may come expanded, as that of a sum does, which grouped GEMMs do not take
+        grad_RO = grad_RO.contiguous()
+        x_needs, weight_needs, *_ = ctx.needs_input_grad
+        is_as_it_lies = weight_eOI.is_contiguous()
+        grad_x_RI = grad_weight_eOI = None
+        if x_needs:
+            b = weight_eOI if is_as_it_lies else weight_eOI.transpose(1, 2)
+            grad_x_RI = gmm(grad_RO, b, trans_b=not is_as_it_lies)
+        if weight_needs:
+            weight_gradient = partial(_grouped_weight_gradient, gmm, is_as_it_lies)
+            (grad_weight_eOI,) = now_or_later(ctx.deferral, weight_gradient, grad_RO, x_RI)
+        return grad_x_RI, grad_weight_eOI, None, None
+
+
+def _grouped_weight_gradient(gmm: GroupedMatmul, is_as_it_lies: bool, grad_RO: Tensor, x_RI: Tensor) -> tuple[Tensor]:
+    if is_as_it_lies:
+        return (gmm(grad_RO, x_RI, trans_a=True),)
+    return (gmm(x_RI, grad_RO, trans_a=True).transpose(1, 2),)
+
+
+class AddBias(torch.autograd.Function):
+    """x_RO + bias_eO[expert of the row]. Backward sums each expert's rows in fp32 and in order: the same bits on each
+    run."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RO: Tensor, counts_e: Tensor, bias_eO: Tensor, needs_output: bool = True) -> Tensor:
+        ctx.save_for_backward(counts_e)
+        ctx.bias_dtype = bias_eO.dtype
+        if not needs_output:
+            return placeholder(x_RO, *x_RO.shape)
+        return x_RO + bias_eO.repeat_interleave(counts_e, dim=0, output_size=x_RO.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+        (counts_e,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[2]:
+            return grad_RO, None, None, None
+        if grad_RO.shape[0] == 0:
+            zeros_eO = grad_RO.new_zeros((counts_e.numel(), *grad_RO.shape[1:]), dtype=ctx.bias_dtype)
+            return grad_RO, None, zeros_eO, None
+        grad = grad_RO.to(torch.promote_types(grad_RO.dtype, torch.float32))
+        sums_eO = torch.segment_reduce(grad, "sum", lengths=counts_e, axis=0, unsafe=True, initial=0)
+        return grad_RO, None, sums_eO.to(ctx.bias_dtype), None
+
+
+def host_counts(counts_e: Tensor, num_rows: int) -> list[int]:
+    """Each expert's number of rows, for which the host waits; as even as possible in a dry run, where they are
+    unknown."""
+    if not is_rehearsing_gpu():
+        return counts_e.tolist()
+    return even(num_rows, counts_e.numel())
+
+
+def even(total: int, parts: int) -> list[int]:
+    """`total` split into parts as even as possible."""
+    each, more = divmod(total, parts)
+    return [each + (part < more) for part in range(parts)]
+
+
+def runs(counts: list[int]) -> list[slice]:
+    """Each expert's rows."""
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+def compute_dtype(rows: Tensor) -> torch.dtype:
+    """The dtype to multiply in: fp32 for half precision on a CPU without it, where torch's own matmuls are slow."""
+    emulated = computes_on_cpu(rows) and rows.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if emulated and not torch.cpu._is_avx512_bf16_supported() else rows.dtype

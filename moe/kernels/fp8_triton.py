@@ -1,0 +1,192 @@
+"""Casts of matrices to fp8 with one scale per row or column, in Triton kernels. Importing this needs triton; see
+`moe.kernels.fp8`.
+
+Shape suffixes: R rows, P rows with padding, e experts on this rank, K and N widths.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from expertmesh.moe.base.declared import StepPart, writes
+
+STEP_PART: StepPart = "expert GEMMs"
+
+ROWS, COLUMNS = 128, 64
+"""Size of the tile that a program of the column kernels holds at a time."""
+
+ROWS_A_PROGRAM = 512
+"""Rows of a column per program: with the rest left to other programs, a GPU is full also where experts are few."""
+
+
+def fused_rows(x_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """As `moe.kernels.fp8.plain_rows`, each element read once: codes (N, K) and scales (N,)."""
+    assert x_NK.is_contiguous()
+    num_rows, width = x_NK.shape
+    codes_NK = torch.empty_like(x_NK, dtype=torch.float8_e4m3fn)
+    scales_N = torch.empty(num_rows, dtype=torch.float32, device=x_NK.device)
+    block = triton.next_power_of_2(width)
+    if num_rows > 0:
+        kernel: Any = _rows_kernel[(num_rows,)]
+        warps = max(1, block // 1024)
+        kernel(x_NK, codes_NK, scales_N, width, BLOCK=block, num_warps=warps, enable_fp_fusion=True)
+    return codes_NK, scales_N
+
+
+def fused_columns(weight_eKN: Tensor) -> tuple[Tensor, Tensor]:
+    """Each expert's matrix transposed: codes (e, N, K) and scales (e, N)."""
+    assert weight_eKN.is_contiguous()
+    num_experts, num_rows, width = weight_eKN.shape
+    codes_eNK = torch.empty(num_experts, width, num_rows, dtype=torch.float8_e4m3fn, device=weight_eKN.device)
+    # no ends of rows: all have equally many
+    scales_eN = _cast_columns(weight_eKN, codes_eNK, None, None, num_experts, num_rows, num_rows * width, num_rows)
+    return codes_eNK, scales_eN
+
+
+def fused_runs(x_RN: Tensor, ends_e: Tensor, padded_ends_e: Tensor, num_padded: int) -> tuple[Tensor, Tensor]:
+    """As `moe.kernels.fp8.plain_runs`: codes (N, P), of which columns after the last expert's are left as they are, and
+    scales (e, N)."""
+    assert x_RN.is_contiguous()
+    num_rows, width = x_RN.shape
+    num_experts = ends_e.numel()
+    codes_NP = torch.empty(width, num_padded, dtype=torch.float8_e4m3fn, device=x_RN.device)
+    rows_an_expert = triton.cdiv(num_rows, num_experts)
+    scales_eN = _cast_columns(x_RN, codes_NP, ends_e, padded_ends_e, num_experts, rows_an_expert, 0, num_padded)
+    return codes_NP, scales_eN
+
+
+def _cast_columns(
+    x: Tensor,
+    codes: Tensor,
+    ends_e: Tensor | None,
+    padded_ends_e: Tensor | None,
+    num_experts: int,
+    num_rows: int,
+    expert_stride: int,
+    column_stride: int,
+) -> Tensor:
+    """Write the codes as they are laid out in memory, and return scales (e, N). num_rows: of each expert; a guess where
+    ends_e says it."""
+    width = x.shape[-1]
+    splits = triton.cdiv(num_rows, ROWS_A_PROGRAM)
+    # for each program's rows, the largest value of a column, as bits: without a sign they have the values' order
+    largest = torch.empty(splits, num_experts, width, dtype=torch.int32, device=x.device)
+    scales_eN = torch.empty(num_experts, width, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(width, COLUMNS), splits, num_experts)
+    shape = {"IS_RAGGED": ends_e is not None, "ROWS": ROWS, "COLUMNS": COLUMNS}
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    find: Any = _largest_kernel[grid]
+    find(x, largest, ends_e, num_rows, width, splits, **shape, **options)
+    cast: Any = _columns_kernel[grid]
+    sizes = (num_rows, width, splits, expert_stride, column_stride)
+    cast(x, largest, codes, scales_eN, ends_e, padded_ends_e, *sizes, **shape, **options)
+    return scales_eN
+
+
+@triton.jit
+def _exponent(largest):  # type: ignore[no-untyped-def]
+    """The exponent of the scale, as in fp32's bits; see `moe.kernels.fp8.plain_rows`."""
+    return tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)
+
+
+@writes("codes_ptr", "scales_ptr")
+@triton.jit
+def _rows_kernel(x_ptr, codes_ptr, scales_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # rows times width of all experts pass 2^31
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = _exponent(tl.max(bits, axis=0))
+    one_over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    tl.store(codes_ptr + row * width + column, (x * one_over).to(codes_ptr.dtype.element_ty), mask=inside)
+    tl.store(scales_ptr + row, (exponent << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _rows_of(expert, ends_ptr, num_rows, IS_RAGGED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where an expert's rows begin and end: with `num_rows` each, or after those of the expert before."""
+    start = expert * num_rows
+    end = start + num_rows
+    if IS_RAGGED:
+        end = tl.load(ends_ptr + expert).to(tl.int64)
+        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+    return start, end
+
+
+@writes("largest_ptr")
+@triton.jit
+def _largest_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    largest_ptr,
+    ends_ptr,
+    num_rows,
+    width,
+    splits,
+    IS_RAGGED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    expert = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    start, end = _rows_of(expert, ends_ptr, num_rows, IS_RAGGED)
+    largest = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for first in range(tl.program_id(1) * ROWS, (end - start).to(tl.int32), splits * ROWS):
+        row = start + first + tl.arange(0, ROWS)
+        inside = (row[:, None] < end) & (column[None, :] < width)
+        x = tl.load(x_ptr + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0))
+    place = (tl.program_id(1) * tl.num_programs(2) + expert) * width
+    tl.store(largest_ptr + place + column, largest, mask=column < width)
+
+
+@writes("codes_ptr", "scales_ptr")
+@triton.jit
+def _columns_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    largest_ptr,
+    codes_ptr,
+    scales_ptr,
+    ends_ptr,
+    padded_ends_ptr,
+    num_rows,
+    width,
+    splits,
+    expert_stride,
+    column_stride,
+    IS_RAGGED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    expert = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    start, end = _rows_of(expert, ends_ptr, num_rows, IS_RAGGED)
+    place = expert * expert_stride
+    num_places = num_rows
+    if IS_RAGGED:
+        place = tl.load(padded_ends_ptr + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+        num_places = tl.load(padded_ends_ptr + expert) - place.to(tl.int32)
+    place = tl.multiple_of(place, 16)
+    num_places = tl.multiple_of(num_places, 16)
+    largest = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for split in range(splits):
+        numbers = largest_ptr + (split * tl.num_programs(2) + expert) * width + column
+        largest = tl.maximum(largest, tl.load(numbers, mask=column < width, other=0))
+    exponent = _exponent(largest)
+    one_over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    if tl.program_id(1) == 0:
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        tl.store(scales_ptr + expert * width + column, scale, mask=column < width)
+    for first in range(tl.program_id(1) * ROWS, num_places, splits * ROWS):
+        row = start + first + tl.arange(0, ROWS)
+        inside = (row[:, None] < end) & (column[None, :] < width)
+        x = tl.load(x_ptr + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        codes = tl.trans((x * one_over[None, :]).to(codes_ptr.dtype.element_ty))
+        # zeros where an expert's rows are padded
+        number = first + tl.arange(0, ROWS)
+        inside = (column[:, None] < width) & (number[None, :] < num_places)
+        tl.store(codes_ptr + place + column[:, None].to(tl.int64) * column_stride + number[None, :], codes, mask=inside)

@@ -1,0 +1,45 @@
+"""Whether a tensor is treated as on a GPU: with Triton kernels and flash attention."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+_rehearsed = False
+
+
+def takes_triton(tensor: Tensor) -> bool:
+    """Whether our Triton kernels compute with `tensor`: on a GPU where triton is installed, or in a dry run of one; not
+    in fp64, as they sum in fp32."""
+    # a model is probed on the meta device also in a dry run of a GPU
+    is_gpus = tensor.is_cuda or (_rehearsed and not tensor.is_meta)
+    return is_gpus and tensor.dtype != torch.float64 and _has_triton()
+
+
+def computes_on_cpu(tensor: Tensor) -> bool:
+    """Whether `tensor` is in host memory and not in a dry run of a GPU."""
+    return tensor.device.type == "cpu" and not _rehearsed
+
+
+def is_rehearsing_gpu() -> bool:
+    """Whether what runs on a CPU stands for what a GPU would run."""
+    return _rehearsed
+
+
+@contextmanager
+def rehearsing_gpu() -> Iterator[None]:
+    """Within it tensors without memory take the code paths that they would take on a GPU."""
+    global _rehearsed
+    _rehearsed = True
+    try:
+        yield
+    finally:
+        _rehearsed = False
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,1 @@
+"""MegaBlocks' kernels, operators and layer."""

@@ -1,0 +1,1 @@
+"""Building a family's model, and reading facts from it."""

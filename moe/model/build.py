@@ -1,0 +1,355 @@
+"""A causal mixture-of-experts model of transformers, of any family, with our experts in place of its own.
+
+All else stays Hugging Face's: routers, shared experts and their gates, dense layers, attention, norms.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.cpu.matmul import use_linear
+from expertmesh.moe.experts.activation import Activation
+from expertmesh.moe.experts.expert_mlp import ExpertMLP, expert_modules, read_layout
+from expertmesh.moe.experts.layer import DroplessExperts
+from expertmesh.moe.experts.router_stats import RouterStats
+from expertmesh.moe.experts.shape import MoEShape
+from expertmesh.moe.experts.shared_experts import Beside
+from expertmesh.moe.forward import Forward, current_forward, give_forwards
+from expertmesh.moe.kernels.expert_kernels import ExpertKernel, Needs
+from expertmesh.moe.model.counts import ParameterCounts, active_parameters
+from expertmesh.moe.model.probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs
+from expertmesh.moe.model.rope import forget_earlier_rows
+
+STEP_PART: StepPart = None
+
+
+def build_model(config: Any, attn_implementation: str = "auto") -> Any:
+    """The model that a config of transformers describes, on the meta device, fp32, with its experts swapped.
+
+    Parameters hold no memory yet. Buffers that no checkpoint holds, which transformers computes from the config, are
+    filled already, on the CPU; the others are there too.
+
+    Args:
+        attn_implementation: as transformers has it, or "auto" (see `settled_attention`).
+
+    Raises:
+        ExpertMeshError: transformers has no causal language model for this config or cannot build it, or it has no
+            experts that transformers marks as such, or ones that are not supported.
+    """
+    model = _build(config, attn_implementation)
+    model.fp32_names = _fp32_names(_build(config, attn_implementation, torch.bfloat16))
+    _make_constants_buffers(model)
+    seen = probe(model)
+    _fill_buffers(model)
+    if not seen.experts:
+        raise ExpertMeshError(_without_experts(model))
+    forget_earlier_rows(model)
+    swap_experts(model, seen)
+    _check_alike(model)
+    model.head_is_last = seen.head_is_last
+    model.masks_by_position = seen.masks_by_position
+    model.read_weights, model.uncalled = seen.read_weights, seen.uncalled
+    model.attention = seen.attention
+    give_forwards(model)
+    for layer in decoder_layers(model):
+        use_linear(layer)
+    return model
+
+
+def _without_experts(model: nn.Module) -> str:
+    """Why no layer of a model can be sharded over ep."""
+    name = type(model).__name__
+    for path, module in model.named_modules():
+        if "experts" in type(module).__name__.lower():
+            return (
+                f"{name} has mixture-of-experts layers, but transformers does not mark the class of their experts "
+                f"({type(module).__name__} at {path}) as one that may be replaced (use_experts_implementation): they "
+                "cannot be sharded over ep. A later release of transformers may mark it; `python -m "
+                "expertmesh.moe families` "
+                "lists what can be trained"
+            )
+    return f"{name} has no mixture-of-experts layer with this config: nothing to shard over ep"
+
+
+def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = deepcopy(config)
+    # HF would compute its balancing loss of all logits; ours, in moe.losses, is over all ranks
+    text_config = config.get_text_config()
+    if getattr(text_config, "output_router_logits", False):
+        text_config.output_router_logits = False
+    with torch.device("meta"):
+        attn_implementation = settled_attention(config, attn_implementation)
+        try:
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=attn_implementation, dtype=dtype, trust_remote_code=False
+            )
+        except Exception as error:
+            raise ExpertMeshError(
+                f"transformers cannot build a model of type {config.model_type} from this config.json "
+                f"with --attn-implementation {attn_implementation}: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _fp32_names(model: Any) -> frozenset[str]:
+    """Names of the parameters that `from_pretrained(dtype=torch.bfloat16)` leaves in fp32: the class names them
+    (`_keep_in_fp32_modules_strict`), or a module makes them so. None where the class does not run with them:
+    DeepSeek-V4's, in some releases of transformers, passes a norm's fp32 output to a matmul in bf16.
+
+    Args:
+        model: from transformers, on the meta device, built in bf16; it cannot be used afterwards.
+    """
+    plan = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(torch.bfloat16)]
+    names = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float32 or any(re.search(pattern, name) for pattern in plan):
+            names.add(name)
+            parameter.data = parameter.data.float()
+    return frozenset(names) if names and runs(model) else frozenset()
+
+
+def fp32_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """The parameters, by name, that a family keeps in fp32 beside others in bf16, both stored and computed with."""
+    return {name: parameter for name, parameter in model.named_parameters() if name in model.fp32_names}
+
+
+def _check_alike(model: nn.Module) -> None:
+    found = {(layer.shape.num_experts, layer.shape.top_k) for layer in moe_layers(model)}
+    if len(found) > 1:
+        kinds = " and ".join(f"{experts} experts, top-{top_k} routing" for experts, top_k in sorted(found))
+        raise ExpertMeshError(f"layers with {kinds} in one model are not supported")
+
+
+def model_class(config: Any) -> Any:
+    """
+    Raises:
+        ExpertMeshError: transformers has no causal language model for this config.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise ExpertMeshError(
+            f"transformers has no causal language model of type {config.model_type}: it cannot be trained here "
+            "(`python -m expertmesh.moe families` lists what can)"
+        ) from error
+
+
+def settled_attention(config: Any, attn_implementation: str) -> str:
+    """The attention that "auto" stands for: sdpa, or eager for a class that has no sdpa; any other name is itself."""
+    if attn_implementation != "auto":
+        return attn_implementation
+    return "sdpa" if model_class(config)._supports_sdpa else "eager"
+
+
+def _make_constants_buffers(model: nn.Module) -> None:
+    """Make buffers of parameters that their family never trains, such as a router's correction bias in some: as in
+    other families they are then neither sharded nor rounded."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and not parameter.requires_grad:
+                del module._parameters[name]
+                module.register_buffer(name, parameter.detach(), persistent=True)
+
+
+@torch.no_grad()
+def _fill_buffers(model: Any) -> None:
+    """Give all buffers memory, and the values that transformers' `_init_weights` computes for those that are in no
+    checkpoint: `from_pretrained`, which also starts on the meta device, relies on it."""
+    for module in model.modules():
+        if not module._buffers:
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                unset = float("nan") if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
+        try:
+            # parameters are on the meta device: initialising them does nothing
+            model._init_weights(module)
+        except Exception as error:
+            raise ExpertMeshError(
+                f"transformers cannot fill the buffers of {type(module).__name__} with this config: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def swap_experts(model: nn.Module, seen: Probed) -> None:
+    """Replace each experts module by `DroplessExperts` on the meta device, in place; its router hands
+    it its logits."""
+    for path, experts in list(expert_modules(model)):
+        if path not in seen.experts:
+            raise ExpertMeshError(f"{type(model).__name__} did not call its experts {path}; this is not supported")
+        called: SeenExperts = seen.experts[path]
+        with torch.device("meta"):
+            ours = dropless_experts(experts, called.top_k, f"{type(model).__name__}.{path}")
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, ours)
+        if called.beside is not None:
+            ours.beside = Beside(model.get_submodule(called.beside))
+        ours.correction_bias = _correction_bias(model, parent, ours.shape.num_experts)
+        if called.router is not None and called.num_logits == ours.shape.num_experts:
+            ours.router, ours.kind = called.router, called.kind
+            take_logits(model.get_submodule(called.router), ours)
+
+
+def _correction_bias(model: nn.Module, block: str, num_experts: int) -> str | None:
+    """Path of the buffer, in the block around a layer's experts, that some families call a correction bias: a value per
+    expert, which checkpoints hold and no gradient reaches."""
+    for name, buffer in model.get_submodule(block).named_buffers(prefix=block):
+        if name.endswith("bias") and buffer.numel() == num_experts and buffer.is_floating_point():
+            return name
+    return None
+
+
+def dropless_experts(experts: Any, top_k: int, where: str) -> DroplessExperts:
+    """The replacement for an experts module of transformers, with uninitialised weights of its own. The module loses
+    its parameters; its activation stays in use.
+
+    Raises:
+        ExpertMeshError: this kind of experts is not supported; `where` names it.
+    """
+    layout = read_layout(experts, top_k, where)
+    if not 1 <= top_k <= layout.shape.num_experts:
+        raise ExpertMeshError(f"{where}: {top_k} experts per token, of {layout.shape.num_experts}")
+    norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
+    for name in list(experts._parameters):
+        del experts._parameters[name]
+    return DroplessExperts(ExpertMLP(layout, Activation(experts)), norm)
+
+
+def take_logits(router: nn.Module, experts: DroplessExperts) -> None:
+    """Have a router that returns (logits, ...) pass its logits to the experts that it chooses from."""
+    router.register_forward_hook(_LogitsTo(experts))
+
+
+class _LogitsTo:
+    """A hook on a router: leaves its logits with the current `Forward`, for the experts it chooses from."""
+
+    def __init__(self, experts: DroplessExperts):
+        self.experts = experts
+
+    def __call__(self, router: nn.Module, args: Any, output: Any) -> None:
+        forward = current_forward()
+        if forward is not None:
+            forward.logits_TE[self.experts] = output[0].reshape(-1, self.experts.shape.num_experts)
+
+
+def use_kernel(model: nn.Module, kernel: ExpertKernel) -> None:
+    """Have all experts computed by `kernel`."""
+    for layer in moe_layers(model):
+        layer.mlp.kernel = kernel
+
+
+def kernel_needs(model: nn.Module, device_type: str, dtype: torch.dtype) -> Needs:
+    """The requirements of this model on an expert kernel."""
+    layers = moe_layers(model)
+    widths = dict.fromkeys((layer.shape.model_width, layer.shape.expert_width) for layer in layers)
+    ranks = dict.fromkeys(layer.mlp.low_rank.rank for layer in layers if layer.mlp.low_rank is not None)
+    is_swiglu = all(layer.mlp.is_swiglu for layer in layers) and not ranks
+    return Needs(device_type, dtype, tuple(widths), is_swiglu, tuple(ranks))
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal language model, those without experts included."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and any(isinstance(part, DroplessExperts) for part in module.modules()):
+            return module
+    raise AssertionError("no list of layers holds experts")
+
+
+def moe_layers(model: nn.Module) -> list[DroplessExperts]:
+    """The experts of the model's MoE layers, first to last."""
+    return [module for module in model.modules() if isinstance(module, DroplessExperts)]
+
+
+def layer_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """The prefixes of names in a decoder layer."""
+    layers = set(decoder_layers(model))
+    return tuple(f"{path}." for path, module in model.named_modules() if module in layers)
+
+
+def router_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """The prefixes of names of routers' parameters."""
+    return tuple(f"{layer.router}." for layer in moe_layers(model) if layer.router is not None)
+
+
+def moe_shape(model: nn.Module) -> MoEShape:
+    """The sizes of the model's MoE layers: those of the first, as all have equally many experts."""
+    return moe_layers(model)[0].shape
+
+
+@contextmanager
+def without_computing(model: Any) -> Iterator[None]:
+    """Within it, a forward of a model on the meta device gives the shapes of its results; experts are not called."""
+    was_training = model.training
+    with ExitStack() as stack:
+        stack.enter_context(answering_host())
+        stack.enter_context(leaving_no_trace(model))
+        for layer in moe_layers(model):
+            stack.enter_context(_as_wide_as_tokens(layer))
+        for module in model.modules():
+            module._buffers = {name: None if x is None else x.to("meta") for name, x in module._buffers.items()}
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(was_training)
+
+
+@contextmanager
+def _as_wide_as_tokens(layer: DroplessExperts) -> Iterator[None]:
+    """Have a layer return an output of the right shape."""
+    layer.forward = lambda x_TD, experts_TK, weights_TK: torch.empty_like(x_TD)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def count_parameters(model: Any) -> ParameterCounts:
+    """Counts of a model whose experts were swapped; it may be on the meta device."""
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    unmet = _unmet_by_text(model)
+    active = active_parameters(total - sum(p.numel() for p in unmet), experts, moe_shape(model))
+    frozen_experts = sum(
+        p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters() if not p.requires_grad
+    )
+    counted_apart = {id(p) for p in (embedding, head, *unmet)}
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in counted_apart)
+    return ParameterCounts(
+        *(total, experts, embedding.numel(), head.numel(), active, model.attention),
+        frozen=active_parameters(frozen, frozen_experts, moe_shape(model)),
+        frozen_head=not head.requires_grad,
+    )
+
+
+def _unmet_by_text(model: Any) -> list[nn.Parameter]:
+    """Parameters of linear layers that no text token passes: a vision tower's."""
+    paths = model.uncalled - model.read_weights
+    return [p for path, module in model.named_modules() if path in paths for p in module.parameters()]
+
+
+def outdate_working_weights(model: nn.Module) -> None:
+    """Have experts that keep a copy of their weights in another dtype (see `moe.experts.working`) round them anew; to
+    be called after each update."""
+    for layer in moe_layers(model):
+        layer.mlp.working.outdate()
+
+
+def take_stats(model: nn.Module, forward: Forward) -> list[RouterStats]:
+    """The routing statistics that a forward of the model has left with it, one entry per MoE layer, first to last; they
+    are removed from the forward."""
+    layers = moe_layers(model)
+    assert all(layer in forward.stats for layer in layers), "take_stats before the forward, or twice"
+    return [forward.stats.pop(layer) for layer in layers]

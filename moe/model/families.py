@@ -1,0 +1,60 @@
+"""The families of mixture-of-experts models that the installed transformers has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+
+
+@dataclass(frozen=True)
+class FamilyFacts:
+    """A family's class and, by its default config, its decoder layers, those with experts, experts per layer and per
+    token."""
+
+    class_name: str
+    layers: int
+    moe_layers: int
+    num_experts: int
+    top_k: int
+
+
+def causal_families() -> list[str]:
+    """The model type of every class of `AutoModelForCausalLM` whose module marks a class as experts: one type per
+    class, that of complete checkpoints (`..._moe`) before that of their text part (`..._moe_text`)."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    types: dict[Any, str] = {}
+    for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if _marks_experts(model_type) and (class_name not in types or CONFIG_MAPPING[model_type].sub_configs):
+            types[class_name] = model_type
+    return sorted(types.values())
+
+
+def _marks_experts(model_type: str) -> bool:
+    # read, not imported: that would take all causal families' modules, and many seconds
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = model_type_to_module_name(model_type)
+    file = Path(transformers.__file__).parent / "models" / folder / f"modeling_{folder}.py"
+    return file.exists() and "\n@use_experts_implementation" in file.read_text(encoding="utf-8")
+
+
+def describe_family(model_type: str) -> FamilyFacts | str:
+    """The facts of a family, or why it cannot be trained or described."""
+    from transformers import CONFIG_MAPPING
+
+    from expertmesh.moe.model.build import build_model, decoder_layers, moe_layers, moe_shape
+
+    if model_type in UNSUPPORTED:
+        return f"no: {UNSUPPORTED[model_type]}"
+    try:
+        model = build_model(CONFIG_MAPPING[model_type]())
+    except ExpertMeshError as error:
+        return f"as its config.json says: the default one is not complete ({error})"
+    shape = moe_shape(model)
+    layers, with_experts = len(decoder_layers(model)), len(moe_layers(model))
+    return FamilyFacts(type(model).__name__, layers, with_experts, shape.num_experts, shape.top_k)

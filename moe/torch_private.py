@@ -1,0 +1,116 @@
+"""All that this project uses of torch that torch does not declare public.
+
+Each name is imported when it is first used, as many cost time to load, and what is assumed of it is tested then: a
+release of torch that has changed it is refused with its version and what has changed. Left out are
+`torch.utils._pytree` and `torch.utils._python_dispatch`, which torch's own guides use, and operators and methods, which
+fail at their call if they are gone.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.base.lazy import import_on_demand
+
+if TYPE_CHECKING:
+    from torch._C import _current_autograd_node as _current_autograd_node
+    from torch._C import _current_graph_task_id as _current_graph_task_id
+    from torch._C import _distributed_c10d as _distributed_c10d
+    from torch._C import _storage_Use_Count as _storage_Use_Count
+    from torch._C._autograd import _get_sequence_nr as _get_sequence_nr
+    from torch._C._profiler import _EventType as _EventType
+    from torch._C._profiler import _ProfilerEvent as _ProfilerEvent
+    from torch._C._profiler import _RecordFunctionFast as _RecordFunctionFast
+    from torch._dynamo.utils import calculate_time_spent as calculate_time_spent
+    from torch._dynamo.utils import counters as counters
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.distributed.distributed_c10d import _get_default_store as _get_default_store
+    from torch.distributed.distributed_c10d import _resolve_process_group as _resolve_process_group
+    from torch.distributed.distributed_c10d import _set_pg_timeout as _set_pg_timeout
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator as ShardingPropagator
+    from torch.fx.experimental import _config as _config
+    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+
+SUPPORTED = "2.11 to 2.13"
+"""Releases of torch with which all assumptions made here were tested."""
+
+
+def changed(what: str) -> ExpertMeshError:
+    """The error that says what this release of torch has changed."""
+    return ExpertMeshError(f"torch {torch.__version__}: {what}; expertmesh was tested with torch {SUPPORTED}")
+
+
+FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_find = import_on_demand(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """
+    Raises:
+        ExpertMeshError: it is missing, or has changed.
+    """
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        found = _find(name)
+    except (ImportError, AttributeError) as error:
+        raise changed(f"{name} is not where it was: {error}") from error
+    if name in _TESTS and not _TESTS[name](found):
+        del globals()[name]
+        raise changed(f"{name} is not what it was")
+    return found
+
+
+def _takes(function: Any, *parameters: str) -> bool:
+    """Whether a function's first parameters have these names."""
+    return callable(function) and tuple(inspect.signature(function).parameters)[: len(parameters)] == parameters
+
+
+def _is_collective(kind: Any, *parameters: str) -> bool:
+    """Whether a collective of FSDP is called as `sharding.comms.gloo` expects it."""
+    allocate = _takes(kind.allocate, "self", "size", "dtype", "device")
+    return allocate and _takes(kind.__call__, "self", "output_tensor", "input_tensor", "group", *parameters)
+
+
+_TESTS: dict[str, Callable[[Any], bool]] = {
+    "AllGather": lambda kind: _is_collective(kind, "async_op"),
+    "ReduceScatter": lambda kind: _is_collective(kind, "op", "async_op"),
+    "_get_default_store": lambda function: callable(function) and not inspect.signature(function).parameters,
+    "_set_pg_timeout": lambda function: _takes(function, "timeout", "group"),
+    # which dry runs replace
+    "FSDPState": lambda kind: _takes(getattr(kind, "_root_post_backward_final_callback", None), "self"),
+    "ShardingPropagator": lambda kind: _takes(getattr(kind, "_propagate_tensor_meta_non_cached", None), "self"),
+    # gloo's record of collectives is apart from NCCL's, which a build for CPUs does not have
+    "_distributed_c10d": lambda module: any(hasattr(module, dump) for dump in FLIGHT_RECORDERS),
+    "_config": lambda module: hasattr(module, "meta_nonzero_assume_all_nonzero"),
+}
+
+
+_FLASH = ("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
+_FLASH_OPERATORS = {
+    "_flash_attention_forward": (*_FLASH, "return_debug_mask"),
+    "_flash_attention_backward": ("grad_out", *_FLASH[:3], "out", "logsumexp", *_FLASH[3:], "rng_state", "unused"),
+}
+
+
+@cache
+def flash_operator(name: str) -> Any:
+    """`_flash_attention_forward` or `_flash_attention_backward` of aten, which are called by position.
+
+    Raises:
+        ExpertMeshError: it is missing, or takes other arguments.
+    """
+    packet = getattr(torch.ops.aten, name, None)
+    expected = _FLASH_OPERATORS[name]
+    taken = () if packet is None else tuple(argument.name for argument in packet.default._schema.arguments)
+    if taken[: len(expected)] != expected:
+        raise changed(f"aten::{name} takes {', '.join(taken) or 'nothing'}, and not {', '.join(expected)}")
+    return packet

@@ -1,0 +1,155 @@
+"""What this project replaces in transformers, and what it uses of it that transformers does not declare public.
+
+What is assumed is tested where it is used first: a release that has changed it is refused with its version and what has
+changed. Attention and masks that are registered by transformers' public interfaces do not belong here.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import CodeType
+from typing import Any, TypeVar
+
+import transformers
+from torch import Tensor
+from transformers import masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from expertmesh.moe.base.errors import ExpertMeshError
+
+SUPPORTED = "5.17 to 5.23"
+"""Releases of transformers with which all assumptions made here were tested."""
+
+_SEARCH = "find_packed_sequence_indices"
+_CHECKPOINT = "_gradient_checkpointing_func"
+
+
+def changed(what: str) -> ExpertMeshError:
+    """The error that says what this release of transformers has changed."""
+    return ExpertMeshError(
+        f"transformers {transformers.__version__}: {what}; expertmesh was tested with transformers {SUPPORTED}"
+    )
+
+
+@contextmanager
+def replacing_sample_search(replacement: Callable[[Tensor], Any], model: Any) -> Iterator[Callable[[Tensor], Any]]:
+    """Within it, transformers calls `replacement`, with position_ids (B, S), where it looks for several samples in a
+    sequence as it makes a mask for `model`. Yields transformers' own function.
+
+    Raises:
+        ExpertMeshError: it would not be called.
+    """
+    _check_sample_search(type(model))  # type: ignore[arg-type]
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = replacement  # type: ignore[assignment]
+    try:
+        yield find
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+
+
+@cache
+def _check_sample_search(kind: type) -> None:
+    """Run once for each class of models, whose module may import the function by name."""
+    find = getattr(masking_utils, _SEARCH, None)
+    if find is None or list(inspect.signature(find).parameters) != ["position_ids"]:
+        raise changed(f"masking_utils.{_SEARCH}(position_ids) is gone, or takes something else")
+    others = [value for value in vars(masking_utils).values() if inspect.isfunction(value) and value is not find]
+    if not any(_mentions(inspect.unwrap(other).__code__, _SEARCH) for other in others):
+        raise changed(f"no function of masking_utils calls {_SEARCH} any more")
+    for name, module in list(sys.modules.items()):
+        is_theirs = name.startswith("transformers.") and module is not masking_utils
+        if is_theirs and getattr(module, "__dict__", {}).get(_SEARCH) is not None:
+            raise changed(f"{name} has its own {_SEARCH}, which is not replaced")
+
+
+@contextmanager
+def never_tracing() -> Iterator[None]:
+    """Within it, transformers makes masks as in a forward that is not being exported: it takes tensors without memory
+    for such a forward, and makes masks that no kernel needs.
+
+    Raises:
+        ExpertMeshError: it would not check.
+    """
+    asks = getattr(masking_utils, "is_tracing", None)
+    functions = [value for value in vars(masking_utils).values() if inspect.isfunction(value)]
+    if asks is None or not any(_mentions(inspect.unwrap(other).__code__, "is_tracing") for other in functions):
+        raise changed("masking_utils does not ask is_tracing any more")
+    masking_utils.is_tracing = lambda *_: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = asks
+
+
+@contextmanager
+def replacing_attention(around: Callable[[Any, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within it, a model that asks transformers for an attention function by name gets `around(name, function)`.
+
+    Raises:
+        ExpertMeshError: models ask otherwise.
+    """
+    get_interface = getattr(ALL_ATTENTION_FUNCTIONS, "get_interface", None)
+    if get_interface is None or len(inspect.signature(get_interface).parameters) != 2:
+        raise changed("ALL_ATTENTION_FUNCTIONS.get_interface(name, default) is gone, or takes something else")
+    own = get_interface
+
+    def get(name: Any, default: Any) -> Callable[..., Any]:
+        return around(name, own(name, default))
+
+    ALL_ATTENTION_FUNCTIONS.get_interface = get  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS.get_interface
+
+
+def wrap_checkpointing(model: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have the layers of a model, whose gradient checkpointing is on, checkpoint by `around(function)` in place of the
+    `function`, called as (forward, *inputs), that they checkpoint by now; in place.
+
+    Raises:
+        ExpertMeshError: they would not call it.
+    """
+    modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    checkpointed = [module for module in modules if callable(getattr(module, _CHECKPOINT, None))]
+    kinds = {type(module) for module in checkpointed}
+    if not any(map(_calls_checkpointing, kinds)):
+        raise changed(f"no module of {type(model).__name__} calls a {_CHECKPOINT} where checkpointing is on")
+    for module in checkpointed:
+        setattr(module, _CHECKPOINT, around(getattr(module, _CHECKPOINT)))
+
+
+def _calls_checkpointing(kind: type) -> bool:
+    """Whether a class's own code, or that of a base class, calls its checkpointing function."""
+    methods = [vars(base).get(name) for base in kind.__mro__ for name in ("__call__", "forward")]
+    return any(_mentions(method.__code__, _CHECKPOINT) for method in methods if inspect.isfunction(method))
+
+
+def _mentions(code: CodeType, name: str) -> bool:
+    """Whether a function, or one defined in it, looks up a global or an attribute of this name."""
+    return name in code.co_names or any(_mentions(c, name) for c in code.co_consts if isinstance(c, CodeType))
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def in_place_of_trainers(method: _Method) -> _Method:
+    """Marks a method that takes the place of one of `transformers.Trainer`, most of which are private: one that is
+    renamed there would no longer be called, and Trainer would do in its stead what is wrong for a sharded model.
+
+    Raises:
+        ExpertMeshError: Trainer has no such method, or calls it with other arguments.
+    """
+    theirs = getattr(transformers.Trainer, method.__name__, None)
+    if theirs is None:
+        raise changed(f"Trainer.{method.__name__} is gone")
+    ours, parameters = inspect.signature(method).parameters, inspect.signature(theirs).parameters
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    mine = [name for name, parameter in ours.items() if parameter.kind not in kinds]
+    takes_more = any(parameter.kind in kinds for parameter in ours.values())
+    if mine != list(parameters)[: len(mine)] or (len(mine) < len(parameters) and not takes_more):
+        raise changed(f"Trainer.{method.__name__} takes {', '.join(parameters)}, not {', '.join(mine)}")
+    return method

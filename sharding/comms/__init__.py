@@ -1,0 +1,1 @@
+"""Communication between ranks, except for the experts' rows."""

@@ -1,0 +1,68 @@
+"""The ranks of a pipeline: which pass the results of layers on to one another."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.sharding.topology import Topology
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """One rank of each pp index, all of which read the same sequences.
+
+    index: this rank's pp index. ranks: all of them, in the order of their pp indices. forward, backward: groups of
+    these ranks, for what layers give and for the gradients of it. timeout: after which a collective in a group that
+    `share` makes fails; None: torch's. sharing: groups of some pp indices' ranks that this rank is in, for parameters
+    that these hold alike.
+    """
+
+    topology: Topology
+    index: int
+    ranks: tuple[int, ...]
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+    timeout: timedelta | None = None
+    sharing: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    def share(self, pp_ranks: Iterable[tuple[int, ...]]) -> None:
+        """Make groups of these pp indices. All ranks call it together, with the same."""
+        for several in sorted(set(pp_ranks)):
+            columns = _columns(self.topology)
+            parts = [[column[index] for index in several] for column in columns]
+            own = next((part for part in parts if dist.get_rank() in part), None)
+            for part in parts:
+                group = dist.new_group(part, self.timeout, group_desc="mesh_pp_shared")
+                if part is own:
+                    assert isinstance(group, dist.ProcessGroup)
+                    self.sharing[several] = group
+
+
+def make_pipeline_groups(
+    topology: Topology, device_type: str, timeout: timedelta | None = None
+) -> PipelineGroups | None:
+    """The groups of this rank's pipeline; None where there is one pp index. All ranks call it together.
+
+    A group for each direction: over NCCL the operations of a group run in the order in which they were begun, and what
+    goes forward must not wait for what goes backward.
+    """
+    if topology.pp_size == 1:
+        return None
+    columns = _columns(topology)
+    forward, _ = dist.new_subgroups_by_enumeration(columns, group_desc="mesh_pp_forward")
+    backward, _ = dist.new_subgroups_by_enumeration(columns, group_desc="mesh_pp_backward")
+    assert forward is not None
+    assert backward is not None
+    for group in (forward, backward):
+        # NCCL's first operation of a group must have all of its ranks, which a send and its receive are not
+        dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+    rank = dist.get_rank()
+    ranks = tuple(topology.pipeline(rank))
+    return PipelineGroups(topology, topology.pp_rank(rank), ranks, forward, backward, timeout)
+
+
+def _columns(topology: Topology) -> list[list[int]]:
+    return [topology.pipeline(first) for first in range(topology.ranks_per_stage)]

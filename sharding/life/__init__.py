@@ -1,0 +1,1 @@
+"""How ranks begin, agree, fail and end."""

@@ -1,0 +1,1 @@
+"""Pipelines: layers in stages, each on ranks of its own."""

@@ -1,0 +1,371 @@
+"""Where a model's forward can be cut into stages, and what travels over each cut: found in forwards on the meta device.
+
+Nothing is computed, no memory held, and no family is known by name. One forward of the complete model says, operator by
+operator, which parameters are used where, and whether what one layer gives is used by any but the next: such a
+dependence cannot be cut. Forwards of other sizes say how the shapes of what layers give follow from a batch's.
+
+Shape suffixes: B sequences, S positions.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from expertmesh.moe import ExpertMeshError, decoder_layers, moe_layers, without_computing
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.model.build import fp32_parameters
+from expertmesh.sharding.pipeline.balance import crossing
+
+STEP_PART: StepPart = "pipeline"
+
+BEFORE = -1
+"""The place before the first layer, as origin of a tensor."""
+
+_SIZES = ((2, 24), (3, 40), (2, 3000))
+"""(B, S) of the forwards. The last is longer than the lengths that some families cut off at, and takes long in those
+that go through a sequence step by step: it is left out where layers give hidden states alone."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension of a tensor: `factor`, times B and S where it grows with them, but `most` at most."""
+
+    factor: int
+    by_b: bool = False
+    by_s: bool = False
+    most: int | None = None
+
+    def of(self, size: tuple[int, int]) -> int:
+        """Its length for a batch of this (B, S)."""
+        length = self.factor * (size[0] if self.by_b else 1) * (size[1] if self.by_s else 1)
+        return length if self.most is None else min(length, self.most)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that a module gives."""
+
+    dims: tuple[Dim, ...]
+    dtype: torch.dtype
+
+    def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(dim.of(size) for dim in self.dims)
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.is_floating_point
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a module gives for any batch: a pytree of tensors and constants.
+
+    constants: of each leaf what it is, where it is no tensor.
+    """
+
+    leaves: tuple[Leaf | None, ...]
+    constants: tuple[Any, ...]
+    spec: TreeSpec
+
+    @property
+    def tensors(self) -> list[Leaf]:
+        return [leaf for leaf in self.leaves if leaf is not None]
+
+    def tree(self, tensors: Sequence[Tensor]) -> Any:
+        """The pytree with these tensors in it."""
+        following = iter(tensors)
+        leaves = [c if leaf is None else next(following) for leaf, c in zip(self.leaves, self.constants, strict=True)]
+        return tree_unflatten(leaves, self.spec)
+
+    def blank(self, size: tuple[int, int], device: torch.device) -> Any:
+        """The pytree for a batch of this (B, S) with NaN for every number, so that none is used unnoticed."""
+        return self.tree([_blank(leaf.shape(size), leaf.dtype, device) for leaf in self.tensors])
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    value = float("nan") if dtype.is_floating_point else 0
+    # of one element only, until somebody writes to it
+    return torch.full((1,) * len(shape), value, dtype=dtype, device=device).expand(shape).clone()
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a model's forward shows.
+
+    Attributes:
+        name: of the model's class.
+        layers: path of the list of decoder layers. num_layers: how many there are.
+        uses: of each parameter by name, the places where it is used: the number of a decoder layer, which also stands
+            for what comes between it and the one before; `num_layers` for what comes after the last. All of them for
+            one that is used before the first layer by a module that the layers are in.
+        skips: (from, to) where layer `to` uses what layer `from` gave, other than the layer before it; `BEFORE` and
+            `num_layers` as above.
+        given: what each layer gives.
+        given_outside: what each module outside the layers that has parameters of its own gives, by path.
+        flops: of a token's forward in each layer, then after the last.
+    """
+
+    name: str
+    layers: str
+    num_layers: int
+    uses: dict[str, frozenset[int]]
+    skips: frozenset[tuple[int, int]]
+    given: tuple[Given, ...]
+    given_outside: dict[str, Given]
+    flops: tuple[float, ...]
+
+    @property
+    def repeats_beginning(self) -> bool:
+        """Whether what is computed before the first layer is needed in later ones, and so on every stage."""
+        return any(start == BEFORE for start, _ in self.skips)
+
+    def uncuttable(self, cut: int) -> tuple[int, int] | None:
+        """The (from, to) that forbids to end a stage with layer `cut`; None if it can be the last one of its stage."""
+        return crossing(self.skips, cut)
+
+
+@torch.compiler.set_stance("force_eager")
+def survey(model: Any, compute_dtype: torch.dtype) -> Survey:
+    """Find out how a model's forward passes values on.
+
+    Args:
+        model: assembled, on the meta device, not sharded.
+        compute_dtype: of its matmuls.
+
+    Raises:
+        ExpertMeshError: layers give what has no shape that follows from a batch's; or the forward does not run.
+    """
+    layers = decoder_layers(model)
+    path = next(path for path, module in model.named_modules() if module is layers)
+    with _computing_in(model, compute_dtype) as names, without_computing(model):
+        runs = [_Run(model, path, names, size) for size in _SIZES[:2]]
+        first = runs[0]
+        if any(len(tree_leaves(output)) > 1 for output in first.given.values()):
+            runs.append(_Run(model, path, names, _SIZES[2]))
+    given = tuple(_given(model, [run.given[i] for run in runs], f"{path}.{i}") for i in range(len(layers)))
+    outside = {
+        name: _given(model, [run.given_outside[name] for run in runs], name)
+        for name in first.given_outside
+        if all(name in run.given_outside for run in runs)
+    }
+    tokens = prod(_SIZES[0])
+    flops = [first.flops[i] / tokens for i in range(len(layers) + 1)]
+    for number, layer in enumerate(layers):
+        flops[number] += _expert_flops(layer)
+    uses = {name: frozenset(places) for name, places in first.uses.items()}
+    around = {parameter for module in _around(model, layers) for parameter in module._parameters.values()}
+    for name, parameter in model.named_parameters():
+        if parameter in around and 0 in uses.get(name, ()):
+            # the code around the layers, which every stage runs, computes with it
+            uses[name] |= set(range(len(layers) + 1))
+    return Survey(type(model).__name__, path, len(layers), uses, frozenset(first.skips), given, outside, tuple(flops))
+
+
+def _around(model: nn.Module, layers: nn.Module) -> list[nn.Module]:
+    """The modules that the list of layers is in."""
+    return [module for module in model.modules() if any(part is layers for part in module.modules())]
+
+
+def _expert_flops(layer: nn.Module) -> float:
+    """Of a token's forward through its experts, which forwards on the meta device leave out."""
+    shapes = [(experts.shape, sum(p.numel() for p in experts.mlp.parameters())) for experts in moe_layers(layer)]
+    return sum(2.0 * numel * shape.top_k / shape.num_experts for shape, numel in shapes)
+
+
+@contextmanager
+def _computing_in(model: Any, dtype: torch.dtype) -> Iterator[dict[int, str]]:
+    """Within it, parameters on the meta device have the dtypes that they are computed with; their names by id."""
+    kept = fp32_parameters(model).keys()
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    casts: dict[int, nn.Parameter] = {}
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        target = torch.float32 if name in kept else dtype
+        cast = parameter.detach().to(target) if parameter.is_floating_point() else parameter.detach()
+        casts[id(parameter)] = nn.Parameter(cast, requires_grad=False)
+        names[id(casts[id(parameter)])] = name
+    for module in model.modules():
+        for own_name, parameter in module._parameters.items():
+            if parameter is not None:
+                replaced.append((module, own_name, parameter))
+                module._parameters[own_name] = casts[id(parameter)]
+    try:
+        yield names
+    finally:
+        for module, own_name, parameter in replaced:
+            module._parameters[own_name] = parameter
+
+
+class _Run:
+    """One forward, and what was seen in it (see `Survey`); `given` are pytrees of meta tensors."""
+
+    def __init__(self, model: Any, layers: str, names: dict[int, str], size: tuple[int, int]):
+        self.layers, self.names = layers, names
+        self.num_layers = len(model.get_submodule(layers))
+        self.layer: int | None = None  # that is being run
+        self.place = 0  # the layer that is or will be run next
+        self.uses: dict[str, set[int]] = {}
+        self.skips: set[tuple[int, int]] = set()
+        self.given: dict[int, Any] = {}
+        self.given_outside: dict[str, Any] = {}
+        self.flops: dict[int, float] = dict.fromkeys(range(self.num_layers + 1), 0.0)
+        self._origins: dict[int, frozenset[int]] = {}
+        self._alive: list[Tensor] = []  # storages that live have distinct addresses
+        tokens_BS = torch.zeros(size, dtype=torch.long, device="meta")
+        positions_BS = torch.zeros(size, dtype=torch.long, device="meta")
+        with ExitStack() as stack:
+            for number, layer in enumerate(model.get_submodule(layers)):
+                stack.enter_context(_hooked(layer, self._enters(number), self._leaves(number)))
+            for path, module in _with_own_parameters(model, layers):
+                stack.enter_context(_hooked(module, None, self._gives(path)))
+            stack.enter_context(_Watching(self))
+            try:
+                model(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
+            except Exception as error:
+                raise ExpertMeshError(
+                    f"--pp-size: {type(model).__name__} cannot be cut into stages: its forward does not run on the "
+                    f"meta device: {type(error).__name__}: {error}"
+                ) from error
+        if len(self.given) < self.num_layers:
+            raise ExpertMeshError(
+                f"--pp-size: {type(model).__name__} cannot be cut into stages: of its {self.num_layers} layers a "
+                f"forward calls {len(self.given)}"
+            )
+
+    def _enters(self, number: int) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self.layer = self.place = number
+
+        return enter
+
+    def _leaves(self, number: int) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.layer, self.place = None, number + 1
+            self.given[number] = output
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor):
+                    self._set_origins(leaf, frozenset({number}))
+
+        return leave
+
+    def _gives(self, path: str) -> Callable[..., None]:
+        def give(module: nn.Module, args: Any, output: Any) -> None:
+            self.given_outside[path] = output
+
+        return give
+
+    def saw(self, operator: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operator has run."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        found = frozenset[int]().union(*(self._origins_of(tensor) for tensor in inputs))
+        named = [self.names[id(tensor)] for tensor in inputs if id(tensor) in self.names]
+        for name in named:
+            self.uses.setdefault(name, set()).add(self.place)
+        if operator.overloadpacket in flop_registry:
+            self.flops[self.place] += flop_registry[operator.overloadpacket](*args, **kwargs, out_val=out)
+        if self.layer is not None or self.place == self.num_layers:
+            self.skips |= {(origin, self.place) for origin in found if origin not in (self.place - 1, self.place)}
+        origins = found
+        if self.layer is not None and (found or named):
+            origins = frozenset({self.layer})
+        elif named and self.place == 0:
+            origins = frozenset({BEFORE})
+        storages = {_storage(tensor) for tensor in inputs}
+        for leaf in tree_leaves(out):
+            # a view has what its base has, unless it was written to
+            if isinstance(leaf, Tensor) and (_storage(leaf) not in storages or operator._schema.is_mutable):
+                self._set_origins(leaf, origins)
+
+    def _set_origins(self, tensor: Tensor, origins: frozenset[int]) -> None:
+        self._alive.append(tensor)
+        self._origins[_storage(tensor)] = origins
+
+    def _origins_of(self, tensor: Tensor) -> frozenset[int]:
+        return self._origins.get(_storage(tensor), frozenset())
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Watching(TorchDispatchMode):
+    def __init__(self, run: _Run):
+        super().__init__()
+        self.run = run
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = operator(*args, **kwargs)
+        self.run.saw(operator, args, kwargs, out)
+        return out
+
+
+def _with_own_parameters(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules outside the decoder layers that have parameters of their own, with their paths."""
+    for path, module in model.named_modules():
+        if not path.startswith(f"{layers}.") and any(p is not None for p in module._parameters.values()):
+            yield path, module
+
+
+@contextmanager
+def _hooked(module: nn.Module, before: Callable[..., None] | None, after: Callable[..., None]) -> Iterator[None]:
+    handles = [] if before is None else [module.register_forward_pre_hook(before)]
+    handles.append(module.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _given(model: nn.Module, outputs: Sequence[Any], path: str) -> Given:
+    """What a module gives for any batch, from what it gave for those of `_SIZES`.
+
+    Raises:
+        ExpertMeshError: it is not told by them.
+    """
+    flat = [tree_flatten(output) for output in outputs]
+    (first, spec) = flat[0]
+    leaves: list[Leaf | None] = []
+    for number, leaf in enumerate(first):
+        if not isinstance(leaf, Tensor):
+            leaves.append(None)
+            continue
+        tensors = [found[number] for found, other in flat if other == spec and isinstance(found[number], Tensor)]
+        if len(tensors) < len(flat) or len({tensor.dim() for tensor in tensors}) > 1:
+            raise ExpertMeshError(_unpredictable(model, path))
+        lengths = zip(*(tensor.shape for tensor in tensors), strict=True)
+        dims = [_dim(found) for found in lengths]
+        if any(dim is None for dim in dims):
+            raise ExpertMeshError(_unpredictable(model, path))
+        leaves.append(Leaf(tuple(dim for dim in dims if dim is not None), leaf.dtype))
+    constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in first)
+    return Given(tuple(leaves), constants, spec)
+
+
+def _unpredictable(model: nn.Module, path: str) -> str:
+    return (
+        f"--pp-size: {type(model).__name__} cannot be cut into stages: the shape of what {path} gives does not follow "
+        "from the numbers of sequences and positions of a batch"
+    )
+
+
+def _dim(lengths: Sequence[int]) -> Dim | None:
+    """The dimension that has these lengths for batches of `_SIZES`; None if there is none."""
+    if len(set(lengths)) == 1:
+        return Dim(lengths[0])
+    for by_b, by_s in ((True, False), (False, True), (True, True)):
+        base = (_SIZES[0][0] if by_b else 1) * (_SIZES[0][1] if by_s else 1)
+        dim = Dim(lengths[0] // base, by_b, by_s)
+        for candidate in (dim, replace(dim, most=lengths[-1])):
+            if [candidate.of(size) for size in _SIZES[: len(lengths)]] == list(lengths):
+                return candidate
+    return None

@@ -1,0 +1,1 @@
+"""Sharding of every parameter on its mesh."""

@@ -1,0 +1,311 @@
+"""Pipeline schedules: written-out orders, generated settings, and what `check` and `simulate` find wrong."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from expertmesh.sharding.pipeline.schedule import (
+    Action,
+    Compute,
+    Event,
+    Exchange,
+    Schedule,
+    ScheduleName,
+    communications,
+    forward_schedule,
+    make_schedule,
+    peak_held,
+    peak_in_flight,
+    peak_queued,
+    receives,
+    sends,
+)
+from expertmesh.sharding.pipeline.timeline import Costs, bubble, check, simulate
+
+NAMES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zero-bubble")
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: ScheduleName
+    pp_size: int
+    chunks: int
+    micro_batches: int
+
+    @property
+    def schedule(self) -> Schedule:
+        return make_schedule(self.name, self.pp_size, self.chunks, self.micro_batches)
+
+    @property
+    def without_queue(self) -> "Setting":
+        return Setting("interleaved", self.pp_size, self.chunks, self.micro_batches)
+
+    def most_in_flight(self, rank: int) -> int:
+        """The warm-up, and the forward after it."""
+        after = self.pp_size - rank - 1
+        warm_up = after if self.chunks == 1 else 2 * after + (self.chunks - 1) * self.pp_size
+        return min(warm_up + 1, self.chunks * self.micro_batches)
+
+
+def generate(number: int) -> list[Setting]:
+    draw = random.Random(0)
+    settings = []
+    for _ in range(number):
+        name = draw.choice(NAMES)
+        chunks = 1 if name == "1f1b" else draw.randint(1, 4)
+        settings.append(Setting(name, draw.randint(1, 8), chunks, draw.randint(1, 16)))
+    return settings
+
+
+GENERATED = generate(500)
+
+
+def test_generated_schedules_never_deadlock() -> None:
+    """And have each action once, in the micro-batches' order, and are received in the order in which they are sent."""
+    for setting in GENERATED:
+        check(setting.schedule, setting.pp_size, setting.chunks, setting.micro_batches)
+
+
+def test_generated_evaluations_never_deadlock() -> None:
+    for setting in GENERATED[:100]:
+        sizes = setting.pp_size, setting.chunks, setting.micro_batches
+        check(forward_schedule(*sizes), *sizes)
+
+
+def test_generated_schedules_hold_no_more_than_their_bound() -> None:
+    for setting in GENERATED:
+        schedule = setting.schedule
+        bounds = [setting.most_in_flight(rank) for rank in range(setting.pp_size)]
+        assert all(peak <= bound for peak, bound in zip(peak_in_flight(schedule), bounds, strict=True)), setting
+        if setting.name == "zero-bubble":
+            assert max(peak_held(schedule)) <= max(peak_in_flight(setting.without_queue.schedule)), setting
+        else:
+            assert (peak_held(schedule), set(peak_queued(schedule))) == (peak_in_flight(schedule), {0}), setting
+
+
+def test_without_a_queue_the_bound_is_reached() -> None:
+    assert peak_in_flight(make_schedule("1f1b", 4, 1, 8)) == [4, 3, 2, 1]
+    assert peak_in_flight(make_schedule("1f1b", 4, 1, 2)) == [2, 2, 2, 1]
+    assert peak_in_flight(make_schedule("interleaved", 4, 2, 8)) == [11, 9, 7, 5]
+
+
+def test_queue_takes_the_room_that_later_ranks_leave() -> None:
+    schedule = make_schedule("zero-bubble", 4, 1, 8)
+    assert peak_in_flight(schedule) == [4, 3, 2, 1]
+    assert peak_held(schedule) == [4, 4, 4, 4]
+    assert peak_queued(schedule) == [1, 2, 3, 4]
+
+
+def test_generated_exchanges_carry_every_output_once() -> None:
+    for setting in GENERATED[:50]:
+        schedule = setting.schedule
+        num_stages = setting.pp_size * setting.chunks
+        for actions, events in zip(schedule, communications(schedule), strict=True):
+            assert [event.action for event in events if isinstance(event, Compute)] == list(actions)
+            exchanges = [event for event in events if isinstance(event, Exchange)]
+            kinds = {
+                action.kind
+                for e in exchanges
+                for action in (e.send, e.receive)
+                if action and action.kind != e.direction
+            }
+            assert not kinds
+            sent = [e.send for e in exchanges if e.send]
+            received = [e.receive for e in exchanges if e.receive]
+            assert sent == [action for action in actions if sends(action, setting.pp_size, num_stages)]
+            assert sorted(received, key=actions.index) == [
+                a for a in actions if receives(a, setting.pp_size, num_stages)
+            ]
+            place = {event: index for index, event in enumerate(events)}
+            for event in exchanges:
+                if event.send:
+                    assert place[event] == place[Compute(event.send)] + 1
+                if event.receive:
+                    between = events[place[event] + 1 : place[Compute(event.receive)]]
+                    assert not any(b.action.kind == event.direction for b in between if isinstance(b, Compute))
+
+
+def test_classic_orders() -> None:
+    assert written(make_schedule("1f1b", 2, 1, 3)) == [
+        "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2",
+        "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2",
+    ]
+    assert written(make_schedule("1f1b", 4, 1, 2)) == [
+        "F0.0 F0.1 B0.0 B0.1",
+        "F1.0 F1.1 B1.0 B1.1",
+        "F2.0 F2.1 B2.0 B2.1",
+        "F3.0 B3.0 F3.1 B3.1",
+    ]
+    assert written(make_schedule("1f1b", 1, 1, 2)) == ["F0.0 B0.0 F0.1 B0.1"]
+
+
+def test_interleaved_order_is_that_of_megatron() -> None:
+    assert written(make_schedule("interleaved", 2, 2, 4)) == [
+        "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3",
+    ]
+    assert make_schedule("interleaved", 4, 1, 7) == make_schedule("1f1b", 4, 1, 7)
+
+
+def test_last_round_may_be_of_fewer_micro_batches() -> None:
+    assert written(make_schedule("interleaved", 2, 2, 3)) == [
+        "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 B2.1 F2.2 B0.0 B0.1 B2.2 B0.2",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 B1.1 F3.2 B3.2 B1.2",
+    ]
+
+
+def test_zero_bubble_order() -> None:
+    """The gradients of weights are in the bubble, as in figure 3 of arXiv 2401.10241, which has no more of it."""
+    assert written(make_schedule("zero-bubble", 2, 1, 3)) == [
+        "F0.0 F0.1 B0.0 W0.0 F0.2 B0.1 W0.1 B0.2 W0.2",
+        "F1.0 B1.0 F1.1 B1.1 W1.0 F1.2 B1.2 W1.1 W1.2",
+    ]
+
+
+def test_forwards_alone() -> None:
+    assert written(forward_schedule(2, 2, 3)) == ["F0.0 F0.1 F2.0 F2.1 F0.2 F2.2", "F1.0 F1.1 F3.0 F3.1 F1.2 F3.2"]
+
+
+def test_exchanges_between_two_ranks() -> None:
+    """Begun after an action, with the next one's input, or else right before what needs it."""
+    first, last = communications(make_schedule("1f1b", 2, 1, 2))
+    assert [written_event(event) for event in first] == [
+        *("F0.0", "send F0.0", "F0.1", "send F0.1"),
+        *("receive for B0.0", "B0.0", "receive for B0.1", "B0.1"),
+    ]
+    assert [written_event(event) for event in last] == [
+        *("receive for F1.0", "F1.0", "receive for F1.1", "B1.0", "send B1.0"),
+        *("F1.1", "B1.1", "send B1.1"),
+    ]
+    middle = communications(make_schedule("1f1b", 3, 1, 2))[1]
+    assert "send F1.0, receive for F1.1" in [written_event(event) for event in middle]
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    for events in communications(make_schedule("interleaved", 1, 3, 2)):
+        assert all(isinstance(event, Compute) for event in events)
+
+
+@pytest.mark.parametrize(("pp_size", "micro_batches"), [(1, 3), (2, 8), (4, 4), (4, 9), (8, 16)])
+def test_bubble_is_that_of_the_papers(pp_size: int, micro_batches: int) -> None:
+    after, work = pp_size - 1, micro_batches
+    assert bubble("1f1b", pp_size, 1, micro_batches) == pytest.approx(after / (work + after))
+    assert bubble("zero-bubble", pp_size, 1, micro_batches) == pytest.approx(after / (3 * work + after))
+    if micro_batches % pp_size == 0:
+        assert bubble("interleaved", pp_size, 3, micro_batches) == pytest.approx(after / (3 * work + after))
+
+
+@pytest.mark.parametrize("of_weights", [1.0, 0.7, 0.3, 0.05])
+def test_zero_bubble_takes_no_longer(of_weights: float) -> None:
+    """However much of a backward can wait."""
+    for setting in GENERATED[:80]:
+        if setting.name == "zero-bubble":
+            each = [1.0] * (setting.pp_size * setting.chunks)
+            parts = Costs(each, [2 - of_weights for _ in each], [of_weights for _ in each])
+            queued = simulate(setting.schedule, parts).seconds
+            assert queued <= simulate(setting.without_queue.schedule, Costs(each, [2.0 for _ in each])).seconds + 1e-9
+
+
+def test_missing_micro_batches_of_a_last_round_take_no_time() -> None:
+    for pp_size, chunks, micro_batches in [(4, 2, 5), (4, 2, 7), (8, 3, 13), (3, 4, 1)]:
+        full = -(-micro_batches // pp_size) * pp_size
+        costs = Costs([1.0] * pp_size * chunks, [2.0] * pp_size * chunks)
+        seconds = [
+            simulate(make_schedule("interleaved", pp_size, chunks, m), costs).seconds for m in (micro_batches, full)
+        ]
+        assert seconds[0] <= seconds[1]
+
+
+def test_timeline() -> None:
+    schedule = make_schedule("1f1b", 2, 1, 1)
+    timeline = simulate(schedule, Costs(forward=[1.0, 3.0], backward=[2.0, 4.0], send=0.5))
+    (first, last) = [[(str(span.action), span.start, span.end) for span in spans] for spans in timeline.ranks]
+    assert first == [("forward of micro-batch 0, stage 0", 0, 1), ("backward of micro-batch 0, stage 0", 9, 11)]
+    assert last == [("forward of micro-batch 0, stage 1", 1.5, 4.5), ("backward of micro-batch 0, stage 1", 4.5, 8.5)]
+    assert timeline.seconds == 11
+    assert timeline.idle == pytest.approx([8 / 11, 4 / 11])
+    assert timeline.bubble == pytest.approx(6 / 11)
+
+
+def test_sends_run_while_ranks_compute() -> None:
+    """Of the busiest rank's, only those take time of their own that no action of the other kind runs beside: before its
+    first backward, and before its last."""
+    schedule = make_schedule("1f1b", 2, 1, 8)
+    free, slow = (simulate(schedule, Costs([1.0, 0.5], [2.0, 1.0], send=send)).seconds for send in (0.0, 0.1))
+    assert slow - free == pytest.approx(0.3)
+
+
+def test_ranks_that_wait_for_one_another() -> None:
+    schedule = read("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1")
+    with pytest.raises(AssertionError, match=r"deadlock: pp rank 0 .*micro_batch=0.*; pp rank 1 .*micro_batch=1"):
+        simulate(schedule, Costs([1.0] * 2, [1.0] * 2))
+
+
+FAULTS: dict[str, Callable[[], Schedule]] = {
+    "missing": lambda: read("F0.0 F0.1 B0.0", "F1.0 B1.0 F1.1 B1.1"),
+    "twice": lambda: read("F0.0 F0.1 B0.0 B0.0", "F1.0 B1.0 F1.1 B1.1"),
+    "on the wrong rank": lambda: read("F0.0 F0.1 B0.0 B1.1", "F1.0 B1.0 F1.1 B0.1"),
+    "before its forward": lambda: read("F0.0 F0.1 B0.0 B0.1", "B1.0 F1.0 F1.1 B1.1"),
+    "backwards out of order": lambda: read("F0.0 F0.1 B0.1 B0.0", "F1.0 F1.1 B1.1 B1.0"),
+    "weights out of order": lambda: read("F0.0 F0.1 B0.0 B0.1 W0.1 W0.0", "F1.0 B1.0 F1.1 B1.1 W1.0 W1.1"),
+    "weights of one rank": lambda: read("F0.0 F0.1 B0.0 B0.1 W0.0 W0.1", "F1.0 B1.0 F1.1 B1.1"),
+    "waits for itself": lambda: read("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds(fault: str) -> None:
+    check(make_schedule("1f1b", 2, 1, 2), 2, 1, 2)
+    with pytest.raises(AssertionError):
+        check(FAULTS[fault](), 2, 1, 2)
+
+
+def test_check_finds_another_order_of_receiving() -> None:
+    """Of chunks: of one chunk's micro-batches it would be another fault."""
+    first, second = ("F0.0 F0.1 F2.0 F2.1", "F1.0 F3.0 F1.1 F3.1")
+    check(read(first, "F1.0 F1.1 F3.0 F3.1"), 2, 2, 2)
+    with pytest.raises(AssertionError, match="another order"):
+        check(read(first, second), 2, 2, 2)
+
+
+def test_full_rounds_are_needed() -> None:
+    """Warm-up counted in a last round that is not full, as Megatron-LM refuses it, would deadlock."""
+    schedule = make_schedule("interleaved", 4, 3, 5)
+    check(schedule, 4, 3, 5)
+    counted = tuple(as_counted(actions, 2 * (3 - rank) + 8) for rank, actions in enumerate(schedule))
+    with pytest.raises(AssertionError, match="deadlock"):
+        check(counted, 4, 3, 5)
+
+
+def as_counted(actions: tuple[Action, ...], warm_up: int) -> tuple[Action, ...]:
+    forwards = [action for action in actions if action.kind == "forward"]
+    backwards = [action for action in actions if action.kind == "backward"]
+    in_turn = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
+    return (*forwards[:warm_up], *in_turn, *backwards[len(forwards[warm_up:]) :])
+
+
+def written(schedule: Schedule) -> list[str]:
+    """Each rank's actions, as in F2.0: forward of stage 2, micro-batch 0."""
+    return [" ".join(map(short, actions)) for actions in schedule]
+
+
+def read(*ranks: str) -> Schedule:
+    """The inverse of `written`."""
+    kinds = {"F": "forward", "B": "backward", "W": "weights"}
+    return tuple(
+        tuple(Action(kinds[word[0]], *map(int, word[1:].split("."))) for word in rank.split())  # type: ignore[arg-type]
+        for rank in ranks
+    )
+
+
+def short(action: Action) -> str:
+    return f"{action.kind[0].upper()}{action.stage}.{action.micro_batch}"
+
+
+def written_event(event: Event) -> str:
+    if isinstance(event, Compute):
+        return short(event.action)
+    parts = [f"send {short(event.send)}"] if event.send else []
+    return ", ".join(parts + ([f"receive for {short(event.receive)}"] if event.receive else []))

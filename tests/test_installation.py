@@ -1,0 +1,182 @@
+"""Everything of ours lies under `expertmesh`, installed from a wheel, as editable, or in a checkout: a user's own
+folders called `moe`, `training`, `sharding` or `checkpoints` neither break it nor are broken by it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = ("moe", "sharding", "checkpoints", "training")
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+USE = """
+import json, sys
+import expertmesh
+import moe, sharding, checkpoints, training
+from expertmesh import train_ep
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.report import write_report
+import expertmesh.sharding.topology, expertmesh.checkpoints.storage.dtypes
+ours = [sys.modules[name].__file__ for name in sorted(sys.modules) if name.startswith("expertmesh")]
+theirs = [package.MARKER for package in (moe, sharding, checkpoints, training)]
+print(json.dumps([ours, theirs]))
+"""
+"""A user's script beside folders of these names."""
+
+
+def sources() -> dict[str, Path]:
+    """The files of each package of ours, Python's and others that it needs, by the path in a wheel."""
+    found = {Path("expertmesh/__init__.py"): ROOT / "training/public/expertmesh/__init__.py"}
+    found[Path("expertmesh/train_ep.py")] = ROOT / "train_ep.py"
+    found[Path("expertmesh/py.typed")] = ROOT / "training/public/expertmesh/py.typed"
+    for file in (file for folder in OURS for file in (ROOT / folder).rglob("*")):
+        if file.suffix in (".py", ".html", ".css", ".js") and "public" not in file.parts:
+            found["expertmesh" / file.relative_to(ROOT)] = file
+    return {str(path): file for path, file in found.items()}
+
+
+def environment(*paths: Path) -> dict[str, str]:
+    """Environment of a process that finds our package in these folders, or where it is installed, and not by this
+    test's own path."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
+def python(*command: str, cwd: Path, paths: tuple[Path, ...] = (), interpreter: str = sys.executable) -> str:
+    done = subprocess.run(
+        [interpreter, *command], cwd=cwd, env=environment(*paths), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def copied(to: Path) -> Path:
+    """The checkout, to build in: pip and setuptools write beside what they build."""
+    names = ["pyproject.toml", "README.md", "LICENSE", "train_ep.py"]
+    to.mkdir()
+    for name in names:
+        shutil.copy(ROOT / name, to / name)
+    for folder in OURS:
+        shutil.copytree(ROOT / folder, to / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return to
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A user's directory, with folders of their own and a script."""
+    directory = tmp_path / "theirs"
+    for name in OURS:
+        (directory / name).mkdir(parents=True)
+        (directory / name / "__init__.py").write_text('MARKER = "theirs"\n')
+    (directory / "script.py").write_text(USE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built without a network."""
+    directory = tmp_path_factory.mktemp("wheel")
+    checkout = copied(directory / "checkout")
+    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(directory))
+    python("-m", "pip", *build, str(checkout), cwd=directory)
+    (file,) = directory.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path) -> Path:
+    target = wheel.parent / "site"
+    zipfile.ZipFile(wheel).extractall(target)
+    return target
+
+
+def check_use(theirs: Path, ours: Path, **how: str) -> None:
+    """The user's script: its own folders are its own, and all of ours comes from one place."""
+    files, markers = json.loads(python("script.py", cwd=theirs, paths=(ours,) if ours.name == "site" else (), **how))
+    assert markers == ["theirs"] * len(OURS)
+    assert all(Path(file).is_relative_to(ours) for file in files)
+
+
+def test_the_list_of_packages_is_complete() -> None:
+    """And that of files beside Python's: setuptools takes what is named there, nothing else."""
+    listed, folders = SETUPTOOLS["packages"], SETUPTOOLS["package-dir"]
+    named = {".".join(Path(path).parent.parts) for path in sources() if path.endswith(".py")}
+    assert named == set(listed)
+    assert folders == {"expertmesh": "training/public/expertmesh", **{f"expertmesh.{name}": name for name in OURS}}
+    data = {
+        f"{package.replace('.', '/')}/{name}" for package, names in SETUPTOOLS["package-data"].items() for name in names
+    }
+    assert data == {path for path in sources() if not path.endswith(".py")}
+
+
+def test_a_checkout_beside_a_users_folders(theirs: Path) -> None:
+    """Found by a path alone, which is all that an editable install adds."""
+    files, markers = json.loads(python("script.py", cwd=theirs, paths=(ROOT / "training" / "public",)))
+    assert markers == ["theirs"] * len(OURS)
+    assert all(Path(file).is_relative_to(ROOT) for file in files)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["train_ep.py"], *(["-m", name] for name in ("moe", "sharding", "checkpoints", "training.report"))],
+    ids=" ".join,
+)
+def test_commands_of_a_checkout_use_its_own_modules(command: list[str], tmp_path: Path) -> None:
+    """Though another one is installed, whose modules cannot even be imported."""
+    other = tmp_path / "other" / "expertmesh"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise AssertionError('of another checkout')\n")
+    assert "usage:" in python(*command, "--help", cwd=ROOT, paths=(other.parent,))
+
+
+@pytest.mark.exhaustive
+def test_a_wheel(theirs: Path, wheel: Path, unpacked: Path) -> None:
+    assert set(sources()) == {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("expertmesh/")}
+    check_use(theirs, unpacked)
+    for module in ("train_ep", "moe", "sharding", "checkpoints", "training.report"):
+        assert "usage:" in python("-m", f"expertmesh.{module}", "--help", cwd=theirs, paths=(unpacked,))
+    assert "--gpus" in python("-m", "expertmesh.sharding", "plan", "--help", cwd=theirs, paths=(unpacked,))
+
+
+@pytest.mark.exhaustive
+def test_an_editable_install(theirs: Path, tmp_path: Path) -> None:
+    """In an environment that sees this one's packages, and comes before them."""
+    checkout, venv = copied(tmp_path / "checkout"), tmp_path / "venv"
+    python("-m", "venv", "--without-pip", "--system-site-packages", str(venv), cwd=tmp_path)
+    interpreter = str(venv / "bin" / "python")
+    site = Path(
+        python("-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path, interpreter=interpreter).strip()
+    )
+    # a venv sees the packages of the Python that it was made of, not those of a venv around it
+    outer = next(path for path in sys.path if path.endswith("site-packages"))
+    (site / "outer.pth").write_text(f"{outer}\n")
+    install = ["--python", interpreter, "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    python("-m", "pip", *install, "--ignore-installed", "--editable", str(checkout), cwd=tmp_path)
+    check_use(theirs, checkout, interpreter=interpreter)
+    for command in ("expertmesh-train", "expertmesh-checkpoints", "expertmesh-plan"):
+        assert "usage:" in python(str(venv / "bin" / command), "--help", cwd=theirs, interpreter=interpreter)
+
+
+@pytest.mark.exhaustive
+def test_types_are_told(unpacked: Path, tmp_path: Path) -> None:
+    """To mypy, of a user's script beside the installed package: what is right passes, what is wrong is found."""
+    pytest.importorskip("mypy")
+    script = tmp_path / "script.py"
+    script.write_text("from expertmesh.sharding import Topology\n\nt: int = Topology(8, 4, 'full', 1).world_size\n")
+    check = [sys.executable, "-m", "mypy", "--follow-imports", "silent", "--cache-dir", str(tmp_path / "cache")]
+
+    def told() -> tuple[int, str]:
+        environment = {**os.environ, "MYPYPATH": str(unpacked), "PYTHONPATH": str(unpacked)}
+        done = subprocess.run([*check, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout
+
+    assert told()[0] == 0, told()[1]
+    script.write_text(script.read_text().replace("t: int", "t: str"))
+    code, said = told()
+    assert code == 1
+    assert 'expression has type "int", variable has type "str"' in said

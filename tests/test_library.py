@@ -1,0 +1,176 @@
+"""`import expertmesh`: its manners in somebody else's process, its names and their examples."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import expertmesh
+from expertmesh.training.config.train_config import TrainConfig
+from tests.families.configs import is_older
+
+IN_A_PROCESS = """
+import breakpointhook_of_theirs
+import json, os, resource, signal, sys
+
+def state():
+    hooks = [sys.breakpointhook, sys.unraisablehook, sys.displayhook]
+    limits = [resource.getrlimit(limit) for limit in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)]
+    signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGUSR1)]
+    return [hooks, sys.stdout, sys.stderr, limits, signals, sys.path[:], os.getcwd(), sys.getrecursionlimit()]
+
+before, hook, names = state(), sys.excepthook, set(sys.modules)
+import expertmesh
+assert state() == before and sys.excepthook is hook, "importing changed the process"
+ours = {name for name in set(sys.modules) - names if not name.startswith("expertmesh")}
+assert not ours & {"torch", "transformers", "accelerate", "numpy"}, ours
+environment = dict(os.environ)
+model = sys.argv[1]
+first = expertmesh.load(model, use_cpu=True, cpu_matmul="onednn")
+second = expertmesh.load(model, use_cpu=True, cpu_matmul="onednn", adapter="lora", lora_rank=2, packing=True)
+assert state() == before, "loading changed the process"
+# with a process group, torch has tracebacks begin with the rank
+assert sys.excepthook is hook or sys.excepthook.__module__.startswith("torch.distributed")
+changed = {name for name in os.environ if os.environ[name] != environment.get(name)}
+assert changed <= {"TORCH_FR_BUFFER_SIZE"} | {name for name in changed if "KMP" in name}, changed
+import torch
+ids = torch.arange(3, 15).view(2, 6)
+batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+losses = [first.step(batch).loss, second.step([batch, batch]).loss, first.step(batch).loss]
+assert state() == before, "training changed the process"
+assert breakpointhook_of_theirs.mine
+print(json.dumps(losses))
+"""
+
+
+def test_manners(tiny_model: Path, tmp_path: Path) -> None:
+    """In one process, as a notebook's: nothing of it changes, two models live side by side, errors are exceptions, and
+    its end is a clean one."""
+    (tmp_path / "breakpointhook_of_theirs.py").write_text("mine = True\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS, str(tiny_model)], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second, third = json.loads(done.stdout.splitlines()[-1])
+    assert first == pytest.approx(second, rel=1e-5), "adapters begin at nothing"
+    assert third < first
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Any:
+    engine = expertmesh.load(str(tiny_model), use_cpu=True, cpu_matmul="onednn", learning_rate=1e-3)
+    yield engine
+    dist.destroy_process_group()
+
+
+def batch_of_text() -> dict[str, torch.Tensor]:
+    ids = torch.arange(3, 27).view(2, 12)
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize("name", [name for name in expertmesh.__all__ if not (is_older() and "register" in name)])
+def test_names_are_told_and_their_examples_run(
+    name: str, engine: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = inspect.getdoc(getattr(expertmesh, name))
+    assert said is not None
+    assert "Example:" in said
+    code = re.split(r"\n\n[A-Z][a-z]+:\n", said.partition("Example:\n")[2])[0]
+    code = textwrap.dedent(code.replace('"DIR"', repr(str(tiny_model))))
+    arguments = transformers.TrainingArguments(
+        "out", use_cpu=True, max_steps=1, report_to=[], save_strategy="no", remove_unused_columns=False
+    )  # fmt: skip
+    rows = [{name: tensor[0] for name, tensor in batch_of_text().items()}] * 4
+    names = dict(
+        expertmesh=expertmesh, transformers=transformers, engine=engine, batch=batch_of_text(), arguments=arguments,
+        batches=[batch_of_text()] * 2, dataset=rows, collator=transformers.default_data_collator,
+    )  # fmt: skip
+    exec(compile(code, f"example of {name}", "exec"), names)
+
+
+def test_every_flag_is_taken_by_its_name(engine: Any) -> None:
+    """`load` has none of its own, and what the command refuses it refuses, with the same words."""
+    from dataclasses import fields
+
+    from expertmesh.training.config.train_config import make_config, parse_config
+
+    for setting in fields(TrainConfig):
+        assert make_config({"model": "m", setting.name: getattr(engine.config, setting.name)}), setting.name
+    for settings, flags in (
+        ({"ep_size": 0}, ["--ep-size=0"]),
+        ({"merge": True}, ["--merge"]),
+        ({"learning_rate": "fast"}, ["--learning-rate=fast"]),
+        ({"adapter": "lorra"}, ["--adapter=lorra"]),
+    ):
+        said = []
+        for parse in (
+            lambda s=settings: make_config({"model": "m", **s}),
+            lambda f=flags: parse_config(["--model=m", *f]),
+        ):
+            with pytest.raises(expertmesh.ExpertMeshError) as error:
+                parse()
+            said.append(str(error.value))
+        assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ep_siz": 2}, "unknown key ep_siz; did you mean ep_size"),
+        ({"ep_size": 3}, "--ep-size 3 does not divide the 8 experts"),
+        ({"warmup_steps": 3}, "no schedule without max_steps"),
+        ({"resume": "/nowhere"}, "not a complete training checkpoint"),
+        ({"config": "nowhere.yaml"}, "nowhere.yaml: is no file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_settings_that_will_not_do(engine: Any, tiny_model: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(expertmesh.ExpertMeshError, match=said):
+        expertmesh.load(str(tiny_model), use_cpu=True, cpu_matmul="onednn", **settings)
+
+
+def test_what_a_forward_gathers_is_let_go_of(engine: Any, tmp_path: Path) -> None:
+    """A forward of one's own, without a backward, leaves nothing that an export or an update would trip over."""
+    before = engine.evaluate([batch_of_text()]).loss
+    engine.model(**batch_of_text())
+    engine.export(tmp_path / "model")
+    engine.model(**batch_of_text())
+    assert engine.step(batch_of_text()).loss == pytest.approx(before, rel=1e-5)
+    assert engine.evaluate([batch_of_text()]).loss < before
+    with pytest.raises(expertmesh.ExpertMeshError, match="already contains files"):
+        engine.export(tmp_path / "model")
+
+
+def test_trainers_that_cannot_be_heeded(engine: Any) -> None:
+    class Own(expertmesh.TrainerMixin, transformers.Trainer):
+        pass
+
+    class OwnLoss(Own):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    def arguments(**settings: Any) -> transformers.TrainingArguments:
+        return transformers.TrainingArguments("out", use_cpu=True, report_to=[], **settings)
+
+    for make, said in (
+        (lambda: Own(model=engine.model), "give the engine that expertmesh.load returns"),
+        (lambda: OwnLoss(model=engine), "OwnLoss computes a loss of its own"),
+        (lambda: Own(model=engine, args=arguments(optim="adafactor")), "give optim to expertmesh.load"),
+        (lambda: Own(model=engine, args=arguments(label_smoothing_factor=0.1)), "label_smoothing_factor"),
+        (lambda: Own(model=engine, args=arguments(), compute_loss_func=sum), "compute_loss_func"),
+    ):
+        with pytest.raises(expertmesh.ExpertMeshError, match=said):
+            make()

@@ -1,0 +1,105 @@
+"""Batches as data collators make them, against ours of the same samples."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import CPGroup
+from expertmesh.training.data import IGNORED, Batch, Sample, batch_of, collate
+
+samples = st.lists(st.tuples(st.integers(3, 90), st.booleans()), min_size=1, max_size=9).map(
+    lambda pairs: Sample([token for token, _ in pairs], [trained for _, trained in pairs])
+)
+
+
+def labels_of(sample: Sample) -> list[int]:
+    # a sample's first label is nobody's target
+    return [token if trained else IGNORED for token, trained in zip(sample.tokens, sample.is_trained, strict=True)]
+
+
+def assert_same(found: Batch, expected: Batch) -> None:
+    for field in fields(Batch):
+        ours, theirs = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(theirs, torch.Tensor):
+            assert torch.equal(ours, theirs), field.name
+        elif field.name == "split" and theirs is not None:
+            assert torch.equal(ours.positions_BS, theirs.positions_BS)
+        else:
+            assert ours == theirs, field.name
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(samples, min_size=1, max_size=4),
+    left=st.booleans(),
+    more=st.integers(0, 3),
+    runs=st.sampled_from([1, 2]),
+)
+def test_padded_sequences(rows: list[Sample], left: bool, more: int, runs: int) -> None:
+    """On either side, by more than it takes, for one rank or a context-parallel group of two."""
+    length = max(len(row.tokens) for row in rows) + more
+
+    def padded(values: list[int], fill: int) -> list[int]:
+        padding = [fill] * (length - len(values))
+        return padding + values if left else values + padding
+
+    inputs = {
+        "input_ids": torch.tensor([padded(row.tokens, 7) for row in rows]),
+        "labels": torch.tensor([padded(labels_of(row), IGNORED) for row in rows]),
+        "attention_mask": torch.tensor([padded([1] * len(row.tokens), 0) for row in rows]),
+    }
+    for index in range(runs):
+        cp_group = None if runs == 1 else CPGroup(runs, index, None)
+        assert_same(batch_of(inputs, False, cp_group), collate([[row] for row in rows], cp_group))
+
+
+@settings(max_examples=60, deadline=None)
+@given(row=st.lists(samples, min_size=1, max_size=4), runs=st.sampled_from([1, 2]))
+def test_samples_in_one_sequence(row: list[Sample], runs: int) -> None:
+    """As trl packs them, or DataCollatorWithFlattening puts them together: positions begin anew."""
+    inputs: dict[str, Any] = {
+        "input_ids": torch.tensor([[token for sample in row for token in sample.tokens]]),
+        "labels": torch.tensor([[label for sample in row for label in labels_of(sample)]]),
+        "position_ids": torch.tensor([[i for sample in row for i in range(len(sample.tokens))]]),
+        "seq_idx": None,
+        "max_length_q": 9,
+    }
+    for index in range(runs):
+        cp_group = None if runs == 1 else CPGroup(runs, index, None)
+        assert_same(batch_of(inputs, True, cp_group), collate([row], cp_group))
+
+
+IDS = torch.arange(3, 9)[None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"labels": None}, "has no labels"),
+        ({"input_ids": None}, "has no input_ids"),
+        ({"pixel_values": torch.zeros(1)}, "has pixel_values, which would be ignored"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]])}, "hides tokens between others"),
+        ({"labels": IDS[:, :4]}, r"labels of shape \(1, 4\)"),
+        ({"input_ids": IDS.float()}, "it must be integers"),
+        ({"input_ids": "text"}, "no tensor"),
+        ({"position_ids": torch.arange(6)[None] + 4}, "go on at 4"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, "give packing=True"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_batch(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ExpertMeshError, match=said):
+        batch_of({"input_ids": IDS, "labels": IDS, **changes}, packing=False)
+
+
+def test_shift_labels() -> None:
+    """Targets that are where they are predicted already."""
+    shifted = torch.tensor([[4, 5, 6, 7, 8, IGNORED]])
+    assert_same(
+        batch_of({"input_ids": IDS, "shift_labels": shifted}, False), batch_of({"input_ids": IDS, "labels": IDS}, False)
+    )

@@ -1,0 +1,1 @@
+"""Attention in packed, windowed and context-parallel sequences."""

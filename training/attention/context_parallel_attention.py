@@ -1,0 +1,274 @@
+"""Context-parallel attention: any of transformers' attentions, on some heads of the full sequences.
+
+It stands between a model and the attention that was chosen, in transformers' registry of such functions, and so serves
+every family whose attention goes by it. Masks are made of the full sequences too.
+
+Shape suffixes: B sequences, S positions, L of them on this rank, H heads, G heads of keys and values, h and g of them
+on this rank, A head width.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import zip_longest
+from math import gcd, lcm
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from expertmesh.moe import ExpertMeshError, Forward, current_forward, decoder_layers, without_computing
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.sharding import CPGroup
+from expertmesh.sharding.topology import divisors, either
+from expertmesh.training.attention.packed_attention import (
+    CP_PREFIX,
+    OWN,
+    attention_arguments,
+    kinds_not_by_mask,
+    told_whether_packed,
+    window_told,
+)
+from expertmesh.training.data import Sample, SplitSequences, collate
+
+STEP_PART: StepPart = None
+
+_BY_ITSELF = frozenset({"mlp", "moe"})
+"""Kinds of layers that have no attention, as they look at each token by itself."""
+
+_IN_MASK = frozenset({"position_ids"})
+"""Tensors that attention is given and does not need: what they say is in the mask, or in the order of the positions."""
+
+
+def apply_context_parallel(model: Any, cp_size: int, packing: bool) -> None:
+    """Have a model's attention see full sequences, in place: in a `Forward` that is split over a CP group; in others it
+    stays what it was.
+
+    It is tried at once, in a forward on the meta device. That shows layers without attention, or with one that knows
+    nothing of full sequences; what of a layer mixes tokens beside its attention is found by the config's names of kinds
+    of layers and by modules of convolutions alone.
+
+    Args:
+        model: from `moe.build_model`, on the meta device.
+        cp_size: size of the CP group, or a multiple of it.
+        packing: whether sequences will hold several samples.
+
+    Raises:
+        ExpertMeshError: `cp_size` does not divide the heads; or a layer sees other tokens otherwise than by attention
+            that goes through transformers' interface.
+    """
+    if kinds := kinds_not_by_mask(model.config):
+        raise _refused(model, f"({', '.join(sorted(kinds))})")
+    if any(isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for part in decoder_layers(model).modules()):
+        raise _refused(model, "with a convolution")
+    inner = model.config._attn_implementation
+    AttentionInterface.register(CP_PREFIX + inner, partial(cp_attention, inner))
+    if inner in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(CP_PREFIX + inner, partial(full_sequence_mask, inner))
+    model.config._attn_implementation = CP_PREFIX + inner
+    for module in model.modules():
+        if _looks_for_longest(module):
+            module.register_forward_pre_hook(_with_full_positions, with_kwargs=True)
+            module.register_forward_hook(_cut_to_this_rank)
+    _try(model, inner, cp_size, packing)
+
+
+def _refused(model: Any, which: str) -> ExpertMeshError:
+    return ExpertMeshError(
+        f"--cp-size: layers of {type(model).__name__} {which} see other tokens otherwise than by attention, and a "
+        "sequence's tokens are on several ranks; leave it out"
+    )
+
+
+def _looks_for_longest(module: nn.Module) -> bool:
+    """Whether it gives rotary positions of a kind, or of a scale, that depends on the longest position of a forward."""
+    types = getattr(module, "rope_type", None)
+    if types is None:
+        return False
+    # a type with a scale of its own for long sequences takes it by the longest position, whatever the kind
+    has_two_scales = "long_mscale" in (getattr(module.config, "rope_parameters", None) or {})
+    kinds = types.values() if isinstance(types, dict) else [types]
+    return has_two_scales or any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def _with_full_positions(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before it is called: replace this rank's positions by those of the full sequences."""
+    split = _split_sequences()
+    if split is None:
+        return None
+    if "position_ids" in kwargs:
+        return args, kwargs | {"position_ids": split.positions_BS}
+    return (args[0], split.positions_BS, *args[2:]), kwargs
+
+
+def _cut_to_this_rank(rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """After it: keep this rank's positions of what it gave."""
+    split = _split_sequences()
+    if split is None:
+        return output
+    size, index = split.cp_group.size, split.cp_group.index
+    return tree_map_only(Tensor, lambda x_BSA: x_BSA.chunk(size, dim=1)[index].contiguous(), output)
+
+
+def _split_sequences() -> SplitSequences | None:
+    """The sequences of the current forward, where a CP group splits them."""
+    forward = current_forward()
+    return None if forward is None else forward.split
+
+
+@torch.no_grad()
+def _try(model: Any, inner: str, cp_size: int, packing: bool) -> None:
+    """Run a forward of sequences split over a CP group, of which the shapes alone are computed."""
+    cp_group, modules, heads = CPGroup(cp_size, 0, None), [], 0
+
+    def remembered(
+        module: Any, query_BHLA: Tensor, key_BGLA: Tensor, value_BGLA: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        nonlocal heads
+        rows, num_heads, length, _ = query_BHLA.shape
+        heads = gcd(heads, num_heads)
+        modules.append(module)
+        if num_heads % cp_size:
+            # no rank could have its heads: the error comes when those of all layers are known
+            return query_BHLA.new_empty(rows, length, num_heads, value_BGLA.shape[-1]), None
+        return cp_attention(inner, module, query_BHLA, key_BGLA, value_BGLA, *args, **kwargs)
+
+    samples = [Sample.of_prompt([0] * 4 * cp_size, 1)] * 2
+    batch = collate([samples if packing else samples[:1]], cp_group).to(torch.device("meta"))
+    with without_computing(model), told_whether_packed(model, batch), Forward(split=batch.split):
+        AttentionInterface.register(CP_PREFIX + inner, remembered)
+        try:
+            arguments = attention_arguments(model, batch)
+            tokens_BS, positions_BS = batch.tokens_BS, batch.positions_BS
+            model(**arguments, input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
+        except ExpertMeshError:
+            raise
+        except Exception as error:
+            raise ExpertMeshError(
+                f"--cp-size {cp_size}: {type(model).__name__} does not run in context parallel: "
+                f"{type(error).__name__}: {error}; leave it out"
+            ) from error
+        finally:
+            AttentionInterface.register(CP_PREFIX + inner, partial(cp_attention, inner))
+    if heads % cp_size:
+        raise ExpertMeshError(
+            f"--cp-size {cp_size} does not divide the {heads} attention heads of this model's layers, which a CP "
+            f"group divides; use {either(divisors(heads))}"
+        )
+    layers, text_config = decoder_layers(model), model.config.get_text_config()
+    kinds = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or ()
+    for layer, kind in zip_longest(layers, kinds[: len(layers)]):
+        if not (kind in _BY_ITSELF or any(part in modules for part in layer.modules())):
+            raise _refused(model, f"({type(layer).__name__})")
+
+
+def full_sequence_mask(inner: str, **arguments: Any) -> Any:
+    """The mask for attention by `inner`, in the signature of transformers' mask functions; for the full sequences where
+    a CP group splits them."""
+    split, function = _split_sequences(), masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[inner]
+    if split is None:
+        return function(**arguments)
+    length = arguments["q_length"] * split.cp_group.size
+    arguments |= {"q_length": length, "kv_length": length}
+    if split.is_packed and inner != OWN:
+        positions_BS = split.positions_BS
+        before_BS = torch.cat([positions_BS[:, :1] - 1, positions_BS[:, :-1]], dim=1)
+        sample_BS = (positions_BS != before_BS + 1).cumsum(dim=1)
+        within = masking_utils.packed_sequence_compatibility_function
+        arguments["mask_function"] = within(arguments["mask_function"], positions_BS, sample_BS)
+        arguments["allow_is_causal_skip"] = False
+    return function(**arguments)
+
+
+def cp_attention(
+    inner: str,
+    module: Any,
+    query_BHLA: Tensor,
+    key_BGLA: Tensor,
+    value_BGLA: Tensor,
+    attention_mask: Any,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Attention by `inner`, in the signature of transformers' attention functions; (B, L, H, A) out, where A is the
+    width of the values. Where a CP group splits sequences it is over the full ones.
+
+    Raises:
+        ExpertMeshError: the module gives its attention a tensor, or a mask, that is not of the full sequences.
+    """
+    changed: dict[str, Any] = {"config": _Seen(module.config, _attn_implementation=inner)}
+    split = _split_sequences()
+    if split is None:
+        seen = _Seen(module, **changed)
+        out_BLHA, _ = _function(inner, module)(seen, query_BHLA, key_BGLA, value_BGLA, attention_mask, **arguments)
+        return out_BLHA, None
+    group = split.cp_group
+    num_heads, num_groups = query_BHLA.shape[1], key_BGLA.shape[1]
+    arguments = {name: _of_heads(module, name, value, num_heads, group) for name, value in arguments.items()}
+    if getattr(module, "sinks", None) is not None:
+        changed["sinks"] = _mine(module.sinks, group)
+    # KV heads are replicated if CP does not divide them, so that each rank has its own
+    copies = lcm(num_groups, group.size) // num_groups
+    if copies > 1:
+        key_BGLA, value_BGLA = (x.repeat_interleave(copies, dim=1) for x in (key_BGLA, value_BGLA))
+    query_BhSA, key_BgSA, value_BgSA = group.to_heads(query_BHLA, key_BGLA, value_BGLA)
+    changed["num_key_value_groups"] = query_BhSA.shape[1] // key_BgSA.shape[1]
+    mask = _mask_of_heads(module, attention_mask, num_heads, query_BhSA.shape[2], group)
+    seen = _Seen(module, **changed)
+    out_BShA, _ = _function(inner, module)(seen, query_BhSA, key_BgSA, value_BgSA, mask, **arguments)
+    return group.to_positions(out_BShA), None
+
+
+class _Seen:
+    """An attention module, or its config, as its attention function is to see it: the module itself, except for what is
+    set here."""
+
+    def __init__(self, itself: Any, **changed: Any):
+        self._itself = itself
+        vars(self).update(changed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._itself, name)
+
+
+def _function(inner: str, module: Any) -> Callable[..., Any]:
+    if inner == "eager":
+        # each family has its own, beside its attention
+        eager: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        return eager
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[inner]
+    return function
+
+
+def _of_heads(module: Any, name: str, value: Any, num_heads: int, group: CPGroup) -> Any:
+    """What attention is given beside queries, keys and values, for this rank's heads."""
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        return value
+    if name in _IN_MASK:
+        return None
+    if isinstance(value, Tensor) and value.shape == (num_heads,):
+        return _mine(value, group)
+    raise ExpertMeshError(
+        f"--cp-size {group.size}: {type(module).__name__} gives its attention {name}, and it is not known how "
+        "to split that over a CP group; leave --cp-size out"
+    )
+
+
+def _mask_of_heads(module: Any, mask: Any, num_heads: int, length: int, group: CPGroup) -> Any:
+    if not isinstance(mask, Tensor) or window_told(mask, length) is not None:
+        return mask
+    if mask.shape[-1] not in (1, length):
+        raise ExpertMeshError(
+            f"--cp-size {group.size}: {type(module).__name__} gives its attention a mask of {mask.shape[-1]} "
+            "positions, made otherwise than by transformers' mask functions, where complete sequences have "
+            f"{length}; leave "
+            "--cp-size out"
+        )
+    return _mine(mask.transpose(0, 1), group).transpose(0, 1) if mask.shape[1] == num_heads > 1 else mask
+
+
+def _mine(of_heads: Tensor, group: CPGroup) -> Tensor:
+    """This rank's part of dim 0."""
+    return of_heads.chunk(group.size)[group.index]

@@ -1,0 +1,322 @@
+"""Attention within the samples of packed sequences, within windows and with sinks, without a mask of sequence length
+squared.
+
+A mask would have most pairs of positions multiplied only to be thrown away: of 20 samples in a sequence of 4,096
+tokens, 19 pairs in 20. Here attention sees each sample by itself, and a query meets the keys of its window.
+
+Shape suffixes: B sequences, S positions, N = B·S positions of all sequences, Q queries and K keys of a sequence, H
+heads, G heads of keys and values, A head width.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
+
+from expertmesh.moe import ExpertMeshError, model_class, settled_attention
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.transformers_private import replacing_sample_search
+from expertmesh.training.attention.flash import flash_attention, has_kernel
+from expertmesh.training.data import Batch
+
+STEP_PART: StepPart = None
+
+OWN = "expertmesh"
+"""Name of this attention among those of transformers."""
+
+CP_PREFIX = "expertmesh_shared_"
+"""Prefix of the name of a context-parallel attention; the rest is the name of the attention within."""
+
+_SEE_ALL = frozenset({"attention", "full_attention", "sparse", "dense", "moe", "mlp"})
+"""Kinds of layers in which a token sees all before it, or itself alone."""
+_BY_MASK = _SEE_ALL | {"sliding_attention", "chunked_attention"}
+"""Kinds of layers that a mask keeps within a sample, or that look at each token by itself."""
+
+_STATE = (
+    "carry a state from one token to the next, also from one sample to the next in a packed sequence, and "
+    "transformers' PyTorch code for them does not reset it"
+)
+_BLOCKS = "group a sequence's tokens in blocks, which cross the ends of samples"
+_CHOICE = "select the tokens to attend to in the complete sequence, and select others if it contains other samples"
+_NOT_APART = {
+    r"linear_attention|mamba|conv|hybrid.*": _STATE,
+    r".*compressed.*|.*_sparse": _BLOCKS,
+    # the second as in transformers 5.17
+    r"indexed.*|.*_sparse_attention": _CHOICE,
+}
+"""Why no mask keeps the samples of a packed sequence apart, by patterns of the names of kinds of layers."""
+
+_NOT_FOR_ATTENTION = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "sliding_window"}
+)
+"""Arguments that models of transformers hand down to all their parts, and that no attention's result depends on; and
+the window, which is in the mask."""
+
+
+def choose_attention(attn_implementation: str, packing: bool, config: Any) -> str:
+    """OWN for packed sequences, windows and sinks, where what a token sees is all of its sample's past or a window of
+    it; else what was asked for, which keeps samples apart by the mask that transformers makes from their positions.
+    "auto" is otherwise sdpa, or eager for a family that has no sdpa; "sdpa" is OWN for packed sequences without windows
+    alone.
+
+    Raises:
+        ExpertMeshError: packed sequences with flash attention: it takes no mask, and finds out only of single sequences
+            where their samples begin; or in a model with layers that no mask keeps within a sample.
+    """
+    if packing and "flash" in attn_implementation:
+        raise ExpertMeshError(
+            f"--attn-implementation {attn_implementation}: does not keep packed samples apart; with --packing use "
+            "sdpa, which on a GPU in bf16 runs a flash-attention kernel sample by sample"
+        )
+    if packing and (others := kinds_not_by_mask(config)):
+        raise ExpertMeshError(
+            f"--packing: {_why_not(config.model_type, others)}; leave it out, --group-by-length saves padding"
+        )
+    settled = settled_attention(config, attn_implementation)
+    has_windows = _has_windows(config.get_text_config())
+    if packing and settled == "sdpa" and not has_windows:
+        return OWN
+    is_needed = packing or has_windows or settled == "eager"
+    return OWN if attn_implementation == "auto" and is_needed and _suits_own(config) else settled
+
+
+def _has_windows(text_config: Any) -> bool:
+    """Whether any layer sees less than a token's full past."""
+    kinds = kinds_of_layers(text_config)
+    return not kinds <= _SEE_ALL if kinds else getattr(text_config, "sliding_window", None) is not None
+
+
+def _suits_own(config: Any) -> bool:
+    """Whether what its layers see of a sequence is the past or a window of it, and their attention is told all else by
+    arguments: as that of a family must be that has sdpa, or flash attention."""
+    kinds = kinds_of_layers(config.get_text_config())
+    is_told = model_class(config)._supports_sdpa or model_class(config)._supports_flash_attn
+    return bool(is_told) and kinds <= _SEE_ALL | {"sliding_attention"}
+
+
+def inner_attention(model: Any) -> str:
+    """Name of the attention by which a model computes, context-parallel or not."""
+    name: str = model.config._attn_implementation
+    return name.removeprefix(CP_PREFIX)
+
+
+def _why_not(model_type: str, kinds: set[str]) -> str:
+    of_reason: dict[str, list[str]] = {}
+    for kind in sorted(kinds):
+        reasons = (reason for pattern, reason in _NOT_APART.items() if re.fullmatch(pattern, kind))
+        reason = next(reasons, "are not known to keep the samples of a packed sequence apart")
+        of_reason.setdefault(reason, []).append(kind)
+    return ", ".join(f"layers of {model_type} ({', '.join(found)}) {reason}" for reason, found in of_reason.items())
+
+
+def kinds_of_layers(text_config: Any) -> set[str]:
+    """As a config names them; empty where all are alike."""
+    names = ("layer_types", "layers_block_type")
+    return {str(kind) for name in names for kind in getattr(text_config, name, None) or ()}
+
+
+def kinds_not_by_mask(config: Any) -> set[str]:
+    """Those that see other tokens otherwise than by attention under a mask."""
+    return kinds_of_layers(config.get_text_config()) - _BY_MASK
+
+
+def check_packing(model: Any) -> None:
+    """
+    Raises:
+        ExpertMeshError: neither transformers nor we have a mask that would keep apart samples in a sequence of this
+            model.
+    """
+    is_masked = inner_attention(model) == OWN or model.masks_by_position
+    if not is_masked and (unknown := kinds_of_layers(model.config.get_text_config()) - _MASKS.keys()):
+        raise ExpertMeshError(
+            f"--packing: nothing keeps packed samples apart in layers of {type(model).__name__} "
+            f"({', '.join(sorted(unknown))}); leave it out, --group-by-length saves padding"
+        )
+
+
+def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
+    """What to tell a model's attention in its forward of a batch, beside the positions: nothing, as a rule."""
+    if batch.segments is None:
+        # Causal attention hides padding behind sequences by itself, and a mask would only cost memory; layers that
+        # carry a state need one.
+        if batch.is_token_BS is None or not kinds_not_by_mask(model.config):
+            return {}
+        return {"attention_mask": batch.is_token_BS.long()}
+    if inner_attention(model) == OWN:
+        return {"segments": batch.segments}
+    if model.masks_by_position:
+        return {}
+    return {"attention_mask": _masks(model, batch)}
+
+
+@contextmanager
+def told_whether_packed(model: Any, batch: Batch) -> Iterator[None]:
+    """Within it, transformers is told where a batch has one sample per sequence: by itself it would look for several in
+    every forward, and wait for the device to find out. For a part of each sequence it could not tell, and for our own
+    attention it need not."""
+    if batch.segments is not None and batch.split is None and inner_attention(model) != OWN:
+        yield
+        return
+    with replacing_sample_search(lambda position_ids: None, model):
+        yield
+
+
+_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+def _masks(model: Any, batch: Batch) -> Any:
+    """transformers' own masks, made from the positions as the model itself does not: one for each kind of layer."""
+    like_BSD = torch.empty(*batch.tokens_BS.shape, 0, device=batch.tokens_BS.device)
+    arguments: dict[str, Any] = dict(
+        config=model.config.get_text_config(),
+        inputs_embeds=like_BSD,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=batch.positions_BS,
+    )
+    kinds = kinds_of_layers(model.config.get_text_config())
+    return {kind: _MASKS[kind](**arguments) for kind in kinds} if kinds else create_causal_mask(**arguments)
+
+
+def own_attention(
+    module: Any,
+    query_BHSA: Tensor,
+    key_BGSA: Tensor,
+    value_BGSA: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    segments: tuple[int, ...] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each segment, in the signature of transformers' attention functions; (B, S, H, A) out,
+    where A is the width of the values.
+
+    Args:
+        attention_mask: from `mask_where_needed`.
+        s_aux: (H,), the heads' sinks: see `training.attention.flash`.
+        segments: lengths of all sequences' samples, B·S in all; None: each sequence is one.
+
+    Raises:
+        ExpertMeshError: the module asks for more than that (a cap on scores, a bias). Also on the meta device, so that
+            the forward in which a model is probed finds it out, before anything is loaded.
+    """
+    _refuse_unknown(module, kwargs)
+    rows, _, positions, _ = query_BHSA.shape
+    window = window_told(attention_mask, positions)
+    if attention_mask is not None and window is None:
+        return _under_mask(module, query_BHSA, key_BGSA, value_BGSA, attention_mask, dropout, scaling, s_aux), None
+    assert positions == key_BGSA.shape[2], "a query is at the place of its key"
+    is_row = segments is None
+    segments = (positions,) * rows if segments is None else segments
+    assert sum(segments) == rows * positions, (segments, query_BHSA.shape)
+    window = window if window is not None and window < max(segments) else 0
+    is_plain = s_aux is None and window == 0
+    if is_plain and is_row:
+        return sdpa_attention_forward(
+            module, query_BHSA, key_BGSA, value_BGSA, None, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if dropout and not is_plain:
+        is_seen_B1SS = _seen(segments, window, rows, query_BHSA.device)
+        return _under_mask(module, query_BHSA, key_BGSA, value_BGSA, is_seen_B1SS, dropout, scaling, s_aux), None
+    query_NHA, key_NGA, value_NGA = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHSA, key_BGSA, value_BGSA))
+    if is_plain and (dropout or not has_kernel(query_NHA, value_NGA)):
+        out_NHA = _one_by_one(query_NHA, key_NGA, value_NGA, segments, scaling, dropout)
+    else:
+        out_NHA = flash_attention(query_NHA, key_NGA, value_NGA, segments, scaling, window, s_aux)
+    return out_NHA.unflatten(0, (rows, positions)), None
+
+
+def mask_where_needed(**arguments: Any) -> Tensor | None:
+    """In the signature of transformers' mask functions: none where each sequence is causal, which attention is by
+    itself; for windows a mask that is never read, and holds no memory, whose width tells theirs. Not every family gives
+    its attention the window as an argument, and some give one that their masks do not have."""
+    is_square = arguments["q_length"] == arguments["kv_length"]
+    if arguments.pop("allow_is_causal_skip", True) and is_square and arguments.get("attention_mask") is None:
+        window = arguments.get("local_size")
+        if window is None or window >= arguments["q_length"]:
+            return None
+        return torch.ones((), dtype=torch.bool, device=arguments.get("device")).expand(1, 1, 1, window)
+    return sdpa_mask(**arguments, allow_is_causal_skip=False)
+
+
+def window_told(mask: Tensor | None, queries: int) -> int | None:
+    """Keys that each of a sequence's queries sees, itself among them, by a mask from `mask_where_needed`; None: that is
+    no window, but none at all or a mask to be read."""
+    return mask.shape[-1] if mask is not None and mask.shape[2] == 1 < queries else None
+
+
+def _refuse_unknown(module: Any, arguments: dict[str, Any]) -> None:
+    unknown = [name for name, value in arguments.items() if value is not None and name not in _NOT_FOR_ATTENTION]
+    if unknown:
+        raise ExpertMeshError(
+            f"--attn-implementation: {type(module).__name__} gives its attention {', '.join(unknown)}, which attention "
+            "without a mask would leave out; use --attn-implementation eager"
+        )
+
+
+def _seen(segments: tuple[int, ...], window: int, rows: int, device: torch.device) -> Tensor:
+    """(B, 1, S, S), true where a query sees a key."""
+    lengths = torch.tensor(segments, device=device)
+    sample_B1S = torch.arange(len(segments), device=device).repeat_interleave(lengths).view(rows, 1, -1)
+    place_S = torch.arange(sample_B1S.shape[-1], device=device)
+    ahead_SS = place_S - place_S.unsqueeze(1)
+    is_near_SS = (ahead_SS <= 0) & (ahead_SS > -window) if window else ahead_SS <= 0
+    return is_near_SS & (sample_B1S.unsqueeze(-1) == sample_B1S.unsqueeze(-2))
+
+
+def _under_mask(
+    module: Any,
+    query_BHQA: Tensor,
+    key_BGKA: Tensor,
+    value_BGKA: Tensor,
+    is_seen_B1QK: Tensor,
+    dropout: float,
+    scale: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """(B, Q, H, A): by sdpa, or with sinks as transformers' `eager_attention_forward` of gpt_oss has them."""
+    if sinks_H is None:
+        out_BQHA, _ = sdpa_attention_forward(
+            module, query_BHQA, key_BGKA, value_BGKA, is_seen_B1QK, dropout=dropout, scaling=scale
+        )
+        return out_BQHA
+    groups = query_BHQA.shape[1] // key_BGKA.shape[1]
+    key_BHKA, value_BHKA = (x.repeat_interleave(groups, dim=1) for x in (key_BGKA, value_BGKA))
+    scale = query_BHQA.shape[-1] ** -0.5 if scale is None else scale
+    scores_BHQK = (query_BHQA @ key_BHKA.mT * scale).masked_fill(~is_seen_B1QK, float("-inf"))
+    sinks_BHQ1 = sinks_H.to(scores_BHQK.dtype).view(-1, 1, 1).expand(*scores_BHQK.shape[:-1], 1)
+    weights_BHQK = torch.cat([scores_BHQK, sinks_BHQ1], dim=-1).softmax(dim=-1)[..., :-1]
+    return (F.dropout(weights_BHQK, dropout) @ value_BHKA).transpose(1, 2).contiguous()
+
+
+def _one_by_one(
+    query_NHA: Tensor,
+    key_NGA: Tensor,
+    value_NGA: Tensor,
+    segments: tuple[int, ...],
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    # split's backward is one concatenation; that of a slice would be a tensor of all N positions for each segment
+    parts = zip(*(x.split(segments) for x in (query_NHA, key_NGA, value_NGA)), strict=True)
+    outputs = []
+    for part in parts:
+        query_1HLA, key_1GLA, value_1GLA = (x.transpose(0, 1).unsqueeze(0) for x in part)
+        out_1HLA = F.scaled_dot_product_attention(
+            query_1HLA, key_1GLA, value_1GLA, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=True
+        )
+        outputs.append(out_1HLA.squeeze(0).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+AttentionInterface.register(OWN, own_attention)
+AttentionMaskInterface.register(OWN, mask_where_needed)

@@ -1,0 +1,1 @@
+"""What is changed of a model, or of how it computes, before it trains."""

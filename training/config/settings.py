@@ -1,0 +1,702 @@
+"""The settings of a run, by the groups in which `--help` prints them, and what must be so within each.
+
+A flag's name is its field's; what goes beyond a group is in `training.config.train_config`.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from expertmesh.moe import KERNEL_NAMES, ExpertMeshError, Precision, RopeScaling, check_kernel_name, read_rope_scaling
+from expertmesh.moe.base.parser import flag_of
+from expertmesh.moe.base.sizes import parse_size
+from expertmesh.sharding import Checkpointing, DenseShard, ScheduleName
+from expertmesh.training.data import TEMPLATES, SampleBy, TrainOn
+
+Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
+CrossEntropy = Literal["auto", "chunked", "full", "liger"]
+CpuMatmul = Literal["auto", "blas", "onednn"]
+Adapter = Literal["none", "lora"]
+Scope = Literal["input", "output", "node"]
+"""What a setting is that may be another on each node: a place that is read, one that is written, or anything."""
+BaseDtype = Literal["auto", "float32", "bfloat16", "fp8", "nf4"]
+AdapterFormat = Literal["auto", "per-expert", "packed"]
+SCHEDULES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
+)  # fmt: skip
+"""The values of `transformers.SchedulerType`."""
+OnSaveError = Literal["stop", "continue"]
+OnNonfinite = Literal["stop", "skip"]
+MOST_PROFILED = 32
+"""Steps that --profile takes at most: a step of a large model is some hundred thousand events of its trace."""
+
+
+def _flag(group: str, default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"group": group, "help": help, **metadata})
+
+
+def _list(group: str, help: str, **metadata: Any) -> Any:
+    return field(default_factory=list, metadata={"group": group, "help": help, **metadata})
+
+
+def _checkpointing(text: str) -> str:
+    """In transformers it is a switch: its values mean something here too."""
+    return {"true": "full", "false": "none"}.get(text.lower(), text)
+
+
+def _resume(text: str) -> str:
+    """In YAML it may be a switch too."""
+    return {"true": "auto", "false": ""}.get(text.lower(), text)
+
+
+_MAY_CHANGE = ("model", "data")
+
+
+def split_names(entries: list[str]) -> list[str]:
+    """Entries that commas separate; a comma within braces belongs to a regular expression, as in `{1,2}`."""
+    return [part for entry in entries for part in re.split(r",(?![^{]*\})", entry) if part]
+
+
+def unknown_name(kind: str, name: str, known: list[str]) -> str:
+    """What to say of a name that is not known: the nearest one that is."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"unknown {kind} {name}; " + (f"did you mean {near[0]}?" if near else "--help lists what there is")
+
+
+@dataclass
+class ModelSettings:
+    """What is trained."""
+
+    model: str = _flag(
+        "Model",
+        "",
+        "Directory of a Hugging Face checkpoint, or a hub id",
+        aliases=["model_name_or_path"],
+        scope="input",
+        metavar="DIR",
+    )
+    tokenizer: str = _flag(
+        "Model", "", "Directory or hub id of the tokenizer, if not the model's own", scope="input", metavar="DIR"
+    )
+    rope_scaling: str = _flag(
+        "Model",
+        "",
+        "RoPE scaling for sequences longer than the model was trained with: linear:2, dynamic:2, yarn:4, or JSON with "
+        "keys of transformers' rope_parameters. Replaces the model's own; exported in its config",
+        metavar="TYPE:X",
+    )
+
+    def check_model(self) -> None:
+        if self.rope_scaling:
+            read_rope_scaling(self.rope_scaling)
+
+    @property
+    def rope(self) -> RopeScaling | None:
+        """RoPE scaling; None: as the model has it."""
+        return read_rope_scaling(self.rope_scaling) if self.rope_scaling else None
+
+
+@dataclass
+class DataSettings:
+    """What the model is trained on, and what a batch looks like."""
+
+    dataset: list[str] = _list(
+        "Data",
+        "JSON, JSONL, Parquet, CSV or TXT files, directories of them, or hub ids; NAME:WEIGHT mixes",
+        scope="input",
+        metavar="FILE",
+    )
+    dataset_config: str = _flag(
+        "Data",
+        "",
+        "Configuration of a directory with a dataset card, or of a hub dataset",
+        aliases=["dataset_config_name"],
+        metavar="NAME",
+    )
+    dataset_split: str = _flag(
+        "Data", "train", "Split of --dataset, if that is a directory with splits or a hub dataset", metavar="NAME"
+    )
+    dataset_num_proc: int | None = _flag(
+        "Data", None, "Processes that tokenize (default: by the size of the data)", scope="node"
+    )
+    messages_column: str = _flag(
+        "Data", "", "Column with the conversation (default: found by its name)", metavar="NAME"
+    )
+    prompt_column: str = _flag("Data", "", "Column with the prompt", metavar="NAME")
+    response_column: str = _flag("Data", "", "Column with the response", metavar="NAME")
+    system_column: str = _flag("Data", "", "Column with the system prompt", metavar="NAME")
+    text_column: str = _flag("Data", "", "Column with plain text, all of which is trained on", metavar="NAME")
+    sample_by: SampleBy = _flag(
+        "Data", "line", "Record of a .txt file: a line, a paragraph (up to a blank line) or the file"
+    )
+    chat_template: str = _flag(
+        "Data",
+        "",
+        f"Chat template: {', '.join(TEMPLATES)}, or a Jinja file (default: the tokenizer's)",
+        scope="input",
+        metavar="NAME",
+    )
+    prompt_template: str = _flag(
+        "Data", "", "Instead of a chat template: the text before the response, containing {prompt}"
+    )
+    train_on: TrainOn = _flag(
+        "Data", "assistant", "Trained tokens: all; every assistant turn; last turn; final (without reasoning)"
+    )
+    max_seq_length: int = _flag("Data", 1024, "Truncate samples to this many tokens; length of packed sequences")
+    packing: bool = _flag(
+        "Data", False, "Pack several samples into one sequence, each with its own positions and attention"
+    )
+    group_by_length: bool = _flag("Data", False, "Batch samples of similar length, without --packing")
+    preview: bool = _flag(
+        "Data", False, "Print the first sequences as the model sees them and what the data contain, then exit"
+    )
+
+    def check_data(self) -> None:
+        if self.prompt_template and "{prompt}" not in self.prompt_template:
+            raise ExpertMeshError(f"--prompt-template {self.prompt_template!r} has no {{prompt}} in it")
+        if self.prompt_template and self.chat_template:
+            raise ExpertMeshError("--prompt-template and --chat-template: a sample is written in one or the other")
+        if self.packing and self.group_by_length:
+            raise ExpertMeshError(
+                "--packing and --group-by-length: packed sequences have one length already; choose one"
+            )
+        if self.messages_column and (self.prompt_column or self.response_column or self.text_column):
+            raise ExpertMeshError("--messages-column: give no prompt, response or text column beside it")
+
+
+@dataclass
+class ParallelSettings:
+    """The parallel layout."""
+
+    ep_size: int = _flag(
+        "Parallelism",
+        1,
+        "Expert-parallel ranks: experts are sharded over them; must divide the number of experts and of ranks",
+    )
+    cp_size: int = _flag(
+        "Parallelism",
+        1,
+        "Context-parallel ranks: each sequence is split over them; must divide the number of ranks and of attention "
+        "heads",
+    )
+    pp_size: int = _flag(
+        "Parallelism",
+        1,
+        "Pipeline-parallel ranks: the decoder layers are distributed over them, each to world/N ranks; must divide the "
+        "number of ranks",
+    )
+    pipeline_schedule: ScheduleName | None = _flag(
+        "Parallelism",
+        None,
+        "Order of a stage's forwards and backwards (default: interleaved with --pipeline-chunks, else 1f1b)",
+    )
+    pipeline_chunks: int = _flag("Parallelism", 1, "Stages per pipeline rank; more of them shorten the bubble")
+    pipeline_layers: str | None = _flag(
+        "Parallelism",
+        None,
+        "Decoder layers of each stage, as in 10,12,12,11 (default: such that all stages take equally long)",
+        metavar="N,N...",
+    )
+    dense_shard: DenseShard = _flag(
+        "Parallelism", "full", "Non-expert parameters: full FSDP, or sharded within EP and replicated over DP (hybrid)"
+    )
+    overlap_chunks: int = _flag(
+        "Parallelism",
+        1,
+        "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off",
+    )
+    ddp_timeout: int = _flag(
+        "Parallelism",
+        1800,
+        "Seconds after which a rank that makes no progress, or a collective that does not finish, ends the run",
+    )
+
+    def check_parallelism(self) -> None:
+        if self.overlap_chunks > 1 and self.ep_size == 1:
+            raise ExpertMeshError(
+                f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 there is no all-to-all; leave it out"
+            )
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        for name in ("pipeline_schedule", "pipeline_layers", "pipeline_chunks"):
+            value = getattr(self, name)
+            if self.pp_size == 1 and value not in (None, 1):
+                raise ExpertMeshError(f"{flag_of(name)} {value}: there is no pipeline at --pp-size 1; leave it out")
+        if self.pipeline_schedule == "1f1b" and self.pipeline_chunks > 1:
+            raise ExpertMeshError(
+                f"--pipeline-schedule 1f1b: has one stage per rank, not --pipeline-chunks {self.pipeline_chunks}; use "
+                "interleaved"
+            )
+        if self.pipeline_schedule == "interleaved" and self.pipeline_chunks == 1:
+            raise ExpertMeshError(
+                "--pipeline-schedule interleaved: interleaves the stages of a rank; give it several by "
+                "--pipeline-chunks 2"
+            )
+        if self.pipeline_layers is not None and not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", self.pipeline_layers):
+            raise ExpertMeshError(
+                f"--pipeline-layers {self.pipeline_layers}: must be numbers of layers, one for each stage, as in "
+                "10,12,12,11"
+            )
+
+    @property
+    def layers_of_stages(self) -> list[int] | None:
+        """Decoder layers of each stage; None where that is left open."""
+        return None if self.pipeline_layers is None else [int(number) for number in self.pipeline_layers.split(",")]
+
+    @property
+    def schedule_name(self) -> ScheduleName:
+        """The pipeline's schedule."""
+        return self.pipeline_schedule or ("interleaved" if self.pipeline_chunks > 1 else "1f1b")
+
+
+@dataclass
+class MemorySettings:
+    """What is kept, freed, recomputed and offloaded."""
+
+    gradient_checkpointing: Checkpointing = _flag(
+        "Memory",
+        "none",
+        "Recompute each layer in backward: all of it (full, also without a value), or all but routing, all-to-alls "
+        "and attention (selective)",
+        type=_checkpointing,
+        choices=get_args(Checkpointing),
+        nargs="?",
+        const="full",
+    )
+    keep_expert_products: int = _flag(
+        "Memory", 0, "Layers whose first expert GEMMs' outputs selective checkpointing stores"
+    )
+    offload_activations: bool = _flag(
+        "Memory", False, "With --gradient-checkpointing: offload each layer's input to host memory until its backward"
+    )
+    offload: bool = _flag(
+        "Memory", False, "Keep parameters, gradients and optimizer state in host memory; compute on the GPU"
+    )
+    reshard_after_forward: bool = _flag(
+        "Memory", True, "Free each layer's gathered parameters after its forward; off: after its backward"
+    )
+    force: bool = _flag("Memory", False, "Start even if the memory forecast says that the model does not fit")
+
+    def check_memory(self) -> None:
+        if self.keep_expert_products and self.gradient_checkpointing != "selective":
+            raise ExpertMeshError(
+                f"--keep-expert-products {self.keep_expert_products}: is for --gradient-checkpointing selective, not "
+                f"{self.gradient_checkpointing}"
+            )
+        if self.offload_activations and self.gradient_checkpointing == "none":
+            raise ExpertMeshError(
+                "--offload-activations: without checkpointing, a layer stores far more than its input; add "
+                "--gradient-checkpointing full or selective"
+            )
+
+
+@dataclass
+class PrecisionSettings:
+    """What computes, and in which dtype."""
+
+    bf16: bool = _flag(
+        "Precision and kernels",
+        False,
+        "Compute in bfloat16; parameters, gradients and optimizer state stay fp32",
+    )
+    tf32: bool = _flag(
+        "Precision and kernels", False, "Compute fp32 matmuls in TF32: faster, 10-bit mantissa; GPUs from Ampere on"
+    )
+    expert_precision: Precision = _flag(
+        "Precision and kernels",
+        "same",
+        "Expert GEMMs: as everything else, or in fp8 with row-wise scales, on GPUs of compute capability 9 (H100, "
+        "H200); emulated on CPUs",
+    )
+    expert_kernel: str = _flag(
+        "Precision and kernels", "auto", f"Expert kernel: auto, {', '.join(KERNEL_NAMES)}", metavar="NAME"
+    )
+    attn_implementation: str = _flag(
+        "Precision and kernels",
+        "auto",
+        "Attention of the Hugging Face model. auto: sdpa; expertmesh's own if sdpa would need a mask of length squared "
+        "or has no sinks; eager if neither works",
+        metavar="NAME",
+    )
+    cross_entropy: CrossEntropy = _flag(
+        "Precision and kernels",
+        "auto",
+        "Logits of part of the sequence at a time (chunked; liger: by liger-kernel, on GPUs) or of all of it (full). "
+        "auto: liger on a GPU if installed, else chunked",
+    )
+    cpu_matmul: CpuMatmul = _flag(
+        "Precision and kernels",
+        "auto",
+        "Library of fp32 matmuls on a CPU. auto: by a probe at the start, kept on resume",
+    )
+    compile: bool = _flag(
+        "Precision and kernels", False, "Compile attention and norms with torch.compile", aliases=["torch_compile"]
+    )
+    use_cpu: bool = _flag("Precision and kernels", False, "Stay on the CPU even if there is a GPU")
+
+    def check_precision(self) -> None:
+        check_kernel_name(self.expert_kernel)
+        if self.expert_precision != "fp8":
+            return
+        if not self.bf16:
+            raise ExpertMeshError("--expert-precision fp8: everything else is computed in bf16; add --bf16")
+        if self.expert_kernel not in ("auto", "torch-grouped"):
+            raise ExpertMeshError(
+                f"--expert-precision fp8: has its own GEMMs; leave out --expert-kernel {self.expert_kernel}"
+            )
+
+
+@dataclass
+class ScheduleSettings:
+    """How much data makes a step, how many steps there are, and the learning rate over them."""
+
+    per_device_train_batch_size: int = _flag(
+        "Batch and schedule", 8, "Sequences per micro-batch, per rank (or CP group)"
+    )
+    gradient_accumulation_steps: int = _flag("Batch and schedule", 1, "Micro-batches per optimizer step")
+    global_batch_size: int | None = _flag("Batch and schedule", None, "Sequences per optimizer step; sets accumulation")
+    num_train_epochs: float = _flag("Batch and schedule", 1.0, "Passes over the data, without --max-steps")
+    max_steps: int = _flag("Batch and schedule", -1, "Optimizer steps; -1: use epochs; 0: only load and export")
+    lr_scheduler_type: str = _flag(
+        "Batch and schedule", "linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME"
+    )
+    lr_scheduler_kwargs: str = _flag(
+        "Batch and schedule", "", """Arguments of the schedule: '{"min_lr": 1e-6}'""", metavar="JSON"
+    )
+    warmup_steps: float = _flag("Batch and schedule", 0, "Warm-up steps; below 1: fraction of all steps", metavar="N")
+    warmup_ratio: float = _flag("Batch and schedule", 0.0, "Warm-up as a fraction of all steps")
+    seed: int = _flag("Batch and schedule", 42, "Seed of the data order and of dropout and jitter")
+
+    def check_batch(self) -> None:
+        if self.lr_scheduler_type not in SCHEDULES:
+            raise ExpertMeshError(
+                "--lr-scheduler-type: " + unknown_name("schedule", self.lr_scheduler_type, list(SCHEDULES))
+            )
+        if self.warmup_ratio > 1:
+            raise ExpertMeshError(f"--warmup-ratio {self.warmup_ratio}: is a fraction of all steps: at most 1")
+        if self.warmup_ratio and self.warmup_steps:
+            raise ExpertMeshError(
+                f"--warmup-ratio {self.warmup_ratio} and --warmup-steps {self.warmup_steps:g} are both given; "
+                "leave one out"
+            )
+        if self.seed >= 2**62:
+            raise ExpertMeshError(f"--seed {self.seed}: must be below 2^62")
+        if self.global_batch_size is not None and self.gradient_accumulation_steps > 1:
+            raise ExpertMeshError("--global-batch-size and --gradient-accumulation-steps: give one of them")
+
+
+@dataclass
+class OptimizerSettings:
+    """What is made of gradients."""
+
+    optim: Optimizer = _flag(
+        "Optimizer",
+        "adamw_torch_fused",
+        "AdamW; with 8-bit state; with parameters, gradients and state in bf16 and stochastic rounding; or Muon for "
+        "attention's and the experts' matrices, with AdamW for the rest",
+    )
+    learning_rate: float = _flag("Optimizer", 5e-5, "Peak learning rate")
+    weight_decay: float = _flag("Optimizer", 0.0, "Weight decay; norms and biases are exempt")
+    adam_beta1: float = _flag("Optimizer", 0.9, "AdamW's beta1")
+    adam_beta2: float = _flag("Optimizer", 0.999, "AdamW's beta2")
+    adam_epsilon: float = _flag("Optimizer", 1e-8, "AdamW's epsilon")
+    max_grad_norm: float = _flag("Optimizer", 1.0, "Clip the global gradient norm to this; 0: no clipping")
+
+    def check_optimizer(self) -> None:
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ExpertMeshError(f"{flag_of(name)} {getattr(self, name)}: must be in [0, 1)")
+
+
+@dataclass
+class RoutingSettings:
+    """How the experts' load is kept even, and when it is warned of."""
+
+    router_aux_loss_coef: float | None = _flag(
+        "MoE routing",
+        None,
+        "Weight of the load-balancing loss (default: the model config's, if it sets output_router_logits, else 0)",
+    )
+    router_aux_loss_per_layer: bool = _flag(
+        "MoE routing",
+        False,
+        "Balance every layer separately; off, as in transformers: their sum, in which one layer's excess on an expert "
+        "offsets another's shortage",
+    )
+    router_z_loss_coef: float = _flag("MoE routing", 0.0, "Weight of the router z-loss")
+    router_bias_update_rate: float = _flag(
+        "MoE routing",
+        0.0,
+        "Auxiliary-loss-free balancing: change of the routers' correction biases per step, towards even load; for "
+        "families that have them",
+    )
+    router_warn_steps: int = _flag(
+        "MoE routing", 100, "Warn of experts that get no tokens, or most of them, within N steps; 0: never"
+    )
+    router_warn_load: float | None = _flag(
+        "MoE routing",
+        None,
+        "Warn when the busiest expert exceeds X times the mean load (default: halfway from 1 to the greatest possible, "
+        "experts / experts per token)",
+    )
+
+    def check_routing(self) -> None:
+        if self.router_warn_load is not None and self.router_warn_steps == 0:
+            raise ExpertMeshError("--router-warn-load: --router-warn-steps 0 watches no router; give a number of steps")
+
+
+@dataclass
+class AdapterSettings:
+    """What of the model is trained, and what the rest is held in."""
+
+    adapter: Adapter = _flag("LoRA and freezing", "none", "lora: train low-rank adapters beside the frozen weights")
+    lora_rank: int = _flag("LoRA and freezing", 16, "LoRA rank r", aliases=["lora_r"])
+    lora_alpha: float = _flag("LoRA and freezing", 32.0, "LoRA deltas are scaled by alpha / r")
+    lora_dropout: float = _flag("LoRA and freezing", 0.0, "Dropout on LoRA inputs")
+    lora_targets: list[str] = field(
+        default_factory=lambda: ["attention", "experts"],
+        metadata={
+            "group": "LoRA and freezing",
+            "metavar": "NAME",
+            "help": "What gets adapters: attention, experts, router, shared-experts, dense-mlp, or regular expressions "
+            "searched for in names of linear layers; separated by commas or spaces",
+        },
+    )
+    use_rslora: bool = _flag("LoRA and freezing", False, "Scale LoRA deltas by alpha / sqrt(r)")
+    base_dtype: BaseDtype = _flag(
+        "LoRA and freezing",
+        "auto",
+        "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA). auto: bf16 with --bf16, else fp32",
+    )
+    init_adapter: str = _flag(
+        "LoRA and freezing",
+        "",
+        "Start from the adapter in a directory, written by PEFT or an earlier run",
+        scope="input",
+        metavar="DIR",
+    )
+    adapter_format: AdapterFormat = _flag(
+        "LoRA and freezing",
+        "auto",
+        "Exported experts' adapters: one pair of tensors per expert, or PEFT's packed form. auto: as the model's own "
+        "checkpoint stores its experts",
+    )
+    merge: bool = _flag("LoRA and freezing", False, "Also export the model with the adapter merged into its weights")
+    freeze: list[str] = _list(
+        "LoRA and freezing",
+        "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or regular expressions "
+        "searched for in names of parameters; separated by commas or spaces",
+        metavar="NAME",
+    )
+
+    def check_adapter(self) -> None:
+        self.lora_targets = split_names(self.lora_targets)
+        if self.freeze and not split_names(self.freeze):
+            raise ExpertMeshError("--freeze: names nothing; leave it out to train everything")
+        self.freeze = split_names(self.freeze)
+        if self.adapter != "none" and self.freeze:
+            raise ExpertMeshError("--adapter lora freezes everything but the adapters; leave out --freeze")
+        if not self.lora_targets:
+            raise ExpertMeshError("--lora-targets: what is to have adapters?")
+        for name in ("init_adapter", "merge"):
+            if getattr(self, name) and self.adapter == "none":
+                raise ExpertMeshError(f"{flag_of(name)}: there is no adapter; give --adapter lora")
+        if self.base_dtype != "auto" and self.adapter == "none":
+            raise ExpertMeshError(f"--base-dtype {self.base_dtype}: everything is trained; give --adapter lora")
+        if not 0 <= self.lora_dropout < 1:
+            raise ExpertMeshError(f"--lora-dropout {self.lora_dropout}: must be in [0, 1)")
+
+
+@dataclass
+class EvaluationSettings:
+    """Losses and sample generations in between steps."""
+
+    eval_dataset: list[str] = _list(
+        "Evaluation", "Data to evaluate on, named as in --dataset", scope="input", metavar="FILE"
+    )
+    eval_dataset_split: str = _flag("Evaluation", "test", "Split of --eval-dataset, likewise", metavar="NAME")
+    eval_ratio: float = _flag(
+        "Evaluation", 0.0, "Fraction of --dataset held out for evaluation, without --eval-dataset"
+    )
+    eval_steps: int = _flag("Evaluation", 0, "Evaluate every N steps, and at the end; 0: after every epoch")
+    per_device_eval_batch_size: int = _flag(
+        "Evaluation", 8, "Sequences per micro-batch of an evaluation, per rank (or CP group)"
+    )
+    early_stopping_patience: int = _flag("Evaluation", 0, "Stop after N evaluations without a better loss; 0: never")
+    early_stopping_threshold: float = _flag("Evaluation", 0.0, "Least decrease of the loss that counts as better")
+    load_best_model_at_end: bool = _flag("Evaluation", False, "Export the weights of the best evaluation, not the last")
+    generate_steps: int = _flag("Evaluation", 0, "Generate samples for a few prompts every N steps; 0: never")
+    generate_prompts: list[str] = _list(
+        "Evaluation", "Their prompts (default: questions from the evaluation data, else the training data)"
+    )
+    generate_max_new_tokens: int = _flag("Evaluation", 64, "Longest sample generation, in tokens")
+
+    def check_evaluation(self) -> None:
+        if not 0 <= self.eval_ratio < 1:
+            raise ExpertMeshError(f"--eval-ratio {self.eval_ratio}: must be in [0, 1)")
+        if self.eval_dataset and self.eval_ratio > 0:
+            raise ExpertMeshError("--eval-dataset and --eval-ratio: give one of them")
+        for name in ("early_stopping_patience", "load_best_model_at_end", "eval_steps"):
+            if getattr(self, name) and not self.evaluates:
+                raise ExpertMeshError(
+                    f"{flag_of(name)}: there is nothing to evaluate on; give --eval-dataset or --eval-ratio"
+                )
+        if self.generate_prompts and self.generate_steps == 0:
+            raise ExpertMeshError("--generate-prompts: when are they used? Give --generate-steps")
+        if self.early_stopping_threshold and self.early_stopping_patience == 0:
+            raise ExpertMeshError("--early-stopping-threshold: nothing stops early without --early-stopping-patience")
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.eval_dataset) or self.eval_ratio > 0
+
+
+@dataclass
+class CheckpointSettings:
+    """What is written, and what is resumed."""
+
+    output_dir: str = _flag(
+        "Checkpoints and export",
+        "output",
+        "Directory of metrics.jsonl, config.yaml, report.html, checkpoints/ and the exported model (hf/)",
+        scope="output",
+        metavar="DIR",
+    )
+    overwrite_output_dir: bool = _flag(
+        "Checkpoints and export", False, "Replace the results of an earlier run in --output-dir"
+    )
+    save_steps: int = _flag("Checkpoints and export", 500, "Save a training checkpoint every N steps; 0: never")
+    save_total_limit: int | None = _flag("Checkpoints and export", None, "Training checkpoints to keep (default: all)")
+    async_save: bool = _flag("Checkpoints and export", True, "Continue training while a checkpoint is written")
+    on_save_error: OnSaveError = _flag("Checkpoints and export", "stop", "If saving fails: stop or continue")
+    resume: str = _flag(
+        "Checkpoints and export",
+        "",
+        "Resume from a training checkpoint: its path, or auto for the newest complete one in --output-dir, if any",
+        aliases=["resume_from_checkpoint"],
+        type=_resume,
+        scope="input",
+        metavar="DIR",
+    )
+    allow_changed: list[str] = _list(
+        "Checkpoints and export",
+        "With --resume: resume even if the model, or the data, differ from the run's own: model, data",
+        metavar="NAME",
+    )
+    elastic: bool = _flag(
+        "Checkpoints and export",
+        False,
+        "With --resume: choose the largest --ep-size that the ranks allow, and keep the global batch size",
+    )
+    trust_checkpoint_owner: bool = _flag(
+        "Checkpoints and export", False, "Resume from another user's checkpoint; reading it can run their code"
+    )
+    export: bool = _flag(
+        "Checkpoints and export", True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf"
+    )
+    max_shard_size: str = _flag("Checkpoints and export", "5GB", "Size of an exported safetensors file", metavar="SIZE")
+    drop_untrained: bool = _flag(
+        "Checkpoints and export",
+        False,
+        "Leave tensors that are not trained (vision tower, multi-token prediction) out of the export and its "
+        "config.json, instead of copying them unchanged",
+    )
+
+    def check_checkpoints(self) -> None:
+        parse_size("--max-shard-size", self.max_shard_size)
+        for name in self.allow_changed:
+            if name not in _MAY_CHANGE:
+                raise ExpertMeshError(f"--allow-changed {name}: give {' or '.join(_MAY_CHANGE)}")
+        if self.allow_changed and not self.resume:
+            raise ExpertMeshError("--allow-changed: nothing is resumed; give --resume, or leave it out")
+        if self.elastic and not self.resume:
+            raise ExpertMeshError("--elastic: nothing is resumed; give --resume auto")
+
+    @property
+    def shard_bytes(self) -> int:
+        return parse_size("--max-shard-size", self.max_shard_size)
+
+
+@dataclass
+class LogSettings:
+    """What is told of a run."""
+
+    logging_steps: int = _flag("Logging and profiling", 1, "Log every N steps")
+    report_to: list[str] = _list(
+        "Logging and profiling", "Trackers of accelerate: tensorboard, wandb, mlflow, ..., or none", metavar="NAME"
+    )
+    run_name: str = _flag("Logging and profiling", "expertmesh", "Name of the run in the trackers", metavar="NAME")
+    profile: list[str] = _list(
+        "Logging and profiling",
+        "Steps to profile, counted from 1: 5, 5-7 or 5,9. Traces and the cost of each part of a step go to "
+        "OUTPUT_DIR/profile, and into the report",
+        metavar="STEPS",
+    )
+    profile_ranks: list[str] = field(
+        default_factory=lambda: ["0"],
+        metadata={
+            "group": "Logging and profiling",
+            "metavar": "RANK",
+            "help": "Ranks that --profile profiles: numbers, or all",
+        },
+    )
+
+    def check_profile(self) -> None:
+        self.profile = [part for entry in self.profile for part in entry.split(",") if part]
+        self.profile_ranks = [part for entry in self.profile_ranks for part in entry.split(",") if part]
+        if self.profile_ranks != ["0"] and not self.profile:
+            raise ExpertMeshError(f"--profile-ranks {' '.join(self.profile_ranks)}: of which steps? Give --profile")
+        flag = f"--profile {','.join(self.profile)}"
+        if not all(re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})?", entry) for entry in self.profile):
+            raise ExpertMeshError(f"{flag}: give steps, counted from 1, and ranges of them: 5, 5-7 or 5,9")
+        for entry in self.profile:
+            first, _, last = entry.partition("-")
+            if last and int(last) < int(first):
+                raise ExpertMeshError(f"{flag}: {entry} ends before it begins")
+        if (number := sum(map(len, self.profiled_steps))) > MOST_PROFILED:
+            raise ExpertMeshError(
+                f"{flag}: are {number:,} steps; more than {MOST_PROFILED} make traces that nothing can show; give fewer"
+            )
+        is_list = all(re.fullmatch("[0-9]{1,9}", rank) for rank in self.profile_ranks)
+        if self.profile_ranks != ["all"] and not (self.profile_ranks and is_list):
+            raise ExpertMeshError(f"--profile-ranks {' '.join(self.profile_ranks)}: give numbers of ranks, or all")
+
+    @property
+    def profiled_steps(self) -> list[range]:
+        """The stretches of steps that --profile names, counted from 1, in order; none overlaps or follows directly on
+        the one before."""
+        stretches: list[range] = []
+        bounds = [[int(step) for step in entry.split("-")] for entry in self.profile]
+        for first, last in sorted((steps[0], steps[-1]) for steps in bounds):
+            if stretches and first <= stretches[-1].stop:
+                stretches[-1] = range(stretches[-1].start, max(stretches[-1].stop, last + 1))
+            else:
+                stretches.append(range(first, last + 1))
+        return stretches
+
+
+@dataclass
+class DebugSettings:
+    """What helps when something is wrong."""
+
+    on_nonfinite: OnNonfinite = _flag(
+        "Debugging", "stop", "At a loss or gradient norm that is not finite: stop, or skip the optimizer step"
+    )
+    detect_anomaly: bool = _flag(
+        "Debugging", False, "Name the first tensor that is not finite, by checking every module's output"
+    )
+    check_replicas: int = _flag(
+        "Debugging",
+        0,
+        "Every N steps, and before each save, compare replicated tensors across ranks; 0: never. With --dense-shard "
+        "full these are only buffers",
+    )
+    deterministic: bool = _flag("Debugging", False, "Bitwise reproducible per layout; slower on GPUs")
+    debug_ranks: list[int] = _list(
+        "Debugging",
+        "Ranks on which breakpoint() and errors open a debugger; the others wait without limit",
+        metavar="RANK",
+    )

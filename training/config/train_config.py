@@ -1,0 +1,325 @@
+"""What a run is told: a YAML file gives defaults, flags win. Names are those of `transformers.TrainingArguments`."""
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.parser import flag_of
+from expertmesh.moe.base.whole import whole
+from expertmesh.sharding import Strategy
+from expertmesh.training.config.flags import FlagParser
+from expertmesh.training.config.settings import (
+    AdapterSettings,
+    CheckpointSettings,
+    DataSettings,
+    DebugSettings,
+    EvaluationSettings,
+    LogSettings,
+    MemorySettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    PrecisionSettings,
+    RoutingSettings,
+    ScheduleSettings,
+    unknown_name,
+)
+
+
+@dataclass
+class TrainConfig(
+    DebugSettings,
+    LogSettings,
+    CheckpointSettings,
+    EvaluationSettings,
+    AdapterSettings,
+    RoutingSettings,
+    OptimizerSettings,
+    ScheduleSettings,
+    PrecisionSettings,
+    MemorySettings,
+    ParallelSettings,
+    DataSettings,
+    ModelSettings,
+):
+    """Every setting of a run. Each is a flag (`--ep-size`, also `--ep_size`) and a key of the YAML file.
+
+    `--help` prints them by groups, in the order that fields of a dataclass have: that of the last base first.
+    """
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        if not self.model:
+            raise ExpertMeshError("--model is missing: the directory of a Hugging Face checkpoint")
+        self.check_model()
+        self.check_data()
+        self.check_parallelism()
+        self.check_memory()
+        self.check_precision()
+        self.check_batch()
+        self.check_optimizer()
+        self.check_routing()
+        self.check_adapter()
+        self.check_evaluation()
+        self.check_checkpoints()
+        self.check_profile()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        for name, low in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < math.inf:  # not true of NaN
+                raise ExpertMeshError(f"{flag_of(name)} {value}: must be {low} or more")
+            if isinstance(value, int) and value >= 2**63:
+                raise ExpertMeshError(f"{flag_of(name)} {value}: must be below 2^63")
+
+    def _check_combinations(self) -> None:
+        """Check settings of several groups against one another."""
+        if self.adapter != "none" and self.optim == "muon":
+            raise ExpertMeshError(
+                "--optim muon: orthogonalizes weights, and LoRA's factors are none; with --adapter lora take another"
+            )
+        if self.adapter != "none" and self.router_bias_update_rate > 0:
+            raise ExpertMeshError(
+                f"--router-bias-update-rate {self.router_bias_update_rate:g}: an adapter's files have no router bias; "
+                "leave it out with --adapter lora"
+            )
+        if self.expert_precision == "fp8" and self.base_dtype in ("fp8", "nf4"):
+            raise ExpertMeshError(
+                f"--expert-precision fp8: would round twice what --base-dtype {self.base_dtype} quantizes; "
+                "leave out one of them"
+            )
+        if self.detect_anomaly and self.compile:
+            raise ExpertMeshError("--detect-anomaly: does not see into what --compile compiles; leave out one of them")
+        if self.profile and self.compile:
+            raise ExpertMeshError("--profile: does not see into what --compile compiles; leave out one of them")
+        if self.load_best_model_at_end and self.save_steps == 0:
+            raise ExpertMeshError("--load-best-model-at-end: --save-steps 0 saves no checkpoint to load it from")
+
+    @property
+    def strategy(self) -> Strategy:
+        """How a step trades memory for time."""
+        return Strategy(
+            self.gradient_checkpointing,
+            self.keep_expert_products,
+            self.offload,
+            self.reshard_after_forward,
+            self.overlap_chunks,
+            self.offload_activations,
+        )
+
+    @property
+    def holds_base_in_bf16(self) -> bool:
+        """Whether weights beside adapters are: what is computed with in bf16 needs no more digits."""
+        if self.adapter == "none" or self.base_dtype == "float32":
+            return False
+        return self.bf16 or self.base_dtype == "bfloat16"
+
+    def sequences_per_micro_batch(self, world_size: int) -> int:
+        """Sequences that all ranks together take in one micro-batch."""
+        return world_size // (self.cp_size * self.pp_size) * self.per_device_train_batch_size
+
+    def sequences_per_step(self, world_size: int) -> int:
+        """The global batch, in sequences."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        return self.sequences_per_micro_batch(world_size) * self.gradient_accumulation_steps
+
+    def micro_batches(self, world_size: int) -> int:
+        """Micro-batches per rank and step."""
+        return math.ceil(self.sequences_per_step(world_size) / self.sequences_per_micro_batch(world_size))
+
+    def save(self, path: Path) -> None:
+        with whole(path) as partial:
+            partial.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+
+_AT_LEAST = {
+    "overlap_chunks": 1,
+    "keep_expert_products": 0,
+    "max_seq_length": 2,
+    "ep_size": 1,
+    "cp_size": 1,
+    "pp_size": 1,
+    "pipeline_chunks": 1,
+    "ddp_timeout": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "global_batch_size": 1,
+    "num_train_epochs": 0,
+    "max_steps": -1,
+    "learning_rate": 0,
+    "warmup_steps": 0,
+    "warmup_ratio": 0,
+    "weight_decay": 0,
+    "adam_epsilon": 0,
+    "max_grad_norm": 0,
+    "router_aux_loss_coef": 0,
+    "router_z_loss_coef": 0,
+    "router_bias_update_rate": 0,
+    "lora_rank": 1,
+    "lora_alpha": 0,
+    "check_replicas": 0,
+    "router_warn_steps": 0,
+    "router_warn_load": 1,
+    "seed": 0,
+    "logging_steps": 1,
+    "save_steps": 0,
+    "save_total_limit": 1,
+    "eval_steps": 0,
+    "per_device_eval_batch_size": 1,
+    "early_stopping_patience": 0,
+    "early_stopping_threshold": 0,
+    "generate_steps": 0,
+    "generate_max_new_tokens": 1,
+    "dataset_num_proc": 1,
+}
+
+
+# more than a hundred times what all settings take
+_MOST_YAML_BYTES = 2**20
+
+
+_EXAMPLE = """\
+example:
+  torchrun --nproc-per-node 8 train_ep.py --model mistralai/Mixtral-8x7B-v0.1 \\
+      --dataset data.jsonl --ep-size 8 --bf16 --output-dir out
+
+Underscores may stand for dashes. A switch also takes true or false."""
+
+
+def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
+    """The configuration from flags (default: sys.argv), and the YAML file that `--config` names.
+
+    Raises:
+        ExpertMeshError: an unknown flag or key (the nearest known one is named), or an invalid value.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    config = _parse(_parser(), arguments)
+    if not config.dataset and (config.max_steps != 0 or config.preview):
+        raise ExpertMeshError("--dataset is missing: files, directories or hub ids (only --max-steps 0 goes without)")
+    return config
+
+
+def make_config(settings: Mapping[str, Any]) -> TrainConfig:
+    """The configuration from flags by their names, as keyword arguments have them; `config` names a YAML file.
+
+    Raises:
+        ExpertMeshError: an unknown name (the nearest known one is named), or an invalid value.
+    """
+    parser = _parser()
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    file = given.pop("config", None)
+    arguments = [] if file is None else [f"--config={file}"]
+    return _parse(parser, arguments + _arguments(parser, given, ""))
+
+
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        TrainConfig,
+        prog="train_ep.py",
+        usage="%(prog)s --model DIR --dataset FILE... [options]",
+        description="Fine-tune a Hugging Face Mixture-of-Experts model with expert parallelism.",
+        epilog=_EXAMPLE,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with defaults for all options")
+    return parser
+
+
+def _parse(parser: FlagParser, arguments: list[str]) -> TrainConfig:
+    parser.check_names(arguments)
+    config_file = parser.parse_known_args(arguments)[0].config
+    defaults = [] if config_file is None else _yaml_arguments(parser, Path(config_file))
+    parsed, unknown = parser.parse_known_args(defaults + arguments)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        raise ExpertMeshError(unknown_name("flag", unknown[0].partition("=")[0], known))
+    settings = vars(parsed)
+    del settings["config"]
+    return TrainConfig(**settings)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for name, count in names.items():
+            if count > 1:
+                raise yaml.constructor.ConstructorError(problem=f"{name} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml_arguments(parser: FlagParser, file: Path) -> list[str]:
+    """The file's entries as flags."""
+    try:
+        if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:
+            raise ExpertMeshError(f"--config {file}: is no file of at most {_MOST_YAML_BYTES:,} bytes")
+        content = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}
+    except ExpertMeshError:
+        raise
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise ExpertMeshError(f"--config {file}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ExpertMeshError(f"--config {file}: contains a {type(content).__name__}, not a table of settings")
+    return _arguments(parser, content, f"--config {file}: ")
+
+
+def _arguments(parser: FlagParser, content: Mapping[Any, Any], where: str) -> list[str]:
+    """A table of settings as flags, so that all go through the same checks.
+
+    Args:
+        where: what errors begin with.
+    """
+    given: dict[str, str] = {}
+    arguments: list[str] = []
+    for key, value in content.items():
+        name = parser.names.get(str(key).replace("-", "_"))
+        if name is None:
+            raise ExpertMeshError(where + unknown_name("key", str(key), list(parser.names)))
+        if name in given:
+            raise ExpertMeshError(f"{where}{given[name]} and {key} are one setting; give one of them")
+        given[name] = str(key)
+        if not _is_setting(value):
+            raise ExpertMeshError(f"{where}{name} is no text, number, list of these, or table of these")
+        if isinstance(value, list) and not parser.takes_list(name):
+            raise ExpertMeshError(f"{where}{key} is a list; give one value")
+        if isinstance(value, list) and any(str(item).startswith("-") for item in value):
+            raise ExpertMeshError(f"{where}{name} has an entry that begins with a dash, as flags do")
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)] if value else []
+        elif isinstance(value, dict):
+            arguments.append(f"--{name}={json.dumps(value)}")
+        elif value is not None:
+            arguments.append(f"--{name}={value}")
+    try:
+        parser.parse_known_args(arguments)
+    except ExpertMeshError as error:
+        raise ExpertMeshError(f"{where}{error}") from error
+    return arguments
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether it is as flat as settings are: of a few bytes, YAML's aliases make lists of lists without end."""
+    if isinstance(value, dict):
+        return all(map(_is_scalar, value)) and all(map(_is_scalar_or_list, value.values()))
+    return _is_scalar_or_list(value)
+
+
+def _is_scalar_or_list(value: Any) -> bool:
+    return all(map(_is_scalar, value)) if isinstance(value, list) else _is_scalar(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" not in value
+    return value is None or isinstance(value, int | float | date)

@@ -1,0 +1,245 @@
+"""Records of data files: JSON, JSON Lines, Parquet, CSV, plain text, a directory of them, or a data set of the Hugging
+Face hub.
+
+Records are plain dictionaries with the values that the file has: no schema is inferred, so a date in quotes stays text
+and a column may be missing from some records.
+"""
+
+import csv
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.data.splits import split_files
+
+# (where it stands, for messages; the record)
+PlacedRow = tuple[str, Any]
+
+SampleBy = Literal["line", "paragraph", "document"]
+"""What is a record of a .txt file, as `datasets` calls it. Blank lines are between paragraphs, and no records
+themselves."""
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """One entry of --dataset: a path or hub id, and its weight among the records, if one was given."""
+
+    name: str
+    weight: float | None
+
+
+def parse_datasets(flag: str, entries: list[str]) -> list[DatasetSpec]:
+    """`a.jsonl:0.7 b.parquet:0.3`: weights are for all of them or for none.
+
+    Raises:
+        ExpertMeshError: a weight is not positive, or only some have one.
+    """
+    specs = [_parse_entry(flag, entry) for entry in entries]
+    weighted = [spec for spec in specs if spec.weight is not None]
+    if weighted and len(weighted) < len(specs):
+        bare = next(spec.name for spec in specs if spec.weight is None)
+        raise ExpertMeshError(f"{flag}: {weighted[0].name} has a weight and {bare} has none; give all of them one")
+    return specs
+
+
+def _parse_entry(flag: str, entry: str) -> DatasetSpec:
+    name, colon, tail = entry.rpartition(":")
+    if not colon or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf", tail, re.IGNORECASE):
+        return DatasetSpec(entry, None)
+    weight = float(tail)
+    if not (math.isfinite(weight) and weight > 0):
+        raise ExpertMeshError(f"{flag} {entry}: the weight {tail} must be a positive number")
+    return DatasetSpec(name, weight)
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Where records come from. `version` changes whenever they do, so that nothing stale comes out of a cache."""
+
+    name: str
+    version: str
+    read: Callable[[], Iterator[PlacedRow]]
+
+
+def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy = "line") -> RowSource:
+    """The records of a file, or of a split of a directory (see `split_files`) or of a hub dataset.
+
+    Raises:
+        ExpertMeshError: there is no such file, directory or data set, or its kind is unknown. What is wrong within a
+            file is raised while it is read.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return _directory(flag, path, config, split, sample_by)
+    if path.exists():
+        return _files(flag, name, [path], sample_by)
+    if path.suffix in KINDS or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ExpertMeshError(f"{flag} {name}: no such file or directory")
+    return _hub(flag, name, config, split)
+
+
+def _directory(flag: str, directory: Path, config: str, split: str, sample_by: SampleBy) -> RowSource:
+    if (directory / "state.json").is_file() or (directory / "dataset_dict.json").is_file():
+        return _saved_by_datasets(flag, directory, split)
+    name, files = split_files(flag, directory, config, split, KINDS)
+    return _files(flag, name, files, sample_by)
+
+
+def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy) -> RowSource:
+    for file in files:
+        if file.suffix not in KINDS:
+            raise ExpertMeshError(f"{flag} {file}: unknown kind of file {file.suffix!r}; known: {', '.join(KINDS)}")
+        if not os.access(file, os.R_OK):
+            raise ExpertMeshError(f"{flag} {file}: cannot be read: permission denied")
+        if file.stat().st_size == 0:
+            raise ExpertMeshError(f"{flag} {file}: is empty")
+
+    def read() -> Iterator[PlacedRow]:
+        for file in files:
+            is_text = file.suffix == ".txt"
+            rows = _text_rows(flag, file, sample_by) if is_text else READERS[file.suffix](flag, file)
+            for place, row in rows:
+                yield f"{flag} {file}: {place}", row
+
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return RowSource(name, repr((stats, sample_by)), read)
+
+
+def _saved_by_datasets(flag: str, directory: Path, split: str) -> RowSource:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(directory))
+    except Exception as error:
+        raise ExpertMeshError(f"{flag} {directory}: cannot be read as a saved dataset: {error}") from error
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise ExpertMeshError(f"{flag} {directory}: has no split {split!r}; found: {', '.join(map(str, saved))}")
+        saved = saved[split]
+    return _rows_of(f"{flag} {directory}", str(directory), saved)
+
+
+def _hub(flag: str, name: str, config: str, split: str) -> RowSource:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, config or None, split=split)
+    except Exception as error:
+        raise ExpertMeshError(
+            f"{flag} {name}: no such file or directory, and split {split!r} of a hub dataset of that name cannot be "
+            f"loaded: {type(error).__name__}: {error}"
+        ) from error
+    return _rows_of(f"{flag} {name}", name, loaded)
+
+
+def _rows_of(place: str, name: str, dataset: Any) -> RowSource:
+    def read() -> Iterator[PlacedRow]:
+        for number, row in enumerate(dataset, start=1):
+            yield f"{place}: record {number}", row
+
+    return RowSource(name, dataset._fingerprint, read)
+
+
+def _json_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
+    """Records of a JSON Lines file, or of one JSON list, whatever the file's ending."""
+    first = b""
+    with open(file, "rb") as lines:
+        for line in lines:
+            first = line.removeprefix(b"\xef\xbb\xbf").strip()
+            if first:
+                break
+    if first.startswith(b"["):
+        rows = _parse(file.read_bytes(), flag, file, "the file")
+        yield from ((f"record {number}", row) for number, row in enumerate(rows, start=1))
+        return
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"line {number}", _parse(line, flag, file, f"line {number}")
+
+
+def _parse(content: bytes, flag: str, file: Path, place: str) -> Any:
+    try:
+        return json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ExpertMeshError(f"{flag} {file}: {place} is not UTF-8 text: {error}") from error
+    except (ValueError, RecursionError) as error:
+        start = content[:80].decode("utf-8", errors="replace").strip()
+        raise ExpertMeshError(f"{flag} {file}: {place} is not valid JSON ({error}): {start}") from error
+
+
+def _parquet_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"record {number}", row
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ExpertMeshError(f"{flag} {file}: cannot be read as Parquet after record {number}: {error}") from error
+
+
+def _csv_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
+    """Every cell is text; the first line names the columns."""
+    csv.field_size_limit(2**31 - 1)
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+            for row in reader:
+                if None in row or None in row.values():
+                    cells = len(reader.fieldnames or []) + (len(row.get(None, [])) if None in row else 0)
+                    cells -= sum(value is None for value in row.values())
+                    raise ExpertMeshError(
+                        f"{flag} {file}: line {reader.line_num} has {cells} cells, "
+                        f"the first line names {len(reader.fieldnames or [])} columns"
+                    )
+                yield f"line {reader.line_num}", row
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ExpertMeshError(f"{flag} {file}: cannot be read as CSV in UTF-8: {error}") from error
+
+
+def _text_rows(flag: str, file: Path, sample_by: SampleBy) -> Iterator[PlacedRow]:
+    """Records with the one column `text`. Line breaks within a record are \\n, whatever the file's; none is at its
+    end."""
+    block: list[str] = []
+    begun = 1
+    for number, line in enumerate(_text_lines(flag, file), start=1):
+        is_blank = not line.strip()
+        if block and (sample_by == "line" or (sample_by == "paragraph" and is_blank)):
+            yield f"line {begun}", {"text": "\n".join(block)}
+            block = []
+        if not block:
+            begun = number
+        if block or not is_blank:
+            block.append(line)
+    if block:
+        yield f"line {begun}", {"text": "\n".join(block).rstrip("\n")}
+
+
+def _text_lines(flag: str, file: Path) -> Iterator[str]:
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
+            except UnicodeDecodeError as error:
+                raise ExpertMeshError(f"{flag} {file}: line {number} is not UTF-8 text: {error}") from error
+
+
+READERS: dict[str, Callable[[str, Path], Iterator[PlacedRow]]] = {
+    ".jsonl": _json_rows,
+    ".json": _json_rows,
+    ".ndjson": _json_rows,
+    ".parquet": _parquet_rows,
+    ".csv": _csv_rows,
+    ".tsv": _csv_rows,
+}
+KINDS = (*READERS, ".txt")

@@ -1,0 +1,86 @@
+"""The order in which ranks see the sequences.
+
+Which sequences make up global batch n depends on the seed and the global batch size alone, never on how many ranks or
+accumulation steps they are distributed over.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# transformers' LengthGroupedSampler sorts by length within as many batches
+_GROUPED_BATCHES = 50
+
+
+@dataclass(frozen=True, eq=False)
+class DataOrder:
+    """Which sequences each step sees, and in it each reader and each micro-batch.
+
+    Attributes:
+        num_rows: sequences in the data set.
+        num_readers, per_device, accumulation: how a global batch is distributed. A reader is a rank, or a
+            context-parallel (CP) group.
+        seed: of the order; every epoch is a permutation of its own.
+        lengths: tokens of each sequence, to put sequences of like length into the same batch; None leaves the order
+            random.
+        sequences_per_step: of a global batch, where it is not as many as readers take in `accumulation` micro-batches.
+    """
+
+    num_rows: int
+    num_readers: int
+    per_device: int
+    accumulation: int
+    seed: int
+    lengths: Tensor | None = None
+    sequences_per_step: int | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        if self.sequences_per_step is not None:
+            return self.sequences_per_step
+        return self.num_readers * self.per_device * self.accumulation
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.num_rows / self.global_batch_size)
+
+    def global_batch(self, step: int) -> list[int]:
+        """Numbers of the sequences of global batch `step`, from 0 on. The last of an epoch may be short; no sequence is
+        dropped."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self.global_batch_size
+        rows: list[int] = _epoch(self, epoch)[start : start + self.global_batch_size].tolist()
+        return rows
+
+    def micro_batches(self, step: int, reader: int) -> list[list[int]]:
+        """Numbers of the sequences of each micro-batch of a reader in a step: equally many micro-batches for all
+        readers, some perhaps empty."""
+        return share_out(self.global_batch(step), self.num_readers, self.per_device, reader)
+
+
+def share_out(rows: list[int], num_readers: int, per_device: int, reader: int) -> list[list[int]]:
+    """The sequences of each micro-batch of one reader: dealt out in turn, so that none gets two more than another."""
+    size = num_readers * per_device
+    return [rows[start : start + size][reader::num_readers] for start in range(0, len(rows), size)]
+
+
+@lru_cache(maxsize=2)
+def _epoch(order: DataOrder, epoch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(order.seed + epoch)
+    rows = torch.randperm(order.num_rows, generator=generator)
+    if order.lengths is None:
+        return rows
+    size = order.global_batch_size
+    groups = rows.split(size * _GROUPED_BATCHES)
+    by_length = [group[order.lengths[group].sort(descending=True, stable=True).indices] for group in groups]
+    batches = [batch for group in by_length for batch in group.split(size)]
+    # the short batch stays last, and the batch with the longest sequence of all comes first: what does not fit fails at
+    # once
+    whole = len(batches) if len(batches[-1]) == size else len(batches) - 1
+    mixed = torch.randperm(whole, generator=generator).tolist() + list(range(whole, len(batches)))
+    longest = max(range(whole), key=lambda b: int(order.lengths[batches[b]].max()), default=0)  # type: ignore[index]
+    mixed.insert(0, mixed.pop(mixed.index(longest)))
+    return torch.cat([batches[b] for b in mixed])

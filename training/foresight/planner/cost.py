@@ -1,0 +1,357 @@
+"""How long a step takes.
+
+Three things overlap, as on a GPU's streams: kernels, one after the other; all-to-alls, which kernels wait for where
+their rows are needed; and FSDP's gathering and reducing. A layer's kernels wait until its parameters are
+gathered. Before all of it comes the host, which calls every operator: where it is slower, it sets the pace.
+
+In a pipeline that is done for each stage, and its schedule run with the seconds of their forwards and backwards: a rank
+waits for the others.
+
+Left out: stragglers, data loading, and in a pipeline that different collectives meet on a link.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from expertmesh.sharding.pipeline.timeline import Costs
+from expertmesh.training.foresight.planner.hardware import Hardware
+from expertmesh.training.foresight.planner.measured import MeasuredRange
+from expertmesh.training.foresight.planner.pipelines import expert_spans, leaves_weights, pipeline_seconds
+from expertmesh.training.foresight.planner.setting import Setting
+from expertmesh.training.foresight.planner.step_order import ROOT, Act, Name, PlannedRun
+from expertmesh.training.foresight.planner.traffic import (
+    GroupName,
+    all_gather,
+    all_reduce,
+    group_of,
+    group_ranks,
+    ranks_a_node,
+    reduce_scatter,
+    share_away,
+    sharing,
+    stage_output,
+)
+
+LAUNCH = 2e-6
+"""Seconds between the end of one kernel and the start of the next on an H100, where the host is ahead (assumed)."""
+HOST = 5e-6
+"""Seconds that the host takes for an operator, views included (assumed)."""
+UNIT_CALLS = {"gather": (6, 0), "use": (2, 1), "reduce": (5, 1)}
+"""Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""
+CLIPPING_CALLS = 2
+"""For each parameter that is trained; those for all of them together are few."""
+UPDATE_CALLS = {"adamw_torch_fused": 0, "adamw_torch_8bit": 9, "adamw_bf16": 9, "muon": 21}
+"""The same, by optimizer."""
+SUMS = 3
+"""All-reduces of a few numbers among all ranks in a step: of tokens, of the loss, of the gradient norm."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of one rank, in a pipeline of the one that computes most.
+
+    Attributes:
+        matrices: kernels with matmuls.
+        elementwise: all others.
+        all_to_alls: waited for, and sums over all ranks.
+        sharding: all-gathers, reduce-scatters and all-reduces in all.
+        exposed: the part of `sharding` that does not hide behind the three above.
+        update: clipping and the optimizer's step.
+        host: what the host takes to call all operators.
+        bubble: waited for other stages of a pipeline.
+    """
+
+    matrices: float
+    elementwise: float
+    all_to_alls: float
+    sharding: float
+    exposed: float
+    update: float
+    host: float
+    bubble: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Seconds of a step where the host is ahead."""
+        return self.matrices + self.elementwise + self.all_to_alls + self.exposed + self.update + self.bubble
+
+    @property
+    def total(self) -> float:
+        return max(self.device, self.host)
+
+
+class Clock:
+    """The time on a rank's streams.
+
+    Attributes:
+        now: time of the kernels' stream. computing, waiting: the parts of it for kernels, and for waiting for
+            all-to-alls and sums.
+        sharding: seconds of FSDP's collectives. exposed: the part of these that is waited for.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.computing = self.waiting = self.sharding = self.exposed = 0.0
+        self._free = 0.0
+        self._sent: dict[Hashable, deque[float]] = defaultdict(deque)
+
+    def kernel(self, seconds: float) -> None:
+        self.now += seconds
+        self.computing += seconds
+
+    def wait(self, seconds: float) -> None:
+        """Add a collective that kernels wait for at once."""
+        self.now += seconds
+        self.waiting += seconds
+
+    def send(self, ranks: Hashable, seconds: float) -> float:
+        """Queue an all-to-all that overlaps with kernels, behind earlier ones among these ranks; returns when it is
+        done."""
+        sent = self._sent[ranks]
+        done = max(self.now, sent[-1] if sent else 0.0) + seconds
+        sent.append(done)
+        return done
+
+    def arrive(self, ranks: Hashable) -> float:
+        """Wait for the oldest of these not yet waited for; returns for how long."""
+        waited = max(0.0, self._sent[ranks].popleft() - self.now)
+        self.waiting += waited
+        self.now += waited
+        return waited
+
+    def shard(self, seconds: float) -> float:
+        """Queue one of FSDP's collectives behind earlier ones; returns when it is done."""
+        self._free = max(self._free, self.now) + seconds
+        self.sharding += seconds
+        return self._free
+
+    def until(self, done: float) -> None:
+        """Let kernels wait for one of FSDP's collectives."""
+        self.exposed += max(0.0, done - self.now)
+        self.now = max(self.now, done)
+
+    def end(self) -> None:
+        """Wait until all is done."""
+        self.until(self._free)
+
+
+def kernel_seconds(flops: float, moved: float, rate: float, hardware: Hardware) -> float:
+    """Seconds of a kernel: of its matmuls, at `rate`, or of its memory traffic, whichever is longer, and its launch."""
+    return max(flops / rate, moved / (hardware.device.memory_bandwidth * hardware.memory_share)) + LAUNCH
+
+
+def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardware, gpus_per_node: int) -> float:
+    """Seconds of a collective in which each of `ranks` sends so many bytes: the slower of its links, and its messages'
+    latencies: n - 1 in a ring inside a node; across nodes the number of nodes less one, beside those inside; an
+    all-to-all sends all at once."""
+    away = share_away(kind, ranks, gpus_per_node)
+    inside, between = hardware.inside, hardware.between
+    transfer = max(
+        sent * (1 - away) / (inside.bandwidth * hardware.link_share),
+        sent * away / (between.bandwidth * hardware.link_share),
+    )
+    if kind in ("all-to-all", "send"):
+        return transfer + (between.latency if away > 0 else inside.latency)
+    here = ranks_a_node(ranks, gpus_per_node)
+    hops_between = -(-len(ranks) // here) - 1
+    rounds = 2 if kind == "all-reduce" else 1
+    return transfer + rounds * ((here - 1) * inside.latency + hops_between * between.latency)
+
+
+def step_time(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> StepTime:
+    """Seconds of a step, by what they are spent on. hardware: from `products_in`."""
+    stages = _stage_times(run, hardware, gpus_per_node)
+    ranks = [_rank_time(each, [stages[stage] for stage in each.stages], hardware) for each in run.by_pp_rank]
+    slowest = max(range(len(ranks)), key=lambda pp_rank: ranks[pp_rank].device)
+    time, update = ranks[slowest], max(each.update for each in ranks)
+    bubble = 0.0
+    if run.setting.pp_size > 1:
+        seconds = pipeline_seconds(run.setting, _costs(run, stages, hardware, gpus_per_node))
+        bubble = max(0.0, seconds - (time.device - time.update))
+    world = range(run.setting.world_size)
+    sums = SUMS * seconds_among("all-reduce", 0.0, world, hardware, gpus_per_node) if len(world) > 1 else 0.0
+    sums += _sharing_seconds(run, hardware, gpus_per_node)
+    return replace(time, all_to_alls=time.all_to_alls + sums, update=update, bubble=bubble)
+
+
+def _rank_time(run: PlannedRun, stages: "Sequence[_MicroStep]", hardware: Hardware) -> StepTime:
+    """Seconds of a step of one rank without what it waits for others."""
+    often = run.setting.accumulation
+    update_calls = (CLIPPING_CALLS + UPDATE_CALLS[run.setting.optimizer]) * sum(
+        unit.num_trained for unit in run.units.values()
+    )
+    clocks = [stage.clock for stage in stages]
+    return StepTime(
+        often * sum(stage.matrices for stage in stages),
+        often * sum(stage.clock.computing - stage.matrices for stage in stages),
+        often * sum(clock.waiting for clock in clocks),
+        often * sum(clock.sharding for clock in clocks),
+        often * sum(clock.exposed for clock in clocks),
+        _update_seconds(run, hardware, update_calls),
+        HOST * (often * sum(stage.calls for stage in stages) + update_calls),
+    )
+
+
+def _stage_times(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> "list[_MicroStep]":
+    """Forward and backward of one micro-batch, of every stage."""
+    found: dict[Hashable, _MicroStep] = {}
+    stages = []
+    for number, layers in enumerate(run.all_stages):
+        each = replace(run, pp_rank=number % run.setting.pp_size)
+        # stages of the same layers take as long
+        key = tuple(run.model.layers[layer] for layer in layers), number == 0, each.units[ROOT]
+        if key not in found:
+            found[key] = _MicroStep(each, number, hardware, gpus_per_node)
+        stages.append(found[key])
+    return stages
+
+
+def _costs(run: PlannedRun, stages: "Sequence[_MicroStep]", hardware: Hardware, gpus_per_node: int) -> Costs:
+    """What the timeline of a pipeline's schedule takes of each stage."""
+    ranks = group_ranks("pp", run.setting)
+    send = seconds_among("send", stage_output(run), ranks, hardware, gpus_per_node)
+    weights = [stage.weights for stage in stages]
+    return Costs(
+        [stage.forward for stage in stages],
+        [stage.backward - later for stage, later in zip(stages, weights, strict=True)],
+        weights,
+        send,
+    )
+
+
+def _sharing_seconds(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> float:
+    """Of adding up the gradients of parameters of which several pp indices have a copy."""
+    sent = sum(traffic.total for traffic in sharing(run))
+    ranks = group_ranks("pp", run.setting)
+    return seconds_among("all-reduce", sent, ranks, hardware, gpus_per_node) if sent else 0.0
+
+
+class _MicroStep:
+    """Forward and backward of one micro-batch of a stage on the clock.
+
+    Attributes:
+        forward, backward: seconds of each, in all. weights: the part of `backward` that a schedule may leave for later.
+    """
+
+    def __init__(self, run: PlannedRun, stage: int, hardware: Hardware, gpus_per_node: int):
+        self.run, self.stage = run, stage
+        self.hardware = hardware
+        self.gpus_per_node = gpus_per_node
+        self.rate = hardware.device.matrix * hardware.matrix_share
+        self.fp8_rate = hardware.device.fp8 * hardware.matrix_share
+        self.clock = Clock()
+        self.matrices = 0.0
+        self.calls = 0
+        self.done: dict[Name, float] = {}
+        self.known: dict[int, tuple[float, float]] = {}
+        forward, backward = run.acts_of(stage)
+        for act in forward:
+            self.do(act)
+        turn, calls = self.clock.now, self.calls
+        for act in backward:
+            self.do(act)
+        self.forward = max(turn, HOST * calls)
+        self.backward = max(self.clock.now - turn, HOST * (self.calls - calls))
+
+    @cached_property
+    def weights(self) -> float:
+        """A matmul for a weight's gradient has the FLOPs of its forward."""
+        if not leaves_weights(self.run):
+            return 0.0
+        spans = (span for layer in self.run.all_stages[self.stage] for span in expert_spans(self.run, layer))
+        return sum(self._seconds(stretch)[0] for span in spans for stretch in span.stretches)
+
+    def do(self, act: Act) -> None:
+        unit = self.run.units[act.unit]
+        each, a_parameter = UNIT_CALLS.get(act.doing, (0, 0))
+        self.calls += each + a_parameter * unit.num_parameters
+        match act.doing:
+            case "compute":
+                self._compute(act)
+            case "gather":
+                # cast to the compute dtype, then put at their place in the buffer
+                self._move(unit.stored + 3 * unit.computed if unit.ranks > 1 else 0)
+                sent = all_gather(unit)
+                self.done[act.unit] = self._shard("all-gather", sent, act.unit, unit.ranks)
+            case "use":
+                self.clock.until(self.done.pop(act.unit))
+                self._move(2 * unit.gathered if unit.ranks > 1 else unit.stored + unit.computed)
+            case "reduce":
+                c = self.run.setting.compute_bytes
+                self._move(unit.trained * unit.ranks * (c + 4))
+                self._shard("reduce-scatter", reduce_scatter(unit), act.unit, unit.ranks)
+                if unit.replicas > 1:
+                    self._shard("all-reduce", all_reduce(unit.replicas, 4 * unit.trained), None, unit.replicas)
+                if self.run.setting.accumulation > 1:
+                    self._move(3 * unit.gradient)
+                    self.calls += unit.num_trained
+            case "end":
+                self.clock.end()
+
+    def _compute(self, act: Act) -> None:
+        assert act.span is not None
+        self.calls += act.span.calls
+        for stretch in act.span.stretches:
+            products, others = self._seconds(stretch)
+            self.matrices += products
+            self.clock.kernel(products + others)
+            if stretch.then == "send":
+                self.clock.send(stretch.group, self._among("all-to-all", stretch.sent, stretch.group))
+            elif stretch.then == "arrive":
+                self.clock.arrive(stretch.group)
+            elif stretch.then == "exchange":
+                self.clock.wait(self._among("all-to-all", stretch.sent, stretch.group))
+
+    def _seconds(self, stretch: MeasuredRange) -> tuple[float, float]:
+        """Returns the seconds of kernels with matmuls, and of all others."""
+        # layers of one kind have theirs in common
+        if id(stretch) not in self.known:
+            products = others = 0.0
+            for flops, moved, is_fp8, times in stretch.kernels:
+                rate = self.fp8_rate if is_fp8 else self.rate
+                seconds = times * kernel_seconds(flops, moved, rate, self.hardware)
+                products, others = products + seconds * (flops > 0), others + seconds * (flops == 0)
+            self.known[id(stretch)] = (products, others)
+        return self.known[id(stretch)]
+
+    def _move(self, moved: float) -> None:
+        if moved:
+            self.clock.kernel(kernel_seconds(0.0, moved, self.rate, self.hardware))
+
+    def _shard(self, kind: str, sent: float, name: Name | None, ranks: int) -> float:
+        if ranks == 1 or sent == 0:
+            return self.clock.now
+        group: GroupName = "dp" if name is None else group_of(name, self.run.setting)
+        return self.clock.shard(self._among(kind, sent, group))
+
+    def _among(self, kind: str, sent: float, group: GroupName) -> float:
+        ranks = group_ranks(group, self.run.setting)
+        return seconds_among(kind, sent, ranks, self.hardware, self.gpus_per_node)
+
+
+def tokens_per_second(setting: Setting, seconds: float) -> float:
+    """Tokens per second of one rank; the pp indices share theirs."""
+    return setting.tokens * setting.accumulation / seconds / setting.pp_size
+
+
+def model_flops(run: PlannedRun) -> float:
+    """Operations of one rank's forward and backward that the model needs: without recomputation, as measured; in a
+    pipeline of the mean rank."""
+    kinds, root = run.measured.kinds, run.measured.root
+    needed = sum(
+        span.needed
+        for each in (root, *(kinds[kind] for kind in run.model.layers))
+        for span in each.forward + each.backward
+    )
+    return needed / run.setting.pp_size
+
+
+def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: int) -> float:
+    """Clipping reads gradients, then reads and writes them; the optimizer reads them, and reads and writes parameters
+    and state."""
+    units = run.units.values()
+    gradients, state = sum(unit.gradient for unit in units), sum(unit.state for unit in units)
+    # a trained parameter has its gradient's dtype
+    moved = 4 * gradients + 2 * gradients + 2 * state
+    return moved / (hardware.device.memory_bandwidth * hardware.memory_share) + kernels * LAUNCH

@@ -1,0 +1,49 @@
+"""The flags of `plan` and `rehearse` that say which GPUs a run is for."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.parser import flag_of
+from expertmesh.training.foresight.planner.hardware import DEVICES, LINKS, Hardware, load_measured, preset
+
+
+def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")
+    parser.add_argument("--gpu", default="H100", metavar="NAME", help=", ".join(DEVICES))
+    parser.add_argument(
+        "--gpu-memory", default="", metavar="SIZE", help="memory per GPU, as 80GiB (default: the GPU's own)"
+    )
+    parser.add_argument(
+        "--network", default="infiniband-ndr", metavar="NAME", help=f"between nodes: {', '.join(LINKS)}"
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="use the rates that `mesh --check --json FILE` measured, not --gpu's",
+    )
+
+
+def chosen_hardware(arguments: argparse.Namespace) -> Hardware:
+    """The preset, or the rates that were measured.
+
+    Raises:
+        ExpertMeshError: no such preset, or the file of rates will not do.
+    """
+    hardware = preset(arguments.gpu, arguments.network)
+    if arguments.calibrate is not None:
+        hardware = replace(load_measured(arguments.calibrate), name=f"rates of {arguments.calibrate}")
+    return hardware
+
+
+def check_positive(arguments: argparse.Namespace, *names: str) -> None:
+    """
+    Raises:
+        ExpertMeshError: one of these flags is below 1.
+    """
+    for name in names:
+        if getattr(arguments, name) < 1:
+            raise ExpertMeshError(f"{flag_of(name)} {getattr(arguments, name)}: must be 1 or more")

@@ -1,0 +1,225 @@
+"""What was measured of a model: plain figures, of which the planner composes steps.
+`training.foresight.rehearsal.measure` makes them; nothing here, and nothing of the planner, knows an architecture."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from expertmesh.moe import ParameterCounts
+from expertmesh.sharding.pipeline.balance import crossing
+from expertmesh.sharding.place.choices import Checkpointing
+
+Mark = Literal["start", "use experts", "leave experts", "reduce experts"]
+"""What comes before a span: nothing, or where FSDP's hooks on the layer's experts are called."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter before it is sharded.
+
+    Attributes:
+        rows, row: how many dim-0 rows, and elements of each; ranks hold rows.
+        stored, computed: bytes per element as stored, and in the compute dtype.
+        state: bytes of optimizer state per element.
+        is_trained: whether it has a gradient.
+        is_matrix: whether the optimizer works on it matrix by matrix (Muon); `matrix`: elements of the largest one.
+    """
+
+    rows: int
+    row: int
+    stored: int
+    computed: int
+    state: float
+    is_trained: bool
+    matrix: int = 0
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Parameters of one kind of decoder layer: those of its experts, of all ranks, and the others."""
+
+    dense: tuple[Parameter, ...]
+    experts: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """What a model consists of.
+
+    Attributes:
+        kinds: its kinds of decoder layers.
+        layers: the kind of each layer, an index of `kinds`.
+        root: what is in no decoder layer: embedding, last norm, head; and what a family keeps in fp32. root_names: of
+            these parameters.
+        buffers: bytes of them, on every rank.
+        num_experts, top_k: of its MoE layers.
+        counts: of parameters.
+    """
+
+    kinds: tuple[LayerParameters, ...]
+    layers: tuple[int, ...]
+    root: tuple[Parameter, ...]
+    buffers: int
+    num_experts: int
+    top_k: int
+    counts: ParameterCounts
+    root_names: tuple[str, ...]
+
+    def all(self) -> Iterable[Parameter]:
+        """Every parameter of every layer."""
+        for kind in self.layers:
+            yield from self.kinds[kind].dense
+            yield from self.kinds[kind].experts
+        yield from self.root
+
+
+@dataclass(frozen=True)
+class ModelCuts:
+    """Where a model can be cut into the stages of a pipeline (see `sharding.pipeline.survey`).
+
+    Attributes:
+        name: of its class.
+        flops: of a token's forward in each decoder layer, then after the last.
+        skips: (from, to) where layer `to` uses what layer `from` gave, other than the one before it.
+        root_places: where each of `ModelParameters.root` is used: in which layers, or after the last.
+    """
+
+    name: str
+    flops: tuple[float, ...]
+    skips: frozenset[tuple[int, int]]
+    root_places: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.flops) - 1
+
+    def uncuttable(self, cut: int) -> tuple[int, int] | None:
+        """The (from, to) that forbids to end a stage with layer `cut`; None if it can be the last one of its stage."""
+        return crossing(self.skips, cut)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one rank computes for a micro-batch: all that a layer's figures depend on.
+
+    Attributes:
+        micro_batch, seq_length: sequences, and tokens of each.
+        targets: tokens with a loss.
+        rows_received: by the experts of this rank, of whichever rank's tokens.
+        experts_gathered: whether FSDP gathers the experts' weights, in the compute dtype.
+        has_gradients: whether the experts' gradients, where FSDP does not reduce them, are there from an earlier one.
+        overlap_chunks: chunks of the overlapped all-to-alls.
+        cp_size: ranks of a context-parallel group: this one has a chunk of `seq_length` / `cp_size` tokens.
+        offload_activations: whether layers' inputs go to host memory.
+        keeps_casts: whether those experts keep their weights in the compute dtype.
+        device: "cuda" for a GPU's ways of computing, "cpu" for a CPU's.
+    """
+
+    micro_batch: int
+    seq_length: int
+    targets: int
+    bf16: bool
+    checkpointing: Checkpointing
+    ep_size: int
+    rows_received: int
+    overlap_chunks: int
+    cp_size: int
+    offload_activations: bool
+    experts_gathered: bool
+    has_gradients: bool
+    keeps_casts: bool
+    device: Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class MeasuredRange:
+    """Kernels, and what comes after them.
+
+    Attributes:
+        kernels: (FLOPs, bytes read and written, whether its matmuls are in fp8, how many alike).
+        then: an all-to-all that other kernels overlap ("send"), the wait for the oldest of these ("arrive"), or one
+            that is waited for at once ("exchange").
+        sent: bytes to others.
+        group: the group of ranks that take part.
+    """
+
+    kernels: tuple[tuple[float, int, bool, int], ...]
+    then: Literal["", "send", "arrive", "exchange"] = ""
+    sent: float = 0.0
+    group: Literal["ep", "cp"] = "ep"
+
+
+@dataclass(frozen=True)
+class MeasuredSpan:
+    """What is computed between two actions of FSDP.
+
+    Attributes:
+        mark: what FSDP does before.
+        peak, end: bytes of tensors at the most, and at the end, beside parameters.
+        when: what `peak` is the moment of.
+        stretches: what is computed, and sent over the ep ranks, in order.
+        calls: operators called by the host.
+        needed: FLOPs without recomputation.
+    """
+
+    mark: Mark
+    peak: int
+    end: int
+    when: str
+    stretches: tuple[MeasuredRange, ...]
+    calls: int
+    needed: float
+
+    @property
+    def kernels(self) -> Iterator[tuple[float, int, bool, int]]:
+        """Kernels of all stretches."""
+        return (kernel for stretch in self.stretches for kernel in stretch.kernels)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Forward and backward of a decoder layer, or of what is around all layers.
+
+    Attributes:
+        forward, backward: spans, in order; their bytes count from what is held before them. Those around all layers
+            have two each, before and after the layers.
+        kept: bytes from forward to backward, without what goes on to the next layer. Around all layers: while the
+            layers' forwards run.
+        kept_backward: around all layers, while the layers' backwards run.
+        carried: of a layer, bytes of what comes from the one before.
+    """
+
+    forward: tuple[MeasuredSpan, ...]
+    backward: tuple[MeasuredSpan, ...]
+    kept: int
+    kept_backward: int = 0
+    carried: int = 0
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """kinds: of decoder layers, as in `ModelParameters`. root: what is around them."""
+
+    kinds: tuple[Measured, ...]
+    root: Measured
+
+
+class Measure(Protocol):
+    """Gives the figures of one model under a workload; it may have them at hand."""
+
+    parameters: ModelParameters
+
+    def __call__(self, workload: Workload) -> MeasuredModel:
+        """
+        Raises:
+            ExpertMeshError: the model cannot compute this.
+        """
+        ...
+
+    def cuts(self) -> ModelCuts:
+        """Where the model can be cut into stages.
+
+        Raises:
+            ExpertMeshError: nowhere.
+        """
+        ...

@@ -1,0 +1,64 @@
+"""A pipeline's schedule in a setting, how long it takes, and what it sends."""
+
+from functools import cache
+
+from expertmesh.sharding.pipeline.schedule import Schedule, ScheduleName, make_schedule
+from expertmesh.sharding.pipeline.timeline import Costs, simulate
+from expertmesh.training.foresight.planner.measured import MeasuredSpan
+from expertmesh.training.foresight.planner.setting import Setting
+from expertmesh.training.foresight.planner.step_order import Name, PlannedRun
+
+STEADY = 3
+"""After so many rounds, of as many micro-batches as there are pp indices, each takes as long as the one before."""
+
+
+def schedule_of(setting: Setting, steady: bool = False) -> Schedule:
+    """The schedule of a step; with `steady` one of a few rounds, that has all that the complete one has at once."""
+    micro_batches = min(setting.accumulation, STEADY * setting.pp_size) if steady else setting.accumulation
+    return _schedule(setting.schedule, setting.pp_size, setting.chunks, micro_batches)
+
+
+@cache
+def _schedule(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int) -> Schedule:
+    return make_schedule(name, pp_size, chunks, micro_batches)
+
+
+def pipeline_seconds(setting: Setting, costs: Costs) -> float:
+    """Seconds from the first forward of a step to the last backward.
+
+    Of many rounds of micro-batches the later ones are alike: so many are left out, and added as often as there are.
+    """
+    pp_size = setting.pp_size
+    few = STEADY * pp_size + setting.accumulation % pp_size
+    if setting.accumulation <= few + pp_size:
+        return simulate(schedule_of(setting), costs).seconds
+    first, second = (
+        simulate(_schedule(setting.schedule, pp_size, setting.chunks, number), costs).seconds
+        for number in (few, few + pp_size)
+    )
+    return first + (setting.accumulation - few) // pp_size * (second - first)
+
+
+def queued_bytes(run: PlannedRun, stage: int) -> float:
+    """Bytes of what the experts' weight gradients are computed of, where that is left for later: the inputs and outputs
+    of their matmuls."""
+    if not leaves_weights(run):
+        return 0.0
+    kept = 0.0
+    for layer in run.all_stages[stage]:
+        kernels = (kernel for span in expert_spans(run, layer) for kernel in span.kernels)
+        moved = sum(times * moved for flops, moved, _, times in kernels if flops > 0)
+        experts = run.units.get(Name("experts", layer))
+        kept += max(0.0, moved - (0 if experts is None else experts.gathered))
+    return kept
+
+
+def leaves_weights(run: PlannedRun) -> bool:
+    """Whether the experts' weight gradients are computed later than the other ones."""
+    trained = [parameter.is_trained for kind in run.model.kinds for parameter in kind.experts]
+    return run.setting.schedule == "zero-bubble" and all(trained)
+
+
+def expert_spans(run: PlannedRun, layer: int) -> list[MeasuredSpan]:
+    """The forward of a layer's experts."""
+    return [span for span in run.measured.kinds[run.model.layers[layer]].forward if span.mark == "use experts"]

@@ -1,0 +1,263 @@
+"""Every way to run a model on a number of GPUs, best first."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any, get_args
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding.pipeline.schedule import ScheduleName
+from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.topology import DenseShard, divisors
+from expertmesh.training.foresight.planner.cost import StepTime, model_flops, step_time, tokens_per_second
+from expertmesh.training.foresight.planner.hardware import Hardware
+from expertmesh.training.foresight.planner.measured import Measure, ModelParameters
+from expertmesh.training.foresight.planner.peak_memory import Memory, peak
+from expertmesh.training.foresight.planner.setting import Setting
+from expertmesh.training.foresight.planner.step_order import planned_run
+from expertmesh.training.foresight.planner.traffic import Traffic, by_link, step_traffic
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+CHUNKS = (1, 2, 4)
+"""Stages of a pp index that are tried."""
+
+MOST_PP_RANKS = 32
+"""More are tried only when told."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """hardware: of each rank. gpus_per_node: ranks per node. memory: bytes that a rank may hold."""
+
+    hardware: Hardware
+    gpus_per_node: int
+    memory: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A setting with its forecast. when: the moment at which `memory` is what a rank holds. inside, between: bytes that
+    a rank sends in a step, by link. tokens_per_second: of one rank. flops: that the
+    model needs per step."""
+
+    setting: Setting
+    when: str
+    memory: Memory
+    traffic: tuple[Traffic, ...]
+    inside: float
+    between: float
+    time: StepTime
+    tokens_per_second: float
+    flops: float
+    fits: bool
+
+    def share_of_peak(self, hardware: Hardware) -> float:
+        """The model's FLOPs over those of the card in the time of the step: MFU."""
+        return self.flops / (self.time.total * hardware.device.matrix)
+
+    def as_json(self) -> dict[str, Any]:
+        s = self.setting
+        return {
+            "pp": s.pp_size,
+            "chunks": s.chunks,
+            "schedule": s.schedule,
+            "dp": s.dp_size,
+            "ep": s.ep_size,
+            "dense_shard": s.dense_shard,
+            "gradient_checkpointing": s.checkpointing,
+            "micro_batch": s.micro_batch,
+            "accumulation": s.accumulation,
+            "fits": self.fits,
+            "memory": {
+                **{name: round(n) for name, n in self.memory.terms().items()},
+                "total": round(self.memory.total),
+            },
+            "peak_at": self.when,
+            "bytes_a_step": {
+                f"{t.kind}, {t.what}, {t.group}": {"times": t.times, "bytes": round(t.total)} for t in self.traffic
+            },
+            "bytes_inside_node": round(self.inside),
+            "bytes_between_nodes": round(self.between),
+            "seconds": {**vars(self.time), "total": self.time.total},
+            "model_flops": self.flops,
+            "tokens_per_second_a_gpu": self.tokens_per_second,
+        }
+
+
+def forecast(measure: Measure, setting: Setting, cluster: Cluster) -> Plan:
+    """What one setting takes."""
+    run = planned_run(measure, setting)
+    most = peak(run)
+    # of a middle rank, which sends either way
+    traffic = tuple(step_traffic(replace(run, pp_rank=setting.pp_size // 2)))
+    time = step_time(run, cluster.hardware, cluster.gpus_per_node)
+    return Plan(
+        setting,
+        most.when,
+        most.memory,
+        traffic,
+        *by_link(traffic, setting, cluster.gpus_per_node),
+        time,
+        tokens_per_second(setting, time.total),
+        setting.accumulation * model_flops(run),
+        most.memory.total <= cluster.memory,
+    )
+
+
+def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -> list[Plan]:
+    """Forecasts of those settings that the model can compute. Of a pipeline that does not fit, larger micro-batches are
+    left out.
+
+    Raises:
+        ExpertMeshError: it can compute none of them; says why not the last.
+    """
+    plans, error, too_large = [], None, set()
+    for setting in settings:
+        layout = replace(setting, micro_batch=0, accumulation=0)
+        if layout in too_large:
+            continue
+        try:
+            plans.append(forecast(measure, setting, cluster))
+        except ExpertMeshError as raised:
+            error = raised
+            continue
+        if setting.pp_size > 1 and not plans[-1].fits:
+            too_large.add(layout)
+    if not plans and error is not None:
+        raise error
+    return plans
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a search tries.
+
+    Attributes:
+        micro_batches: sequences per micro-batch.
+        global_batch: sequences per step, of which each layout's number of micro-batches follows; None: that is the
+            base setting's.
+        pp_size, chunks: None: several. schedule: None: 1f1b, and interleaved with several chunks.
+    """
+
+    micro_batches: Sequence[int]
+    global_batch: int | None = None
+    pp_size: int | None = 1
+    chunks: int | None = None
+    schedule: ScheduleName | None = None
+
+
+def settings(model: ModelParameters, base: Setting, tried: Tried, gpus_per_node: int) -> Iterable[Setting]:
+    """All parallel layouts of `base`'s ranks that this model can have. All-to-alls are cut into as many chunks as
+    `base` says, or as a rank has experts."""
+    ends = min(tried.micro_batches), max(tried.micro_batches)
+    for pipeline in _pipelines(base, tried, len(model.layers)):
+        for ep_size in divisors(model.num_experts):
+            ranks = pipeline.ranks_per_stage
+            if ranks % ep_size or ranks % base.cp_size:
+                continue
+            if tried.pp_size is None and pipeline.pp_size > 1 and gpus_per_node < ep_size < ranks:
+                # a pipeline is what spares the links between nodes, or lets an ep group be all of its stage
+                continue
+            # with one replica, or one rank a replica's shard, the two are the same or no sharding at all
+            is_choice = 1 < ep_size < ranks
+            for dense_shard in get_args(DenseShard) if is_choice else ("full",):
+                for checkpointing in get_args(Checkpointing):
+                    # what lies between the smallest and the largest mostly follows from these
+                    for micro_batch in sorted(tried.micro_batches, key=lambda n: (n not in ends, n)):
+                        setting = replace(
+                            pipeline,
+                            ep_size=ep_size,
+                            overlap_chunks=1
+                            if ep_size == 1
+                            else min(base.overlap_chunks, model.num_experts // ep_size),
+                            dense_shard=dense_shard,
+                            checkpointing=checkpointing,
+                            keep_expert_products=base.keep_expert_products if checkpointing == "selective" else 0,
+                            offload_activations=base.offload_activations and checkpointing != "none",
+                            micro_batch=micro_batch,
+                        )
+                        yield from _with_accumulation(setting, tried)
+
+
+def _pipelines(base: Setting, tried: Tried, num_layers: int) -> Iterable[Setting]:
+    """The base setting with each pipeline that is tried."""
+    told = tried.pp_size is not None
+    for pp_size in [tried.pp_size] if tried.pp_size is not None else divisors(base.world_size):
+        if pp_size == 1:
+            yield base
+            continue
+        for chunks in CHUNKS if tried.chunks is None else [tried.chunks]:
+            if not told and (pp_size > MOST_PP_RANKS or pp_size * chunks > num_layers):
+                continue
+            if (tried.schedule, chunks > 1) in (("1f1b", True), ("interleaved", False)):
+                continue
+            schedule = tried.schedule or ("1f1b" if chunks == 1 else "interleaved")
+            yield replace(base, pp_size=pp_size, chunks=chunks, schedule=schedule)
+
+
+def _with_accumulation(setting: Setting, tried: Tried) -> Iterable[Setting]:
+    """The setting with its number of micro-batches; none where a pipeline has fewer than ranks, unless it was told."""
+    accumulation = setting.accumulation
+    if tried.global_batch is not None:
+        accumulation = ceil(tried.global_batch / (setting.topology.data_size * setting.micro_batch))
+    if setting.pp_size <= accumulation or tried.pp_size is not None:
+        yield replace(setting, accumulation=accumulation)
+
+
+def search(measure: Measure, base: Setting, tried: Tried, cluster: Cluster) -> list[Plan]:
+    """Forecasts of all settings: those that fit first, by tokens per second, then the others by memory.
+
+    Raises:
+        ExpertMeshError: a number is not positive; or the model cannot be trained in any of them.
+    """
+    for flag, value in (("--gpus", base.world_size), ("--seq-length", base.seq_length), *_named(tried.micro_batches)):
+        if value < 1:
+            raise ExpertMeshError(f"{flag} {value}: must be 1 or more")
+    possible = settings(measure.parameters, base, tried, cluster.gpus_per_node)
+    plans = forecasts(measure, possible, cluster)
+    return sorted(plans, key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.memory.total))
+
+
+def _named(micro_batches: Sequence[int]) -> list[tuple[str, int]]:
+    return [("--micro-batch", n) for n in micro_batches]
+
+
+VARIANTS = ("EP within a node", "EP across nodes", "FSDP only")
+SWEPT = tuple(2**exponent for exponent in range(3, 13))
+"""Numbers of GPUs."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best of a variant at a number of GPUs; `plan` is the smallest there is where none fits."""
+
+    variant: str
+    world_size: int
+    plan: Plan
+
+
+def sweep(measure: Measure, base: Setting, micro_batches: Sequence[int], cluster: Cluster) -> list[Point]:
+    """From 8 to 4,096 GPUs: the best setting of each variant."""
+    points = []
+    for world_size in SWEPT:
+        world = replace(base, world_size=world_size)
+        for variant, across in zip(VARIANTS, (False, True, False), strict=True):
+            possible = [
+                replace(setting, ep_across_nodes=across)
+                for setting in settings(measure.parameters, world, Tried(micro_batches), cluster.gpus_per_node)
+                if _belongs(setting, variant, cluster.gpus_per_node)
+            ]
+            plans = forecasts(measure, possible, cluster)
+            if plans:
+                best = min(plans, key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.memory.total))
+                points.append(Point(variant, world.world_size, best))
+    return points
+
+
+def _belongs(setting: Setting, variant: str, gpus_per_node: int) -> bool:
+    if variant == "FSDP only":
+        return setting.ep_size == 1
+    if variant == "EP across nodes":
+        # as many nodes as the ep group has ranks
+        return setting.ep_size > 1 and setting.dp_size >= gpus_per_node
+    return 1 < setting.ep_size <= gpus_per_node

@@ -1,0 +1,131 @@
+"""How a model is trained: all that memory, traffic and time depend on beside the model itself."""
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal
+
+from expertmesh.sharding.pipeline.schedule import ScheduleName
+from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.topology import DenseShard, Topology
+from expertmesh.training.foresight.planner.measured import ModelParameters, Workload
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run.
+
+    Attributes:
+        world_size, ep_size, dense_shard, pp_size: see `Topology`.
+        chunks: stages of a pp index.
+        schedule: the order of a pipeline's micro-batches (see `make_schedule`).
+        stage_layers: decoder layers of each stage; None: such that all take equally long.
+        micro_batch: sequences per micro-batch of a rank, or of its `cp_size` group, each of `seq_length` tokens; those
+            of all pp indices are the same.
+        accumulation: micro-batches per step.
+        checkpointing: what backward recomputes (see `sharding.place.recompute`).
+        bf16: whether forward and backward compute in bf16; else in fp32.
+        tf32: whether fp32 products are computed in TF32.
+        optimizer: see `training.config.train_config.Optimizer`.
+        reshard_after_forward: whether gathered parameters are freed between forward and backward.
+        overlap_chunks: chunks in which a layer's tokens are sent to their experts.
+        keep_expert_products: in how many layers selective checkpointing keeps the outputs of the first expert GEMMs;
+            what that takes is measured.
+        offload: parameters, gradients and optimizer state in host memory.
+        offload_activations: checkpointed layers' inputs in host memory.
+        imbalance: tokens of the busiest expert over the mean (`expert_load_max_over_mean` in metrics.jsonl). Memory and
+            time go by the busiest rank.
+        trained: share of the tokens that have a loss.
+        device: "cuda" with nccl, or "cpu" with gloo.
+        ep_across_nodes: whether neighbouring ranks are replicas, and those of an ep group dp_size apart. No run has
+            that layout; a sweep asks what it would cost.
+    """
+
+    world_size: int
+    ep_size: int
+    dense_shard: DenseShard = "full"
+    micro_batch: int = 1
+    seq_length: int = 4096
+    accumulation: int = 1
+    checkpointing: Checkpointing = "none"
+    bf16: bool = True
+    tf32: bool = False
+    optimizer: str = "adamw_torch_fused"
+    reshard_after_forward: bool = True
+    cp_size: int = 1
+    overlap_chunks: int = 1
+    keep_expert_products: int = 0
+    offload: bool = False
+    offload_activations: bool = False
+    imbalance: float = 1.0
+    trained: float = 1.0
+    device: Literal["cuda", "cpu"] = "cuda"
+    ep_across_nodes: bool = False
+    pp_size: int = 1
+    chunks: int = 1
+    schedule: ScheduleName = "1f1b"
+    stage_layers: tuple[int, ...] | None = None
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.world_size, self.ep_size, self.dense_shard, self.cp_size, self.pp_size)
+
+    @property
+    def dp_size(self) -> int:
+        return self.topology.dp_size
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """The ranks of one pp index."""
+        return self.topology.ranks_per_stage
+
+    @property
+    def dense_ranks(self) -> int:
+        """Ranks over which non-expert parameters are sharded."""
+        return self.ep_size if self.dense_shard == "hybrid" else self.ranks_per_stage
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per micro-batch of a rank."""
+        return self.micro_batch * self.seq_length // self.cp_size
+
+    @property
+    def compute_bytes(self) -> int:
+        return 2 if self.bf16 else 4
+
+    @property
+    def experts_are_gathered(self) -> bool:
+        """Whether the experts are an FSDP unit, which makes copies: to gather them over dp, or to copy them from host
+        memory."""
+        return self.dp_size > 1 or self.offload
+
+    def workload(self, model: ModelParameters) -> Workload:
+        """What one rank computes for a micro-batch."""
+        own = not self.experts_are_gathered
+        is_cast = own and any(p.stored != p.computed for kind in model.kinds for p in kind.experts)
+        return Workload(
+            self.micro_batch,
+            self.seq_length,
+            round(self.tokens * self.trained),
+            self.bf16,
+            self.checkpointing,
+            self.ep_size,
+            self.rows_received(model.num_experts, model.top_k),
+            self.overlap_chunks,
+            self.cp_size,
+            self.offload_activations,
+            self.experts_are_gathered,
+            own and self.accumulation > 1,
+            is_cast and not self.reshard_after_forward,
+            self.device,
+        )
+
+    def rows_received(self, num_experts: int, top_k: int) -> int:
+        """Rows that the busiest rank's experts receive. As many as are sent where every expert is as busy as the mean.
+        What one expert has above it evens out among the e experts of a rank, as of independent quantities: by √e; among
+        all of them it vanishes.
+        """
+        if self.ep_size == 1:
+            return self.tokens * top_k
+        # rounded for one sequence, so that as many sequences have as many times its rows
+        rows = self.seq_length // self.cp_size * top_k
+        return self.micro_batch * round(rows * (1 + (self.imbalance - 1) / sqrt(num_experts / self.ep_size)))

@@ -1,0 +1,270 @@
+"""What a rank does in one forward and backward, in order: what it computes, and what FSDP gathers, frees and reduces
+meanwhile, as `sharding.place.parallelize` has it.
+
+The order is that of `torch/distributed/fsdp/_fully_shard` (`_fsdp_state.py`, `_fsdp_param_group.py`): a layer's forward
+and backward wait for its parameters, and begin to gather those of the next one; experts that are sharded over dp are a
+unit of their own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import chain
+from typing import Literal
+
+from expertmesh.sharding.pipeline.balance import cut_stages
+from expertmesh.training.foresight.planner.measured import (
+    Measure,
+    Measured,
+    MeasuredModel,
+    MeasuredSpan,
+    ModelCuts,
+    ModelParameters,
+    Parameter,
+)
+from expertmesh.training.foresight.planner.setting import Setting
+from expertmesh.training.foresight.planner.units import Unit, unit
+
+Doing = Literal["gather", "use", "let go", "reduce", "compute", "turn", "end"]
+"""gather: begin to bring a unit's parameters together. use: wait for that. let go: free them. reduce: free them, and
+sum their gradients up over ranks. compute: a span. turn: a forward of its own has ended: the model's, or that of
+experts which backward computes again. end: so has backward."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """Name of an FSDP unit: the root, a layer or a layer's experts."""
+
+    kind: Literal["root", "layer", "experts"]
+    layer: int = -1
+
+
+ROOT = Name("root")
+
+
+@dataclass(frozen=True)
+class Act:
+    """One action of a rank.
+
+    Attributes:
+        unit: what FSDP does it to.
+        in_forward: of "use", whether a forward waits, a recomputed one included.
+        span: what is computed; measured: of what it is a part; layer: in which layer, None around the layers.
+        is_backward: whether it is a part of backward.
+    """
+
+    doing: Doing
+    unit: Name = ROOT
+    in_forward: bool = False
+    span: MeasuredSpan | None = None
+    measured: Measured | None = None
+    layer: int | None = None
+    is_backward: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A model in a setting, with what was measured of it, as one pp index runs it.
+
+    cuts: where the model can be cut, if there is a pipeline. pp_rank: the pp index.
+    """
+
+    model: ModelParameters
+    measured: MeasuredModel
+    setting: Setting
+    cuts: ModelCuts | None = None
+    pp_rank: int = 0
+
+    @property
+    def by_pp_rank(self) -> "list[PlannedRun]":
+        """The run of each pp index."""
+        return [replace(self, pp_rank=pp_rank) for pp_rank in range(self.setting.pp_size)]
+
+    @property
+    def all_stages(self) -> tuple[range, ...]:
+        """The decoder layers of each stage, of all pp indices.
+
+        Raises:
+            ExpertMeshError: the model cannot be cut so.
+        """
+        s = self.setting
+        if s.pp_size == 1:
+            return (range(len(self.model.layers)),)
+        assert self.cuts is not None
+        return _cut_stages(self.cuts, s.pp_size, s.chunks, s.stage_layers)
+
+    @property
+    def stages(self) -> range:
+        """The stages of this pp index."""
+        return range(self.pp_rank, self.setting.pp_size * self.setting.chunks, self.setting.pp_size)
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The decoder layers of this pp index."""
+        return [layer for stage in self.stages for layer in self.all_stages[stage]]
+
+    @cached_property
+    def units(self) -> dict[Name, Unit]:
+        """All units of FSDP here, and the experts of each layer, whether they are one or not."""
+        s, model = self.setting, self.model
+        replicas = s.ranks_per_stage // s.dense_ranks
+        dense = [unit(kind.dense, s.dense_ranks, replicas) for kind in model.kinds]
+        experts = [unit(kind.experts, s.dp_size, 1, s.ep_size) for kind in model.kinds]
+        found = {ROOT: unit(self.root, s.dense_ranks, replicas)}
+        for layer in self.layers:
+            kind = model.layers[layer]
+            found[Name("layer", layer)] = dense[kind]
+            if model.kinds[kind].experts:
+                found[Name("experts", layer)] = experts[kind]
+        return found
+
+    @property
+    def root(self) -> list[Parameter]:
+        """What is in no decoder layer, of which each stage that uses it has a copy."""
+        return [p for p, holders in zip(self.model.root, self.root_holders, strict=True) if self.pp_rank in holders]
+
+    @property
+    def root_holders(self) -> list[set[int]]:
+        """Of each parameter that is in no decoder layer, the pp indices that use it."""
+        if self.cuts is None:
+            return [{0} for _ in self.model.root]
+        stage_of = [stage for stage, layers in enumerate(self.all_stages) for _ in layers]
+        stage_of.append(stage_of[-1])
+        return [{stage_of[place] % self.setting.pp_size for place in places} for places in self.cuts.root_places]
+
+    def experts(self, layer: int) -> Name | None:
+        """The unit of a layer's experts, if there is one."""
+        name = Name("experts", layer)
+        return name if self.setting.experts_are_gathered and name in self.units else None
+
+    def of_layer(self, layer: int) -> list[Name]:
+        """The units in a layer."""
+        experts = self.experts(layer)
+        return [Name("layer", layer), *([] if experts is None else [experts])]
+
+    @cached_property
+    def acts(self) -> tuple[Act, ...]:
+        """Actions of one forward and backward of all stages here. What FSDP has done already is no action."""
+        return tuple(chain.from_iterable(chain(*self.acts_of(stage)) for stage in self.stages))
+
+    def acts_of(self, stage: int) -> tuple[list[Act], list[Act]]:
+        """The same, of the forward and of the backward of one stage."""
+        order = _Order(self, stage)
+        return list(order.forward()), list(order.backward())
+
+
+def planned_run(measure: Measure, setting: Setting) -> PlannedRun:
+    """A setting with all that is measured for it.
+
+    Raises:
+        ExpertMeshError: the model cannot compute it, or not be cut into stages.
+    """
+    measured = measure(setting.workload(measure.parameters))
+    return PlannedRun(measure.parameters, measured, setting, measure.cuts() if setting.pp_size > 1 else None)
+
+
+@cache
+def _cut_stages(cuts: ModelCuts, pp_size: int, chunks: int, layers: tuple[int, ...] | None) -> tuple[range, ...]:
+    return cut_stages(cuts, pp_size, chunks, layers)
+
+
+class _Order:
+    """The actions of one stage. The code around the layers runs on all: its part before them is taken to be as large
+    on each, its part after them is the last one's."""
+
+    def __init__(self, run: PlannedRun, stage: int):
+        self.run = run
+        self.layers = run.all_stages[stage]
+        self.is_first, self.is_last = stage == 0, stage == len(run.all_stages) - 1
+        self.where: dict[Name, Literal["coming", "there"]] = {}
+        # on a CPU nothing is gathered ahead but what FSDP does by itself
+        self.is_gpu = run.setting.device == "cuda"
+        self.forward_order = [name for layer in self.layers for name in reversed(run.of_layer(layer))]
+
+    def _of_layer(self, layer: int) -> list[Name]:
+        """The units in a layer, if the stage has it."""
+        return self.run.of_layer(layer) if layer in self.layers else []
+
+    def forward(self) -> Iterator[Act]:
+        run = self.run
+        root, kinds = run.measured.root, run.measured.kinds
+        keeps = not run.setting.reshard_after_forward
+        yield from self._use(ROOT, True)
+        if self.is_gpu:
+            yield from self._gather(self._of_layer(self.layers[0]))
+        yield Act("compute", span=root.forward[0], measured=root)
+        for layer in self.layers:
+            own, experts = Name("layer", layer), run.experts(layer)
+            yield from self._use(own, True)
+            if self.is_gpu:
+                yield from self._gather(self._of_layer(layer + 1))
+            measured = kinds[run.model.layers[layer]]
+            for span in measured.forward:
+                if experts is not None and span.mark == "use experts":
+                    yield from self._use(experts, True)
+                elif experts is not None and span.mark == "leave experts" and not keeps:
+                    yield from self._let_go(experts)
+                yield Act("compute", span=span, measured=measured, layer=layer)
+            if not keeps:
+                yield from self._let_go(own)
+        if self.is_last:
+            yield Act("compute", span=root.forward[1], measured=root)
+        yield Act("turn")
+
+    def backward(self) -> Iterator[Act]:
+        root = self.run.measured.root
+        yield from self._gather(self._of_layer(self.layers[-1]) if self.is_gpu else self.forward_order[-1:])
+        if self.is_last:
+            yield Act("compute", span=root.backward[0], measured=root, is_backward=True)
+        for layer in reversed(self.layers):
+            yield from self._backward(layer)
+        if self.is_first:
+            yield Act("compute", span=root.backward[1], measured=root, is_backward=True)
+        yield from self._reduce(ROOT)
+        yield Act("end")
+
+    def _backward(self, layer: int) -> Iterator[Act]:
+        run = self.run
+        own, experts = Name("layer", layer), run.experts(layer)
+        measured = run.measured.kinds[run.model.layers[layer]]
+        yield from self._use(own, False)
+        yield from self._gather(self._of_layer(layer - 1) if self.is_gpu else self._before(own))
+        # a recomputed layer comes to its experts twice
+        uses = sum(span.mark == "use experts" for span in measured.backward)
+        for span in measured.backward:
+            if experts is not None and span.mark == "use experts":
+                uses -= 1
+                yield from self._use(experts, uses > 0)
+                if uses == 0 and not self.is_gpu:
+                    yield from self._gather(self._before(experts))
+            elif experts is not None and span.mark == "leave experts":
+                yield Act("turn")
+            elif experts is not None and span.mark == "reduce experts":
+                yield from self._reduce(experts)
+            yield Act("compute", span=span, measured=measured, layer=layer, is_backward=True)
+        yield from self._reduce(own)
+
+    def _before(self, name: Name) -> list[Name]:
+        """What was used before a unit in forward."""
+        index = self.forward_order.index(name)
+        return self.forward_order[max(index - 1, 0) : index]
+
+    def _gather(self, names: list[Name]) -> Iterator[Act]:
+        for name in names:
+            if name not in self.where:
+                self.where[name] = "coming"
+                yield Act("gather", name)
+
+    def _use(self, name: Name, in_forward: bool) -> Iterator[Act]:
+        yield from self._gather([name])
+        if self.where[name] == "coming":
+            self.where[name] = "there"
+            yield Act("use", name, in_forward)
+
+    def _let_go(self, name: Name) -> Iterator[Act]:
+        del self.where[name]
+        yield Act("let go", name)
+
+    def _reduce(self, name: Name) -> Iterator[Act]:
+        del self.where[name]
+        yield Act("reduce", name)

@@ -1,0 +1,169 @@
+"""What a rank sends in one step, in bytes: by collective, by group, and by link.
+
+Counted is what a rank has to send where n ranks take part: of an all-gather n - 1 times its shard; of a reduce-scatter
+(n - 1)/n of its input; of an all-reduce twice that; of an all-to-all what goes to others; of a stage's output all.
+
+Links: a ring's rank sends to the next one alone, and a node's k ranks of the group each begin a ring of their own (as
+nccl has it, a ring a network card), so of what each sends 1/k leaves the node. An all-to-all goes straight from rank to
+rank.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from expertmesh.training.foresight.planner.setting import Setting
+from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
+from expertmesh.training.foresight.planner.units import Unit, unit
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+GroupName = Literal["dp", "ep", "cp", "pp", "all", "world"]
+"""all: the ranks of a pp index. world: of all of them."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind that a step has.
+
+    what: that is sent. group: over which it goes. times: how often. sent: bytes that one rank sends, each time.
+    """
+
+    what: str
+    kind: Kind
+    group: GroupName
+    times: int
+    sent: float
+
+    @property
+    def total(self) -> float:
+        return self.times * self.sent
+
+
+def all_gather(unit: Unit) -> float:
+    return float((unit.ranks - 1) * unit.computed)
+
+
+def reduce_scatter(unit: Unit) -> float:
+    """Bytes that a rank sends in a reduce-scatter of a unit's gradients, in fp32."""
+    return float((unit.ranks - 1) * 4 * unit.trained)
+
+
+def all_reduce(ranks: int, size: float) -> float:
+    return 2 * (ranks - 1) / ranks * size
+
+
+def group_of(name: Name, setting: Setting) -> GroupName:
+    """The group over which a unit is sharded."""
+    if name.kind == "experts":
+        return "dp"
+    return "ep" if setting.dense_shard == "hybrid" else "all"
+
+
+def step_traffic(run: PlannedRun, balance: bool = False) -> list[Traffic]:
+    """Everything that `training.step.train_step` sends, but what sends nothing since its group is one rank.
+
+    Args:
+        balance: whether there is a balancing loss, pooled over layers, whose counts are added up over all ranks.
+    """
+    forwards, world = run.setting.accumulation, run.setting.world_size
+    everyone: GroupName = "all" if run.setting.pp_size == 1 else "world"
+    times: Counter[Traffic] = Counter()
+    for act in run.acts:
+        for traffic in _of_act(act, run):
+            times[traffic] += forwards
+    times[Traffic("layer outputs", "send", "pp", 1, stage_output(run))] = forwards * _sends(run)
+    times.update(sharing(run))
+    times[Traffic("token counts", "all-reduce", everyone, 1, all_reduce(world, forwards * 3 * 8))] = 1
+    times[Traffic("losses", "all-reduce", everyone, 1, all_reduce(world, 3 * 8))] = 1
+    times[Traffic("gradient norm", "all-reduce", everyone, 1, all_reduce(world, 8))] = 1
+    if balance:
+        counts = all_reduce(run.setting.ranks_per_stage, run.model.num_experts * 8)
+        times[Traffic("expert counts", "all-reduce", "all", 1, counts)] = forwards
+    return [replace(traffic, times=often) for traffic, often in times.items() if traffic.sent > 0 and often > 0]
+
+
+def stage_output(run: PlannedRun) -> float:
+    """Bytes of what a stage gives to the next one for a micro-batch, which are those of the gradient that comes back;
+    what the routers' losses travel with is left out."""
+    if run.setting.pp_size == 1:
+        return 0.0
+    return float(max(kind.carried for kind in run.measured.kinds))
+
+
+def _sends(run: PlannedRun) -> int:
+    """How often a rank sends a stage's output, or its gradient, for a micro-batch."""
+    last = len(run.all_stages) - 1
+    return sum((stage < last) + (stage > 0) for stage in run.stages)
+
+
+def sharing(run: PlannedRun) -> list[Traffic]:
+    """All-reduces of the gradients of parameters of which several pp indices, this one among them, have a copy."""
+    found = []
+    for parameter, holders in zip(run.model.root, run.root_holders, strict=True):
+        if parameter.is_trained and len(holders) > 1 and run.pp_rank in holders:
+            gradient = unit((parameter,), run.setting.dense_ranks).gradient
+            found.append(Traffic("shared parameters", "all-reduce", "pp", 1, all_reduce(len(holders), gradient)))
+    return found
+
+
+def _of_act(act: Act, run: PlannedRun) -> Iterator[Traffic]:
+    what = {"root": "embedding, LM head", "layer": "layers", "experts": "experts"}[act.unit.kind]
+    unit, group = run.units[act.unit], group_of(act.unit, run.setting)
+    if act.doing == "gather":
+        yield Traffic(what, "all-gather", group, 1, all_gather(unit))
+    elif act.doing == "reduce":
+        yield Traffic(what, "reduce-scatter", group, 1, reduce_scatter(unit))
+        yield Traffic(what, "all-reduce", "dp", 1, all_reduce(unit.replicas, 4 * unit.trained))
+    elif act.span is not None:
+        counts = 8 * run.model.num_experts * (1 - 1 / run.setting.ep_size)
+        for stretch in act.span.stretches:
+            if stretch.then in ("send", "exchange"):
+                of_ep = "counts" if stretch.sent == counts else "rows"
+                sent_what = "heads" if stretch.group == "cp" else of_ep
+                yield Traffic(sent_what, "all-to-all", stretch.group, 1, stretch.sent)
+
+
+def group_ranks(group: GroupName, setting: Setting) -> range:
+    """The ranks of rank 0's group: of a dp group every ep_size-th, of an ep or cp group neighbours, of a pp
+    group every `ranks_per_stage`-th (see `Topology`)."""
+    if group == "world":
+        return range(setting.world_size)
+    if group == "all":
+        return range(setting.ranks_per_stage)
+    if group == "pp":
+        return range(0, setting.world_size, setting.ranks_per_stage)
+    if group == "cp":
+        return range(setting.cp_size)
+    size, other = (setting.dp_size, setting.ep_size) if group == "dp" else (setting.ep_size, setting.dp_size)
+    are_neighbours = (group == "ep") != setting.ep_across_nodes
+    return range(size) if are_neighbours else range(0, setting.ranks_per_stage, other)
+
+
+@cache
+def ranks_a_node(ranks: Sequence[int], gpus_per_node: int) -> int:
+    """How many of a group's ranks share a node, where they are fewest."""
+    return min(Counter(rank // gpus_per_node for rank in ranks).values())
+
+
+def between_nodes(traffic: Traffic, setting: Setting, gpus_per_node: int) -> float:
+    """The fraction of it that leaves the node."""
+    return share_away(traffic.kind, group_ranks(traffic.group, setting), gpus_per_node)
+
+
+def share_away(kind: str, ranks: Sequence[int], gpus_per_node: int) -> float:
+    """The fraction of what a rank sends in a collective of `ranks` that leaves the node: to ranks on other nodes, or
+    round a ring; of what a stage sends, where any has to leave it."""
+    here = ranks_a_node(ranks, gpus_per_node)
+    if here == len(ranks):
+        return 0.0
+    if kind == "send":
+        return 1.0
+    return (len(ranks) - here) / (len(ranks) - 1) if kind == "all-to-all" else 1 / here
+
+
+def by_link(traffic: Sequence[Traffic], setting: Setting, gpus_per_node: int) -> tuple[float, float]:
+    """(bytes inside the node, bytes between nodes) that a rank sends in a step."""
+    away = sum(t.total * between_nodes(t, setting, gpus_per_node) for t in traffic)
+    return sum(t.total for t in traffic) - away, away

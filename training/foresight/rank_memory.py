@@ -1,0 +1,194 @@
+"""What a rank will hold, forecast before the weights are read, and what it did hold."""
+
+import os
+import resource
+import sys
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.checkpoints import ModelSource
+from expertmesh.moe import ExpertMeshError, KernelChoice
+from expertmesh.sharding import Ranks, Topology
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.foresight.planner.forecast_table import memory_terms
+from expertmesh.training.foresight.planner.peak_memory import Memory, Peak, peak
+from expertmesh.training.foresight.rehearsal.planning import planned
+from expertmesh.training.inputs import Inputs
+
+NEAR = 0.9
+"""From this share of the memory on, a forecast that fits comes with a warning."""
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A rank's memory in bytes.
+
+    Attributes:
+        when: the moment of a step at which `memory` is what it holds.
+        memory: by terms.
+        least: the peak of what any batch needs, however short.
+        before: what the process holds before its model is made; 0 on a GPU.
+        available: what it may hold, `before` included.
+    """
+
+    when: str
+    memory: Memory
+    least: Memory
+    before: float
+    available: float
+
+    @property
+    def total(self) -> float:
+        return self.memory.total + self.before
+
+    def lines(self) -> list[str]:
+        """The terms, and a warning where it will be close."""
+        before = f", on top of the {self.before / 2**30:,.2f} GiB that the process uses already" if self.before else ""
+        lines = [
+            f"memory per rank, forecast: {memory_terms(self.memory)}, in the {self.when}{before}; "
+            f"{self.available / 2**30:,.1f} GiB are available"
+        ]
+        if self.total > NEAR * self.available:
+            lines.append(
+                f"warning: that is {self.total / self.available:.0%} of the memory; "
+                "--gradient-checkpointing, a larger --ep-size, smaller micro-batches or shorter sequences reduce it"
+            )
+        return lines
+
+    def check(self, world_size: int) -> None:
+        """
+        Raises:
+            ExpertMeshError: what any batch needs, however short, does not fit.
+        """
+        m = self.least
+        needed = m.lasting + m.gathered + self.before
+        if needed <= self.available:
+            return
+        terms = {"parameters": m.parameters, "gradients": m.gradients, "optimizer state": m.optimizer}
+        terms |= {"gathered layers": m.gathered, "the process itself": self.before}
+        said = " + ".join(f"{name} {n / 2**30:,.1f}" for name, n in terms.items() if n)
+        # the gathered layers are as large on any number of ranks
+        room = max(self.available - self.before - m.gathered, 1.0)
+        raise ExpertMeshError(
+            f"--model does not fit: {said} = {needed / 2**30:,.1f} GiB per rank, of "
+            f"{self.available / 2**30:,.1f} GiB available; use {ceil(m.lasting * world_size / room)} ranks or more, "
+            "--optim adamw_torch_8bit or adamw_bf16, or --offload; --force tries anyway"
+        )
+
+
+@dataclass(frozen=True)
+class NoForecast:
+    """why: there is none."""
+
+    why: str
+
+    def lines(self) -> list[str]:
+        return [f"memory per rank: no forecast: {self.why}"]
+
+    def check(self, world_size: int) -> None:
+        """Accept: what is not known is not refused."""
+
+
+def forecast(
+    source: ModelSource, topology: Topology, kernel: KernelChoice, config: TrainConfig, inputs: Inputs, ranks: Ranks
+) -> Forecast | NoForecast:
+    """Forecast the memory of the rank that holds the most, for sequences as long as the longest (packed ones:
+    --max-seq-length). Rank 0 measures the model for all; all ranks call it together."""
+    told: list[Any] = [None]
+    if ranks.rank == 0:
+        try:
+            told = [_peak(source, topology, kernel, config, inputs, ranks)]
+        except Exception as error:  # a run does not depend on it: what cannot be measured may still be trained
+            told = [" ".join(f"{type(error).__name__}: {error}".split())[:200]]
+    dist.broadcast_object_list(told, src=0)
+    (found,) = told
+    if isinstance(found, str):
+        return NoForecast(found)
+    before = 0 if ranks.device.type == "cuda" else resident()
+    return Forecast(found.when, found.memory, found.least, before, available_memory(ranks.device, before))
+
+
+def _peak(
+    source: ModelSource, topology: Topology, kernel: KernelChoice, config: TrainConfig, inputs: Inputs, ranks: Ranks
+) -> Peak:
+    rows = inputs.training
+    longest = 2 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())
+    trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
+    # MegaBlocks' kernels run on GPUs alone; torch's grouped ones keep as much, but for the product in the activation
+    name = "torch-grouped" if kernel.name.startswith("megablocks") else kernel.name
+    if kernel.name == "fp8":
+        # which --expert-precision says
+        name = config.expert_kernel
+    flags = replace(config, expert_kernel=name)
+    device: Any = ranks.device.type
+    run = planned(flags, source.config, topology.world_size, device, seq_length=longest, trained=trained)
+    return peak(run)
+
+
+def beside(forecast: Forecast | NoForecast, measured: float) -> str:
+    """What was measured, in bytes, next to what was forecast, in a line."""
+    told = f"memory per rank: peak {measured / 2**30:,.2f} GiB measured"
+    if isinstance(forecast, NoForecast):
+        return told
+    before = f" ({forecast.before / 2**30:,.2f} of them before the model was made)" if forecast.before else ""
+    return f"{told}, {forecast.total / 2**30:,.2f} GiB forecast{before}"
+
+
+def available_memory(device: torch.device, before: float) -> float:
+    """Bytes that this rank may hold: on a GPU all of its memory; on a host what is free there (or under the limit of
+    the process's cgroup), divided among the node's ranks, and what the rank holds already."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    free = [n for n in (_host_free(), _cgroup_free()) if n is not None]
+    return before + min(free) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else float("inf")
+
+
+def _host_free() -> float | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _cgroup_free() -> float | None:
+    """Bytes free under the cgroup's limit; None without a limit. Page cache counts as free: it gives way."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, current = ((_CGROUP / name).read_text(encoding="utf-8").strip() for name in (limit, used))
+            stat = (_CGROUP / used).with_name("memory.stat").read_text(encoding="utf-8").split()
+            return None if most == "max" else float(most) - float(current) + float(stat[stat.index(cache) + 1])
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def resident() -> float:
+    """Bytes that this process holds in memory; where the system does not say, the most it ever held."""
+    try:
+        return float(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
+    except OSError:
+        return _most_resident()
+
+
+def _most_resident() -> float:
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+
+
+def measured_peak(device: torch.device) -> float:
+    """The most bytes that a rank has held since it started, of all ranks the largest: on a GPU what torch has allocated
+    there, else the process's resident memory. All ranks call it together."""
+    held = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _most_resident()
+    largest = torch.tensor(held, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)

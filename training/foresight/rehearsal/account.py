@@ -1,0 +1,120 @@
+"""All that a dry run tells of one rank, in figures."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.foresight.planner.cost import seconds_among
+from expertmesh.training.foresight.planner.hardware import Hardware
+from expertmesh.training.foresight.rehearsal.fit import Fit, fit
+from expertmesh.training.foresight.rehearsal.ledger import Ledger, ledger
+from expertmesh.training.foresight.rehearsal.peaks import PeakMemory
+from expertmesh.training.foresight.rehearsal.world import Rehearsed
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """Collectives of one operator in one group, of a whole step. group: its purpose. ranks: in it. times: calls.
+    sent: bytes to other ranks, of all calls. seconds: that they take."""
+
+    group: str
+    ranks: int
+    operator: str
+    times: int
+    sent: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The most that tensors hold in a phase, and where that is."""
+
+    phase: str
+    peak: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Account:
+    """Cost breakdown of one rank's step, memory in bytes. tokens: of all its micro-batches. layers: how many were run,
+    of how many. moments: by phase. sent: by seconds. mfu: of the card's rate."""
+
+    rank: int
+    forwards: int
+    tokens: int
+    layers: tuple[int, int]
+    parameters: int
+    memory: PeakMemory
+    fit: Fit
+    moments: Sequence[Moment]
+    sent: Sequence[SentBytes]
+    ledger: Ledger
+    mfu: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Bytes, seconds and FLOPs."""
+        memory = asdict(self.memory) | {"at": [[*place, size] for place, size in self.memory.at.items()]}
+        return asdict(self) | {
+            "memory": memory,
+            "fits": self.fit.is_enough,
+            "needed_bytes": self.fit.total,
+            "seconds": self.ledger.seconds,
+            "tokens_per_second": self.tokens / self.ledger.seconds,
+        }
+
+
+def account_of(
+    rehearsed: Rehearsed, config: TrainConfig, hardware: Hardware, world_size: int, gpus_per_node: int, rank: int
+) -> Account:
+    """The cost breakdown of a step of as many micro-batches as `config` asks for."""
+    forwards = config.micro_batches(world_size)
+    account = ledger(rehearsed, forwards, hardware, gpus_per_node)
+    events = rehearsed.step.events
+    layers = rehearsed.stack.stand_ins
+    return Account(
+        rank,
+        forwards,
+        forwards * rehearsed.tokens,
+        (len(set(layers)), len(layers)),
+        rehearsed.counts.total,
+        rehearsed.memory,
+        fit(rehearsed.memory, events, rehearsed.groups, hardware.device.memory, config.offload),
+        _moments(rehearsed.memory),
+        _sent(rehearsed, forwards, hardware, gpus_per_node),
+        account,
+        account.share_of_peak(hardware),
+    )
+
+
+def _moments(memory: PeakMemory) -> list[Moment]:
+    """Peaks by phase, of the last micro-batch that was run: those before hold no more."""
+    last = max(micro for _, micro, _ in memory.at if micro is not None)
+    moments: list[Moment] = []
+    for phase in ("forward", "recomputation", "backward", "optimizer step"):
+        in_layers = {
+            layer: size for (of, micro, layer), size in memory.at.items() if of == phase and micro in (last, None)
+        }
+        for is_layer in (True, False):
+            sizes = {layer: size for layer, size in in_layers.items() if (layer is not None) == is_layer}
+            if sizes:
+                layer, size = max(sizes.items(), key=lambda item: item[1])
+                outside = "clipping, update" if phase == "optimizer step" else "outside of the layers"
+                moments.append(Moment(phase, size, f"layer {layer}" if is_layer else outside))
+    return moments
+
+
+def _sent(rehearsed: Rehearsed, forwards: int, hardware: Hardware, gpus_per_node: int) -> list[SentBytes]:
+    seen = 1 + max(event.micro for event in rehearsed.step.events if event.micro is not None)
+    often = {None: 1, 0: 1, seen - 1: forwards - seen + 1}
+    totals: defaultdict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for event in rehearsed.step.events:
+        if event.collective is None or len(event.ranks) == 1:
+            continue
+        seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
+        total = totals[rehearsed.groups[event.group], len(event.ranks), event.collective]
+        for place, more in enumerate((1, event.sent, seconds)):
+            total[place] += often[event.micro] * more
+    found = (SentBytes(*key, int(times), sent, seconds) for key, (times, sent, seconds) in totals.items())
+    return sorted(found, key=lambda sent: -sent.seconds)

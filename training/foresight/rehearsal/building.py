@@ -1,0 +1,63 @@
+"""A model as a run builds it, before it is sharded, on the meta device, without a checkpoint."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from expertmesh.moe import (
+    ExpertMeshError,
+    KernelChoice,
+    RopeScaling,
+    build_model,
+    check_rope,
+    with_rope_scaling,
+)
+from expertmesh.sharding import set_parameter_dtype
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.engine import assemble, kernel_of
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A model's config alone, in place of a directory with a checkpoint."""
+
+    config: Any
+    rope: RopeScaling | None
+
+    def build(self, attn_implementation: str) -> Any:
+        model = build_model(self.config, attn_implementation)
+        if self.rope is not None:
+            check_rope(model, self.rope)
+        return model
+
+
+def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal["cuda", "cpu"]) -> Any:
+    """What `train_ep.py` would build for these flags, with the kernels of a GPU or of a CPU.
+
+    Raises:
+        ExpertMeshError: the model cannot be built, or not trained with these flags.
+    """
+    source = _Config(with_rope_scaling(model_config, config.rope), config.rope)
+    # operators are what is recorded, not what a compiler makes of them
+    model = assemble(config, source, device_type, _kernel, _cross_entropy, compiles=False).model
+    if config.optim == "adamw_bf16" and config.adapter == "none" and source.config.dtype != torch.bfloat16:
+        # as a checkpoint of that dtype has them (see `checkpoints.load.hold_exactly`)
+        set_parameter_dtype(model, torch.float32, frozen_alone=True)
+    return model
+
+
+def _cross_entropy(asked: str, device_type: str) -> str:
+    """The cross-entropy to build: ours in place of liger-kernel's Triton kernel, which keeps as little."""
+    return "full" if asked == "full" else "chunked"
+
+
+def _kernel(config: TrainConfig, model: Any, device_type: str) -> KernelChoice:
+    """The expert kernel: for "auto" on a GPU what is chosen there from Hopper on, as this process cannot ask the
+    GPU."""
+    if config.expert_kernel == "auto" and config.bf16 and device_type == "cuda":
+        try:
+            return kernel_of(config, model, "cpu", "torch-grouped")
+        except ExpertMeshError:  # their widths do not suit it
+            pass
+    return kernel_of(config, model, "cpu")

@@ -1,0 +1,203 @@
+"""Cost breakdown of a recorded step by part: FLOPs, bytes moved, minimum traffic, and time at a card's rates."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from expertmesh.training.foresight.planner.cost import HOST, Clock, kernel_seconds, seconds_among
+from expertmesh.training.foresight.planner.hardware import Hardware
+from expertmesh.training.foresight.rehearsal.recorder import Event, Key, Recorder
+from expertmesh.training.foresight.rehearsal.world import Rehearsed
+
+Instance = tuple[str | None, int | None, str, int | None]
+"""Part, layer, phase and forward: what one fused kernel could do at best."""
+
+
+@dataclass
+class PartCost:
+    """Cost of one part of a step.
+
+    flops: computed; recomputed: of these, by activation checkpointing. moved: bytes read and written on the device;
+    enough: minimum traffic, those that enter and leave the part. kernels: launched. seconds: at the card's rates,
+    without collectives.
+    """
+
+    name: str
+    flops: float = 0.0
+    recomputed: float = 0.0
+    moved: float = 0.0
+    enough: float = 0.0
+    kernels: float = 0.0
+    sent: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Cost breakdown of a step of one rank.
+
+    parts: by time, the longest first. needed: FLOPs without recomputation. device: seconds of the whole step, if the
+    host is ahead. computing: of these, kernels. all_to_alls: waited for. sharding: FSDP's collectives in all;
+    exposed: the part of them that was waited for. host: seconds that the host needs to call all operators.
+    """
+
+    parts: list[PartCost]
+    needed: float
+    device: float
+    computing: float
+    all_to_alls: float
+    sharding: float
+    exposed: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step: the host's or the device's, whichever is longer."""
+        return max(self.device, self.host)
+
+    def share_of_peak(self, hardware: Hardware) -> float:
+        """The model's FLOPs over those of the card in bf16 in the time of the step: MFU, whatever computes in fp8."""
+        return self.needed / (self.seconds * hardware.device.matrix)
+
+
+def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: int) -> Ledger:
+    """The cost breakdown of a step of `micro` micro-batches, of which two at most were run: those after the first are
+    alike."""
+    events = rehearsed.step.events
+    seen = 1 + max(event.micro for event in events if event.micro is not None)
+    times = {None: 1, 0: 1, 1: micro - 1}
+    enough = _enough(rehearsed.recorder)
+    parts: dict[str, PartCost] = defaultdict(lambda: PartCost(""))
+    for event in events:
+        part, often = parts[event.place.part or "other"], times[event.micro]
+        part.name = event.place.part or "other"
+        part.flops += often * event.flops
+        part.recomputed += often * (event.flops - event.needed)
+        part.sent += often * event.sent
+        if event.collective is None and not event.waits:
+            part.moved += often * event.moved
+            part.kernels += often
+            part.seconds += often * event_seconds(event, hardware)
+    for (name, layer, _, number), size in enough.items():
+        parts[name or "other"].enough += times[number] * rehearsed.stack.times(layer) * size
+
+    clocks = [
+        timeline([e for e in events if e.micro == number], hardware, gpus_per_node)[0]
+        for number in (None, *range(seen))
+    ]
+    update, first, *later = (
+        (clock.now, clock.computing, clock.waiting, clock.sharding, clock.exposed) for clock in clocks
+    )
+    total = [a + b + (micro - 1) * c for a, b, c in zip(update, first, later[0] if later else first, strict=True)]
+    seconds, computing, all_to_alls, sharding, exposed = total
+    return Ledger(
+        sorted(parts.values(), key=lambda part: -part.seconds),
+        sum(times[event.micro] * event.needed for event in events),
+        seconds,
+        computing,
+        all_to_alls,
+        sharding,
+        exposed,
+        HOST * sum(times[number] * calls for number, calls in rehearsed.step.calls.items()),
+    )
+
+
+def event_seconds(event: Event, hardware: Hardware) -> float:
+    """Seconds of a kernel."""
+    rate = hardware.device.fp8 if event.is_fp8 else hardware.device.matrix
+    return kernel_seconds(event.flops, event.moved, rate * hardware.matrix_share, hardware)
+
+
+def _instance(event: Event) -> Instance:
+    return event.place.part, event.place.layer, event.phase, event.micro
+
+
+def _enough(recorder: Recorder) -> dict[Instance, float]:
+    """Minimum traffic in bytes, of each part of each layer: what comes from other parts, read once, and what other
+    parts read of it, written once.
+
+    What a part's backward reads of its own forward's results counts for no more than the forward's inputs, from which
+    it could be recomputed.
+    """
+    made_by: dict[Key, Instance] = {}
+    read_by: dict[Key, set[str | None]] = defaultdict(set)
+    sizes: dict[Key, int] = {}
+    enters: dict[Instance, dict[Key, int]] = defaultdict(dict)
+    of_forward: dict[Instance, dict[Key, int]] = defaultdict(dict)
+    for event in recorder.events:
+        here = _instance(event)
+        for key, size in event.reads.items():
+            maker = made_by.get(key)
+            read_by[key].add(here[0])
+            if maker is None or maker[0] != here[0]:
+                enters[here][key] = max(size, enters[here].get(key, 0))
+            elif maker != here:
+                of_forward[here][key] = max(size, of_forward[here].get(key, 0))
+        for key, size in event.writes.items():
+            made_by[key], sizes[key] = here, size
+    total: dict[Instance, float] = defaultdict(float)
+    for here, keys in enters.items():
+        part, layer, phase, number = here
+        total[here] += sum(keys.values())
+        if phase in ("backward", "recomputation"):
+            inputs = enters.get((part, layer, "forward", number), {})
+            again = sum(size for key, size in inputs.items() if key not in keys)
+            total[here] += min(sum(of_forward[here].values()), again)
+    lasting = recorder.lasting()
+    for key, here in made_by.items():
+        if read_by[key] - {here[0]} or (not read_by[key] and key in lasting):
+            total[here] += sizes[key]
+    return total
+
+
+@dataclass(frozen=True)
+class LedgerSpan:
+    """When an event begins and ends, in seconds. runs_beside: whether what follows overlaps with it."""
+
+    event: Event
+    runs_beside: bool
+    start: float
+    end: float
+
+
+def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> tuple[Clock, list[LedgerSpan]]:
+    """The clock at the end, and when each event is. A layer's kernels wait until its parameters are gathered, and where
+    rows are needed that are still being sent; the end for all. That streams take each other's bandwidth is left out."""
+    clock = Clock()
+    gathered: list[float] = []
+    spans: list[LedgerSpan] = []
+    for event in events:
+        seconds, runs_beside = 0.0, False
+        if event.waits:
+            seconds = clock.arrive(event.ranks)
+            end = clock.now
+        elif event.collective is None:
+            if "split_with_sizes_copy" in event.name and gathered:
+                clock.until(gathered.pop(0))
+            seconds = event_seconds(event, hardware)
+            clock.kernel(seconds)
+            end = clock.now
+        else:
+            seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
+            runs_beside = event.travels or event.collective in ("all-gather", "reduce-scatter")
+            if event.travels:
+                end = clock.send(event.ranks, seconds)
+            elif runs_beside:
+                end = clock.shard(seconds)
+            else:
+                clock.wait(seconds)
+                end = clock.now
+            if event.collective == "all-gather":
+                gathered.append(end)
+        spans.append(LedgerSpan(event, runs_beside, end - seconds, end))
+    clock.end()
+    return clock, spans
+
+
+def sums(parts: Iterable[PartCost]) -> PartCost:
+    """Sums over all parts."""
+    total = PartCost("all")
+    for part in parts:
+        for figure in fields(PartCost)[1:]:
+            setattr(total, figure.name, getattr(total, figure.name) + getattr(part, figure.name))
+    return total

@@ -1,0 +1,144 @@
+"""What a rank holds over a step: the peak by kind of memory, and of every layer and phase."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from expertmesh.sharding import local_tensor
+from expertmesh.training.foresight.rehearsal.live import LiveTensors
+from expertmesh.training.foresight.rehearsal.parts import LASTING
+from expertmesh.training.foresight.rehearsal.recorder import Change, Event, Maker, Recorder
+from expertmesh.training.foresight.rehearsal.repeated import WholeStep
+
+MemoryKind = Literal[
+    "parameters", "frozen parameters", "gradients", "optimizer state", "kept for backward", "gathered", "temporary"
+]
+"""gathered: what FSDP gathers, and gradients on their way to their ranks. kept for backward: what forward makes and
+backward frees. temporary: all else, buffers included."""
+
+Place = tuple[str, int | None, int | None]
+"""Phase, number of the forward, layer."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes of a rank's tensors, in any step after the first.
+
+    peak: the most bytes. when: where the step was then. kinds: the peak by kind. parameters: of these, all that the
+    model holds; trained: those of them that are trained. state: the optimizer's. at: the most at each place.
+    """
+
+    peak: int
+    when: str
+    kinds: Mapping[MemoryKind, int]
+    parameters: int
+    trained: int
+    state: int
+    at: Mapping[Place, int]
+
+
+def peak_memory(
+    step: WholeStep, kinds: Mapping[int, MemoryKind], model: Any, optimizer: torch.optim.Optimizer
+) -> PeakMemory:
+    """The peak of what was recorded. kinds: of its storages, from `kinds_of_storages`. The optimizer's state, which the
+    first update makes, counts from the start."""
+    parameters, state = [*model.parameters()], _bytes(_state(optimizer))
+    held: defaultdict[MemoryKind, int] = defaultdict(int, {"optimizer state": state})
+    total = peak = state
+    at_peak = dict(held)
+    when: Event | None = None
+    at: defaultdict[Place, int] = defaultdict(int)
+    most = 0
+    for entry in step.log:
+        if isinstance(entry, Event):
+            # what has changed since the event before belongs to this one
+            most = max(most, total)
+            place = (entry.phase, entry.micro, entry.place.layer)
+            at[place] = max(at[place], most)
+            if most == peak and when is None:
+                when = entry
+            most = 0
+        elif (kind := kinds.get(entry.storage)) is not None:
+            held[kind] += entry.more
+            total += entry.more
+            most = max(most, total)
+            if total > peak:
+                peak, at_peak, when = total, dict(held), None
+    return PeakMemory(
+        peak,
+        "the end" if when is None else when.told,
+        {kind: at_peak[kind] for kind in get_args(MemoryKind) if at_peak.get(kind)},
+        _bytes(parameters),
+        _bytes(p for p in parameters if p.requires_grad),
+        state,
+        dict(at),
+    )
+
+
+def kinds_over_time(
+    step: WholeStep, kinds: Mapping[int, MemoryKind], memory: PeakMemory
+) -> Iterator[dict[MemoryKind, int]]:
+    """At each event what is held, of each kind; one dict, which changes."""
+    held: defaultdict[MemoryKind, int] = defaultdict(int, {"optimizer state": memory.state})
+    for entry in step.log:
+        if isinstance(entry, Event):
+            yield held
+        elif (kind := kinds.get(entry.storage)) is not None:
+            held[kind] += entry.more
+
+
+def kinds_of_storages(
+    recorder: Recorder, live: LiveTensors, model: Any, optimizer: torch.optim.Optimizer
+) -> dict[int, MemoryKind]:
+    """Kinds of storages by number; without those that only a first step makes."""
+    freed_in = _phases_of_end(recorder)
+    kinds: dict[int, MemoryKind] = {
+        number: _kind(maker, freed_in.get(number)) for number, maker in recorder.makers.items()
+    }
+
+    def name(tensors: Iterable[Tensor], kind: MemoryKind) -> None:
+        kinds.update((number, kind) for tensor in tensors if (number := live.number(tensor)) is not None)
+
+    name(model.buffers(), "temporary")
+    name((p for p in model.parameters() if not p.requires_grad), "frozen parameters")
+    name((p for p in model.parameters() if p.requires_grad), "parameters")
+    name((p.grad for p in model.parameters() if p.grad is not None), "gradients")
+    return {
+        number: kind
+        for number, kind in kinds.items()
+        if number not in recorder.makers or recorder.makers[number].place.part != LASTING
+    }
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def _kind(maker: Maker, freed_in: str | None) -> MemoryKind:
+    if maker.place.part == "FSDP":
+        return "gathered"
+    return "kept for backward" if maker.phase == "forward" and freed_in == "backward" else "temporary"
+
+
+def _phases_of_end(recorder: Recorder) -> dict[int, str]:
+    """The phase in which each storage was last freed."""
+    sizes: defaultdict[int, int] = defaultdict(int)
+    ends: dict[int, str] = {}
+    phase = "forward"
+    for entry in recorder.log:
+        if isinstance(entry, Event):
+            phase = "backward" if entry.phase == "recomputation" else entry.phase
+        elif isinstance(entry, Change):
+            sizes[entry.storage] += entry.more
+            if sizes[entry.storage] == 0:
+                ends[entry.storage] = phase
+    return ends
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this rank's shards."""
+    return sum(local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors)

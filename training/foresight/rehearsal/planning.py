@@ -1,0 +1,67 @@
+"""A run's flags as the planner sees them."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.foresight.planner.setting import Setting
+from expertmesh.training.foresight.planner.step_order import PlannedRun, planned_run
+from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
+
+
+def setting_of(
+    config: TrainConfig, world_size: int, device: Literal["cuda", "cpu"] = "cuda", **changes: Any
+) -> Setting:
+    """The setting of a `train_ep.py` run with these flags on so many ranks.
+
+    Args:
+        changes: of the setting, what no flag says.
+    """
+    setting = Setting(
+        world_size,
+        config.ep_size,
+        config.dense_shard,
+        micro_batch=config.per_device_train_batch_size,
+        seq_length=config.max_seq_length,
+        accumulation=config.micro_batches(world_size),
+        checkpointing=config.gradient_checkpointing,
+        bf16=config.bf16,
+        tf32=config.tf32,
+        optimizer=config.optim,
+        reshard_after_forward=config.reshard_after_forward,
+        overlap_chunks=config.overlap_chunks,
+        cp_size=config.cp_size,
+        keep_expert_products=config.keep_expert_products,
+        # host memory is the device's own on a CPU
+        offload=config.offload and device == "cuda",
+        offload_activations=config.offload_activations and device == "cuda",
+        device=device,
+        pp_size=config.pp_size,
+        chunks=config.pipeline_chunks,
+        schedule=config.schedule_name,
+        stage_layers=None if config.layers_of_stages is None else tuple(config.layers_of_stages),
+    )
+    return replace(setting, **changes)
+
+
+def planned(
+    config: TrainConfig,
+    model_config: Any,
+    world_size: int,
+    device: Literal["cuda", "cpu"] = "cuda",
+    is_kept: bool = True,
+    **changes: Any,
+) -> PlannedRun:
+    """A run, with what was measured of its model.
+
+    Args:
+        is_kept: whether what is measured goes to the user's cache directory.
+
+    Raises:
+        ExpertMeshError: the model cannot be built, or not compute this.
+    """
+    measure = CachedMeasure(config, model_config.to_dict(), lambda: model_config, device, is_kept)
+    setting = setting_of(config, world_size, device, **changes)
+    run = planned_run(measure, setting)
+    measure.save()
+    return run

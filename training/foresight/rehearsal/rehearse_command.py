@@ -1,0 +1,161 @@
+"""Dry-run one rank of a training step on fake tensors, without GPUs: `python -m expertmesh.sharding rehearse`.
+
+The real code of one rank (build, shard, forward, backward, clipping, optimizer step) runs with tensors that hold no
+memory: no GPU is needed, and no weights. Says whether it fits, what memory is for and when it peaks, what is sent, how
+long a step would take, and what would fail. Every rate, and what NCCL and CUDA take, is assumed, and printed.
+"""
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.parser import Parser
+from expertmesh.moe.base.sizes import parse_size
+from expertmesh.moe.base.whole import whole
+from expertmesh.training.config.train_config import TrainConfig, parse_config
+from expertmesh.training.foresight.planner.hardware import Hardware, products_in
+from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
+from expertmesh.training.foresight.planner.model_config import read_config
+from expertmesh.training.foresight.rehearsal.told import Told, recorded, skewed
+
+_DESCRIPTION = """\
+Dry-run one rank on fake tensors, without GPUs. No weights are needed: --model
+is a directory with config.json, that file, or a hub id. The real code of a
+training step runs. Prints whether it fits, what memory is for and when it
+peaks, what is sent, how long a step would take, and what would fail. Rates, and
+what NCCL and CUDA take, are assumed."""
+
+_EPILOG = """\
+All options of train_ep.py are taken too; those that do not change a step have
+no effect.
+
+examples:
+  python -m expertmesh.sharding rehearse --model DIR --gpus 256 --ep-size 64
+  python -m expertmesh.sharding rehearse --config configs/mixtral_8x7b.yaml \\
+      --gpus 8 --timeline step.svg"""
+
+
+def build_parser() -> Parser:
+    """The parser of the flags that train_ep.py lacks."""
+    parser = Parser(
+        prog="python -m expertmesh.sharding rehearse",
+        usage="%(prog)s --model DIR [options]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+    )
+    add_hardware_flags(parser)
+    parser.add_argument("--rank", type=int, default=0, help="rank to run (default: 0)")
+    parser.add_argument(
+        "--ranks",
+        choices=["one", "all"],
+        default="one",
+        help="all: one rank of each kind (the first, the last, the most loaded), and whether their collectives match",
+    )
+    parser.add_argument(
+        "--imbalance", type=float, default=1.0, help="tokens routed to the most loaded rank, over the mean"
+    )
+    parser.add_argument(
+        "--routing", type=Path, metavar="FILE", help="instead: route as the last line of a run's metrics.jsonl"
+    )
+    parser.add_argument("--samples-per-row", type=int, default=8, help="with --packing: samples per sequence")
+    parser.add_argument("--every-layer", action="store_true", help="run all layers, also identical ones")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw memory and streams over the step, as SVG")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0; 1 where it does not fit.
+
+    Raises:
+        ExpertMeshError: a mistake in the flags, or what the dry run has found to fail.
+    """
+    arguments, rest = build_parser().parse_known_args(argv)
+    config = parse_config([*rest, "--dataset", "none"])
+    _check(arguments, config)
+    hardware = _hardware(arguments, config)
+    told = _told(arguments, config)
+    ranks = _ranks(arguments, config, told)
+    model_config, where = read_config(config.model)
+
+    # from here on torch is needed
+    from expertmesh.training.foresight.rehearsal.account import Account, account_of
+    from expertmesh.training.foresight.rehearsal.collective_order import Call, calls, check_order
+    from expertmesh.training.foresight.rehearsal.picture import draw
+    from expertmesh.training.foresight.rehearsal.tables import print_account
+    from expertmesh.training.foresight.rehearsal.world import rehearse
+
+    warnings.filterwarnings("ignore")
+    started = time.time()
+    accounts: list[Account] = []
+    orders: dict[int, list[Call]] = {}
+    for rank in ranks:
+        rehearsed = rehearse(config, model_config, arguments.gpus, rank, not arguments.every_layer, told)
+        account = account_of(rehearsed, config, hardware, arguments.gpus, arguments.gpus_per_node, rank)
+        accounts.append(account)
+        orders[rank] = calls(rehearsed.step.events)
+        if rank == ranks[0] and arguments.timeline is not None:
+            title = f"{where}, rank {rank} of {arguments.gpus}, {hardware.name}"
+            _write(arguments.timeline, draw(rehearsed, hardware, arguments.gpus_per_node, title))
+        del rehearsed
+    compared = check_order(orders)
+    largest = max(accounts, key=lambda account: account.fit.total)
+    if arguments.json:
+        print(json.dumps([account.as_json() for account in accounts], indent=1))
+        return 0 if largest.fit.is_enough else 1
+    print_account(largest, config, where, hardware, told, arguments.gpus)
+    if len(ranks) > 1:
+        totals = ", ".join(f"{account.rank}: {account.fit.total / 2**30:,.1f} GiB" for account in accounts)
+        print(f"ranks run: {totals}; shown: the largest. Their {compared:,} collectives have the same order.")
+    print(f"dry run took {time.time() - started:.0f} s")
+    return 0 if largest.fit.is_enough else 1
+
+
+def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
+    check_positive(arguments, "gpus", "gpus_per_node", "samples_per_row")
+    if not 0 <= arguments.rank < arguments.gpus:
+        raise ExpertMeshError(
+            f"--rank {arguments.rank}: of {arguments.gpus} GPUs the ranks are 0 to {arguments.gpus - 1}"
+        )
+    if arguments.routing is not None and arguments.imbalance != 1:
+        raise ExpertMeshError("--routing and --imbalance: both set where tokens go; give one of them")
+    if arguments.gpus % config.ep_size:
+        raise ExpertMeshError(f"--ep-size {config.ep_size} does not divide --gpus {arguments.gpus}")
+    if config.use_cpu:
+        raise ExpertMeshError("--use-cpu: a dry run models GPUs; leave it out")
+
+
+def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
+    """The hardware, with the rate of matmuls in the compute dtype, and the memory that was asked for."""
+    hardware = chosen_hardware(arguments)
+    if arguments.gpu_memory:
+        memory = parse_size("--gpu-memory", arguments.gpu_memory)
+        hardware = replace(hardware, device=replace(hardware.device, memory=memory))
+    return products_in(hardware, config.bf16, config.tf32, config.expert_precision == "fp8")
+
+
+def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:
+    if arguments.routing is not None:
+        return Told(arguments.samples_per_row, recorded(arguments.routing, config.ep_size))
+    # of several ranks the most loaded one is to be neither the first nor the last, where there are others
+    loaded = min(1, config.ep_size - 1) if arguments.ranks == "all" else arguments.rank % config.ep_size
+    return Told(arguments.samples_per_row, skewed(arguments.imbalance, config.ep_size, loaded))
+
+
+def _ranks(arguments: argparse.Namespace, config: TrainConfig, told: Told) -> list[int]:
+    if arguments.ranks == "one":
+        return [arguments.rank]
+    return list(dict.fromkeys([0, arguments.gpus - 1, *([told.most_loaded] if told.shares else [])]))
+
+
+def _write(file: Path, content: str) -> None:
+    try:
+        with whole(file) as partial:
+            partial.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ExpertMeshError(f"--timeline {file}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,305 @@
+"""Dry-runs one step of one rank of any world on fake tensors.
+
+What depends on data is given. Attention is a fused kernel's, as on a GPU.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from traceback import walk_tb
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import expertmesh.moe.dispatch.plain
+from expertmesh.moe import (
+    ExpertMeshError,
+    ParameterCounts,
+    count_parameters,
+    decoder_layers,
+    moe_layers,
+    moe_shape,
+    store_frozen,
+)
+from expertmesh.moe.experts.quantised import nf4_pairs
+from expertmesh.moe.kernels.gpu import rehearsing_gpu
+from expertmesh.moe.torch_private import FakeStore, ShardingPropagator
+from expertmesh.moe.transformers_private import never_tracing
+from expertmesh.sharding import CPGroup, Mesh, Topology, build_mesh, check_cp_size, check_ep_size, materialize
+from expertmesh.sharding.place.parallelize import parallelize
+from expertmesh.sharding.place.recompute import keep_products
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import Batch, SplitSequences
+from expertmesh.training.engine import compute_dtype
+from expertmesh.training.foresight.rehearsal.building import build_rehearsed
+from expertmesh.training.foresight.rehearsal.fake import FakeTensors
+from expertmesh.training.foresight.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
+from expertmesh.training.foresight.rehearsal.live import LiveTensors
+from expertmesh.training.foresight.rehearsal.parts import Parts
+from expertmesh.training.foresight.rehearsal.peaks import MemoryKind, PeakMemory, kinds_of_storages, peak_memory
+from expertmesh.training.foresight.rehearsal.recorder import Recorder, recording_triton, recording_waits
+from expertmesh.training.foresight.rehearsal.repeated import WholeStep, whole_step
+from expertmesh.training.foresight.rehearsal.shortened import Shortened
+from expertmesh.training.foresight.rehearsal.told import EVEN, Told
+from expertmesh.training.loss.balance import BiasUpdate, choose_balance
+from expertmesh.training.optim.low_bit import dynamic_map
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import train_step
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """step: what it has done, with two micro-batches at most. recorder: what of it was run, by `stack`. model,
+    optimizer: whose step it was. memory: the most that a rank's tensors hold. storages: what each is for. counts: of
+    its parameters. tokens, targets: of one micro-batch (see `Batch`). groups: the purpose of process groups, by name.
+    """
+
+    step: WholeStep
+    recorder: Recorder
+    stack: Stack
+    model: Any
+    optimizer: torch.optim.Optimizer
+    memory: PeakMemory
+    storages: dict[int, MemoryKind]
+    counts: ParameterCounts
+    tokens: int
+    targets: int
+    groups: dict[str, str]
+
+
+def rehearse(
+    config: TrainConfig,
+    model_config: Any,
+    world_size: int,
+    rank: int = 0,
+    shortened: bool = True,
+    told: Told = EVEN,
+) -> Rehearsed:
+    """Dry-run one step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
+    micro-batches at most, as all after the first are alike, and the update.
+
+    Every sequence is full, and all of its tokens are trained on.
+
+    Args:
+        shortened: run one layer for all that are like it, and repeat what it does; with the same outcome.
+
+    Raises:
+        ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
+    """
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        with rehearsing_gpu():
+            return _rehearse(config, model_config, world_size, shortened, told)
+    finally:
+        dist.destroy_process_group()
+
+
+def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: Told) -> Rehearsed:
+    model = build_rehearsed(config, model_config, "cuda")
+    counts = count_parameters(model)
+    balance = choose_balance(config, model, model_config)
+    check_ep_size(config.ep_size, world_size, moe_shape(model).num_experts)
+    if config.base_dtype in ("fp8", "nf4"):
+        store_frozen(model, config.base_dtype)
+    shares = _shares_by_layer(model, told)
+    # as `parallelize` will once more: layers that keep outputs of expert GEMMs are of another kind
+    keep_products(model, config.keep_expert_products)
+    kinds = list(zip(kinds_of_layers(model), shares, strict=True))
+    stack = shortened_stack(kinds) if shortened else whole_stack(kinds)
+    check_cp_size(config.cp_size, world_size)
+    mesh = build_mesh("cpu", Topology(world_size, config.ep_size, config.dense_shard, config.cp_size))
+    parallelize(model, mesh, compute_dtype(config), config.strategy)
+    # made once in a process: not of fake tensors
+    for signed in (True, False):
+        dynamic_map(signed, torch.device("cpu"))
+    nf4_pairs(torch.device("cpu"))
+    with FakeTensors() as fake:
+        materialize(model, torch.device("cpu"), config.offload)
+        optimizer = build_optimizer(model.train(), config, mesh)
+        recorder = Recorder(Parts(model))
+        # before FSDP's own, which begins to gather
+        model.register_forward_pre_hook(recorder.next_forward, prepend=True)
+        batch = _batch(config, mesh.cp_group, told, fake)
+        batches = [batch] * min(config.micro_batches(world_size), 2)
+        bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
+        live = LiveTensors([*model.parameters(), *model.buffers()], changed=recorder.changed)
+        short = Shortened(model, stack, recorder, live)
+
+        def at(doing: str) -> None:
+            if doing == "the gradient norm":
+                short.add_gradients()
+            recorder.moment(doing)
+
+        with (
+            _telling(config, batch.num_tokens * moe_shape(model).top_k, shares, recorder),
+            _leaving_out_shapes(live, recorder),
+            recording_triton(recorder),
+            recording_waits(recorder),
+            _naming_layers(recorder),
+            short,
+            live,
+            recorder,
+        ):
+            train_step(model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update, at)
+        step = whole_step(recorder, stack)
+        storages = kinds_of_storages(recorder, live, model, optimizer)
+        memory = peak_memory(step, storages, model, optimizer)
+    figures = (batch.num_tokens, batch.num_targets, _groups(mesh))
+    return Rehearsed(step, recorder, stack, model, optimizer, memory, storages, counts, *figures)
+
+
+def _shares_by_layer(model: Any, told: Told) -> list[tuple[float, ...]]:
+    """The fractions of each decoder layer; none for those without experts."""
+    shares: list[tuple[float, ...]] = []
+    number = 0
+    for layer in decoder_layers(model):
+        has_experts = bool(moe_layers(layer))
+        shares.append(told.of_layer(number) if has_experts else ())
+        number += has_experts
+    return shares
+
+
+def _groups(mesh: Mesh) -> dict[str, str]:
+    """The purpose of each process group, by its name; of several purposes, the one that has the most ranks."""
+    groups = {
+        mesh.exchange: "ep, tokens",
+        mesh.dp.get_group(): "dp",
+        mesh.ep.get_group(): "ep",
+        mesh.all_ranks.get_group(): "all ranks",
+        dist.group.WORLD: "all ranks",
+    }
+    if mesh.cp_group is not None and mesh.cp_group.ranks is not None:
+        groups[mesh.cp_group.ranks] = "cp, heads"
+    return {group.group_name: name for group, name in groups.items() if group is not None}
+
+
+@contextmanager
+def _naming_layers(recorder: Recorder) -> Iterator[None]:
+    """
+    Raises:
+        ExpertMeshError: an exception inside; it names where.
+    """
+    try:
+        yield
+    except ExpertMeshError:
+        raise
+    except Exception as error:
+        layer = "" if recorder.layer is None else f" of decoder layer {recorder.layer}"
+        where = f"{recorder.phase}{layer}{what_failed(error, recorder.parts)}"
+        raise ExpertMeshError(f"the dry run fails in the {where}") from error
+
+
+def what_failed(error: Exception, parts: Parts) -> str:
+    """The end of a sentence about an error: the module in which it was raised, if any, and its message."""
+    module = _innermost_module(error.__traceback__, parts)
+    return f"{module}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def _innermost_module(traceback: TracebackType | None, parts: Parts) -> str:
+    owners = (frame.f_locals.get("self") for frame, _ in walk_tb(traceback))
+    paths = [path for owner in owners if isinstance(owner, nn.Module) and (path := parts.paths.get(owner))]
+    return f", in {paths[-1]}" if paths else ""
+
+
+def _batch(config: TrainConfig, cp_group: CPGroup | None, told: Told, fake: FakeTensors) -> Batch:
+    """A batch in which all tokens but each sample's first have a loss; under context parallelism, this rank's chunk."""
+    rows, samples = config.per_device_train_batch_size, told.samples if config.packing else 1
+    length = config.max_seq_length // samples
+    if length < 2:
+        raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have no trained token")
+    here = -(-samples * length // config.cp_size)
+    tokens, targets = rows * here, rows * here - max(rows * samples // config.cp_size, 1)
+    shared = None
+    with fake:
+        tokens_BS = torch.zeros(rows, here, dtype=torch.int64)
+        positions_BS = torch.zeros_like(tokens_BS) if config.packing or cp_group is not None else None
+        index_N = torch.zeros(targets, dtype=torch.int64)
+        if cp_group is not None:
+            whole_BS = torch.zeros(rows, here * config.cp_size, dtype=torch.int64)
+            shared = SplitSequences(cp_group, whole_BS, config.packing)
+    padding = here * config.cp_size - samples * length
+    segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
+    return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, tokens, targets, (), shared)
+
+
+class Splits:
+    """Rows to and from each ep rank, by chunk."""
+
+    def __init__(self, sent: list[int], received: list[int], sizes: Sequence[int]):
+        self.rows = [
+            [list(part) for part in zip(*(_split(n, sizes) for n in rows), strict=True)] for rows in (sent, received)
+        ]
+
+    def tolist(self) -> list[list[list[int]]]:
+        return self.rows
+
+
+def _split(rows: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `rows`."""
+    ends = [round(rows * sum(shares[: number + 1]) / sum(shares)) for number in range(len(shares))]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+@contextmanager
+def _telling(config: TrainConfig, rows: int, shares: Sequence[tuple[float, ...]], recorder: Recorder) -> Iterator[None]:
+    """Within it, what depends on data or on a GPU is given."""
+    ep_size, ep_rank = config.ep_size, dist.get_rank() % config.ep_size
+
+    def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
+        assert recorder.layer is not None
+        sent = _split(rows, shares[recorder.layer] or (1.0,) * ep_size)
+        return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
+
+    with (
+        mock.patch.object(expertmesh.moe.dispatch.plain, "exchange_counts", told),
+        mock.patch.object(expertmesh.moe.dispatch.plain, "_wait_for_counts", return_value=None),
+        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
+        never_tracing(),
+    ):
+        yield
+
+
+@contextmanager
+def _leaving_out_shapes(live: LiveTensors, recorder: Recorder) -> Iterator[None]:
+    """Within it, the unsharded tensors are not recorded, without memory in any run, on which DTensor tries an operator
+    once to find out the shapes of its results."""
+    find_out = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        with live.paused(), recorder.paused():
+            return find_out(*args, **kwargs)
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", paused):
+        yield
+
+
+_sdpa = F.scaled_dot_product_attention
+
+
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    """`scaled_dot_product_attention`, by an operator that a GPU runs where attention is causal and has no mask.
+
+    Flash attention wants heads that are all as wide. Where values are narrower, as in multi-head latent attention, a
+    GPU has two others, memory-efficient attention and cuDNN's; torch's versions differ in which of them comes first and
+    in what cuDNN's takes. This is the first, which takes whatever is aligned; both hold as much.
+    """
+    dropout, scale = kwargs.get("dropout_p", 0.0), kwargs.get("scale")
+    out: Tensor
+    if kwargs.get("attn_mask") is not None or not kwargs.get("is_causal"):
+        return _sdpa(query, key, value, **kwargs)
+    if query.shape[-1] == value.shape[-1]:
+        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, scale=scale)[0]
+        return out
+    # it has no groups of queries that share a key, and reads 16 bytes at once
+    is_aligned = all(tensor.shape[-1] * tensor.element_size() % 16 == 0 for tensor in (query, key, value))
+    if query.shape[1] != key.shape[1] or not is_aligned:
+        return _sdpa(query, key, value, **kwargs)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out = efficient(query, key, value, None, torch.is_grad_enabled(), dropout, True, scale=scale)[0]
+    return out

@@ -1,0 +1,1 @@
+"""Norms and rotary positions in kernels of our own."""

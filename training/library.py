@@ -1,0 +1,60 @@
+"""`expertmesh.load`: a model on its ranks, for a training loop of one's own or transformers' Trainer."""
+
+from pathlib import Path
+from typing import Any
+
+from expertmesh.checkpoints import check_model, find_checkpoint, open_source, resolve_model, side_files
+from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding import collectives_limit, device_type, join_process_group, raise_together
+from expertmesh.training.change.cpu_matmuls import choose_matmul_libraries
+from expertmesh.training.change.determinism import compute_deterministically
+from expertmesh.training.change.tf32 import compute_in_tf32
+from expertmesh.training.config.train_config import make_config
+from expertmesh.training.engine import Engine
+
+
+def load(model: str, **settings: Any) -> Engine:
+    """Load a mixture-of-experts model onto this process's ranks, ready to be trained. All ranks call it together.
+
+    Under torchrun, or in a single process, a notebook's for example. Where there is no process group yet it joins one,
+    and leaves it when the process ends.
+
+    Example:
+        engine = expertmesh.load("DIR", ep_size=1, learning_rate=1e-5, max_steps=500)
+
+    Args:
+        model: directory of a Hugging Face checkpoint, or a hub id.
+        settings: the flags of `train_ep.py`, by their names with underscores (`train_ep.py --help` lists them);
+            `config` names a YAML file with others. Those of its data, loop and log, such as save_steps, are heeded by
+            its loop alone. With max_steps the learning rate follows the schedule; else it stays as it is. With resume,
+            the path of a training checkpoint or "auto", the engine resumes from there.
+
+    Raises:
+        ExpertMeshError: on all ranks, when a setting is invalid, or the model cannot be read or trained with them.
+    """
+    config = make_config({"model": str(model), **settings})
+    if config.max_steps < 0 and (config.warmup_steps or config.warmup_ratio):
+        raise ExpertMeshError("warmup_steps: the learning rate has no schedule without max_steps; give both")
+    check_model(config.model)
+    device = device_type(config.use_cpu)
+    if config.tf32:
+        compute_in_tf32(device)
+    if config.deterministic:
+        compute_deterministically()
+    ranks = join_process_group(config.use_cpu, collectives_limit(config.ddp_timeout))
+    with raise_together(patient=ranks):
+        source = open_source(resolve_model(config.model), config.rope)
+        side_files(source.path)
+    engine = Engine(config, source, ranks)
+    config = engine.config
+    choose_matmul_libraries(config, ranks)
+    resume_from: Path | None = None
+    if config.resume:
+        directory = Path(config.output_dir) / "checkpoints"
+        resume_from, _ = find_checkpoint(config.resume, directory, config.trust_checkpoint_owner)
+    engine.place(resume_from, config.ddp_timeout)
+    if config.max_steps >= 0:
+        engine.schedule(config.max_steps)
+    if resume_from is not None:
+        engine.load_state(resume_from)
+    return engine

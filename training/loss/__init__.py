@@ -1,0 +1,1 @@
+"""The loss, and the balance of experts."""

@@ -1,0 +1,147 @@
+"""How the experts' load is kept even: by auxiliary losses, or by moving a bias of the router's scores.
+
+Shape suffixes: L MoE layers, E experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.moe import ExpertMeshError, moe_layers
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.watch.routing_figures import Routing
+
+STEP_PART: StepPart = "optimizer step"
+
+BIAS_RATE = 0.001
+"""What DeepSeek-V3 was trained with (arXiv 2412.19437, 4.2)."""
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Coefficients of the auxiliary losses; 0 leaves one out.
+
+    balance_per_layer: whether each layer is balanced by itself, not all of them pooled.
+    """
+
+    balance: float
+    z: float
+    balance_per_layer: bool = False
+
+
+@dataclass(frozen=True)
+class Balance:
+    """weights: of the losses. origin: where the balancing loss's comes from, in words. bias_rate: by which the routers'
+    correction biases move each step; None where the model has none."""
+
+    weights: LossWeights
+    origin: str
+    bias_rate: float | None = None
+
+    def line(self) -> str:
+        """For a run's first lines."""
+        parts = [f"balancing loss {self.weights.balance:g} ({self.origin})"]
+        if self.weights.balance_per_layer:
+            parts.append("each layer separately")
+        if self.weights.z > 0:
+            parts.append(f"z-loss {self.weights.z:g}")
+        if self.bias_rate:
+            parts.append(f"router bias changes by {self.bias_rate:g} per step")
+        elif self.bias_rate is not None:
+            parts.append("router bias constant")
+        return "routers: " + ", ".join(parts)
+
+    def remedy(self) -> str:
+        """What to do about experts that are loaded unevenly."""
+        if self.bias_rate is not None:
+            if self.bias_rate == 0:
+                return f"update the router's bias, by --router-bias-update-rate {BIAS_RATE:g}"
+            return f"raise --router-bias-update-rate (now {self.bias_rate:g})"
+        if self.weights.balance == 0:
+            return "switch the balancing loss on, by --router-aux-loss-coef 0.02 say"
+        raised = f"raise --router-aux-loss-coef (now {self.weights.balance:g})"
+        # however high its coefficient, the pooled loss asks nothing of layers that make up for one another
+        per_layer = (
+            "" if self.weights.balance_per_layer else "balance each layer separately, by --router-aux-loss-per-layer, "
+        )
+        return per_layer + raised
+
+
+def choose_balance(config: TrainConfig, model: Any, model_config: Any) -> Balance:
+    """What was asked for; where nothing was, the balancing loss that transformers would add, and biases that stay.
+
+    Raises:
+        ExpertMeshError: transformers has no balancing loss for this family; its routers give no logits that a z-loss
+            could be taken of; or a bias is to move that it has not got.
+    """
+    biases = correction_biases(model)
+    rate = config.router_bias_update_rate
+    if rate > 0 and not biases:
+        raise ExpertMeshError(
+            f"--router-bias-update-rate {rate:g}: the routers of {model_config.model_type} have no correction bias; "
+            "--router-aux-loss-coef balances by a loss"
+        )
+    coefficient, origin = _balancing_coefficient(config, model, model_config.get_text_config())
+    if coefficient > 0 and not hasattr(model, _COEFFICIENT):
+        instead = f"--router-bias-update-rate {BIAS_RATE:g} balances without one" if biases else "leave it out"
+        raise ExpertMeshError(
+            f"--router-aux-loss-coef {coefficient:g}: transformers' {type(model).__name__} has no balancing loss; "
+            f"{instead}"
+        )
+    weights = LossWeights(coefficient, config.router_z_loss_coef, config.router_aux_loss_per_layer)
+    if (weights.balance > 0 or weights.z > 0) and any(layer.router is None for layer in moe_layers(model)):
+        flag = "--router-aux-loss-coef" if weights.balance > 0 else "--router-z-loss-coef"
+        raise ExpertMeshError(
+            f"{flag}: the routers of {model_config.model_type} give no logit for each expert, so that there is nothing "
+            "to take the loss of; set it to 0"
+        )
+    return Balance(weights, origin, rate if biases else None)
+
+
+_COEFFICIENT = "router_aux_loss_coef"
+"""In a config of transformers, and of a model that adds the loss."""
+
+
+def _balancing_coefficient(config: TrainConfig, model: Any, text_config: Any) -> tuple[float, str]:
+    """(the coefficient, where it comes from)."""
+    if config.router_aux_loss_coef is not None:
+        return config.router_aux_loss_coef, "--router-aux-loss-coef"
+    if not hasattr(model, _COEFFICIENT):
+        return 0.0, f"{type(model).__name__} has none"
+    if not getattr(text_config, "output_router_logits", False):
+        return 0.0, "config.json does not set output_router_logits"
+    return getattr(text_config, _COEFFICIENT), f"{_COEFFICIENT} of config.json, which sets output_router_logits"
+
+
+class BiasUpdate:
+    """Moves each router's correction bias after an update (auxiliary-loss-free balancing, arXiv 2408.15664): up by
+    `rate` for an expert that got less than the mean of the layer's tokens, down for one that got more.
+
+    The load is that of all ranks and micro-steps, in integers, so that every rank moves its copy alike, and none
+    depends on the parallel layout.
+    """
+
+    def __init__(self, model: Any, rate: float):
+        self.rate = rate
+        self.biases = [
+            (number, model.get_buffer(layer.correction_bias))
+            for number, layer in enumerate(moe_layers(model))
+            if layer.correction_bias is not None
+        ]
+
+    @torch.no_grad()
+    def step(self, routing: Routing) -> None:
+        """Take in this rank's part of a step's routing. All ranks call it together."""
+        counts_LE = routing.counts_LE.clone()
+        dist.all_reduce(counts_LE)
+        lack_LE = counts_LE.sum(dim=1, keepdim=True) - counts_LE.shape[1] * counts_LE
+        for layer, bias_E in self.biases:
+            bias_E += self.rate * lack_LE[layer].sign().to(bias_E.dtype).view_as(bias_E)
+
+
+def correction_biases(model: Any) -> set[str]:
+    """Names of the routers' correction biases, of which some families have one a MoE layer."""
+    return {layer.correction_bias for layer in moe_layers(model) if layer.correction_bias is not None}

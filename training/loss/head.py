@@ -1,0 +1,221 @@
+"""The language model's head that gives the loss of the target tokens without the logits of the full sequence.
+
+Logits take V values per position, V/D times what the model itself holds there, and their loss takes several such
+tensors in fp32. Here only positions with a target get logits at all, a chunk of them at a time, and the gradients are
+taken from a chunk before the next one is begun.
+
+Shape suffixes: B sequences, S positions, T = B·S, N positions with a target, C of them in a chunk, D model width,
+V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from expertmesh.moe import ExpertMeshError, Targets, current_forward
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.cpu.matmul import add_product, matmul, pad_rows
+from expertmesh.moe.kernels.gpu import computes_on_cpu, takes_triton
+from expertmesh.training.config.settings import CrossEntropy
+from expertmesh.training.data import IGNORED
+
+STEP_PART: StepPart = "LM head, loss"
+
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""What the logits of one chunk may take if they were fp32: on a CPU 524 positions at a vocabulary of 32,000, on a GPU
+8,388, as each chunk reads and writes the weight's gradient once more."""
+
+
+class LossHead(nn.Linear):
+    """Stands for a HF model's head: logits_BSV as ever or, in a forward that has targets, what `loss_of` wants.
+
+    That is their loss already; or, of a family that scales or caps its logits after the head, the logits of the target
+    positions alone, (1, N, V), on which it does so.
+
+    Attributes:
+        kind: how the loss is computed, a key of `LOSS_SUMS`.
+        is_last: whether the model's logits are what this gave, as they were.
+    """
+
+    def __init__(self, head: nn.Linear, kind: str, is_last: bool):
+        super().__init__(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+        self.weight = head.weight
+        self.bias = head.bias
+        self.kind: str = kind
+        self.is_last = is_last
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        forward = current_forward()
+        if forward is None or forward.targets is None:
+            return super().forward(x_BSD)
+        if self.is_last:
+            return LOSS_SUMS[self.kind](x_BSD, self.weight, self.bias, forward.targets)
+        return super().forward(_rows(x_BSD, forward.targets)).unsqueeze(0)
+
+    def loss_of(self, logits: Tensor, targets: Targets) -> Tensor:
+        """The loss, from what a forward with these targets has given as logits."""
+        if self.is_last:
+            return logits
+        return F.cross_entropy(logits.squeeze(0).float(), _targets(targets), reduction="sum")
+
+
+def attach_loss_head(model: Any, kind: str) -> None:
+    """Put a `LossHead` in the place of the model's head, in place, with the same weight (tied or not).
+
+    A `Forward` of the model with targets then has in `.logits` what `loss_head(model).loss_of` makes the sum of the
+    target tokens' cross-entropies of, an fp32 scalar: zero, but with gradients of zero, where there is no target. Any
+    other has logits there. (FSDP begins its backward at the tensors that the model gives: a loss must come of these.)
+
+    Args:
+        model: from `moe.build_model`; to be parallelised afterwards, since the head computes with the gathered weight.
+        kind: from `choose_cross_entropy`.
+    """
+    model.set_output_embeddings(LossHead(model.get_output_embeddings(), kind, model.head_is_last))
+
+
+def loss_head(model: Any) -> LossHead:
+    """The head of a model that `attach_loss_head` was given."""
+    head: LossHead = model.get_output_embeddings()
+    return head
+
+
+def choose_cross_entropy(name: CrossEntropy, device_type: str) -> str:
+    """The kind of loss for `--cross-entropy name`; "auto" takes liger-kernel on a GPU where it is installed.
+
+    Raises:
+        ExpertMeshError: liger was asked for, and there is no GPU or no liger-kernel.
+    """
+    if name == "auto":
+        return "liger" if device_type == "cuda" and find_spec("liger_kernel") else "chunked"
+    if name == "liger" and device_type != "cuda":
+        raise ExpertMeshError("--cross-entropy liger needs a GPU; use --cross-entropy chunked, which runs anywhere")
+    if name == "liger" and not find_spec("liger_kernel"):
+        raise ExpertMeshError(
+            "--cross-entropy liger: liger-kernel is not installed; pip install 'liger-kernel>=0.8.5', "
+            "or use --cross-entropy chunked"
+        )
+    return name
+
+
+def full_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
+    """From the logits of all positions (`ForCausalLMLoss` in transformers, before its division): the reference."""
+    logits_TV = F.linear(x_BSD, weight_VD, bias_V).flatten(0, 1).float()
+    return F.cross_entropy(logits_TV, targets.targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def chunked_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
+    """`full_loss_sum` from positions with a target alone, and never more of their logits than CHUNK_BYTES in fp32."""
+    rows_ND, targets_N = _rows(x_BSD, targets), _targets(targets)
+    loss: Tensor = _ChunkedLossSum.apply(rows_ND, weight_VD, bias_V, targets_N, torch.is_grad_enabled())
+    return loss
+
+
+def liger_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
+    """`chunked_loss_sum` by the Triton kernel of liger-kernel; the weight's gradient is summed up in fp32."""
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    rows_ND, targets_N = _rows(x_BSD, targets), _targets(targets)
+    if len(targets_N) == 0:
+        # liger-kernel divides by the number of rows
+        return chunked_loss_sum(x_BSD, weight_VD, bias_V, targets)
+    class_weights = softcap = None
+    z_weight = label_smoothing = 0.0
+    return_z_loss, accumulate_in = False, torch.float32
+    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
+        *(rows_ND, weight_VD, targets_N, bias_V, class_weights, IGNORED, z_weight, label_smoothing),
+        *("sum", softcap, return_z_loss, accumulate_in),
+    )
+    return loss
+
+
+LOSS_SUMS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Targets], Tensor]] = {
+    "chunked": chunked_loss_sum,
+    "full": full_loss_sum,
+    "liger": liger_loss_sum,
+}
+
+
+def _rows(x_BSD: Tensor, targets: Targets) -> Tensor:
+    """rows_ND of the positions that have a target."""
+    return x_BSD.flatten(0, 1).index_select(0, targets.index_N)
+
+
+def _targets(targets: Targets) -> Tensor:
+    """targets_N of those positions."""
+    return targets.targets_BS.flatten().index_select(0, targets.index_N)
+
+
+class _ChunkedLossSum(torch.autograd.Function):
+    """Gradients are taken in forward, while a chunk's logits are there; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, with_gradients: bool
+    ) -> Tensor:
+        rows_need, weight_needs, bias_needs = (with_gradients and needs for needs in ctx.needs_input_grad[:3])
+        chunk_bytes = CHUNK_BYTES["cpu" if computes_on_cpu(rows_ND) else "cuda"]
+        num_chunks = max(1, math.ceil(len(rows_ND) * len(weight_VD) * 4 / chunk_bytes))
+        loss = torch.zeros((), dtype=torch.float32, device=rows_ND.device)
+        grad_rows: list[Tensor] | None = [] if rows_need else None
+        # one matmul, rounded to the weight's dtype, is what a sum of one in fp32 would be rounded to
+        is_sum = num_chunks > 1 or weight_VD.dtype == torch.float32
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needs and is_sum else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and bias_needs else None
+        for rows_CD, targets_C in zip(rows_ND.chunk(num_chunks), targets_N.chunk(num_chunks), strict=True):
+            num_rows = len(rows_CD)
+            rows_CD = pad_rows(rows_CD)
+            logits_CV = matmul(rows_CD, weight_VD.t())
+            if bias_V is not None:
+                logits_CV += bias_V
+            chunk_loss, grad_logits_CV = _loss_and_logit_gradient(logits_CV, targets_C)
+            loss += chunk_loss
+            if grad_rows is not None:
+                grad_rows.append(matmul(grad_logits_CV, weight_VD)[:num_rows])
+            if weight_needs and not is_sum:
+                grad_weight_VD = matmul(grad_logits_CV.t(), rows_CD)
+            elif grad_weight_VD is not None:
+                add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_logits_CV.sum(dim=0, dtype=torch.float32)
+        ctx.gradients = (
+            None if grad_rows is None else torch.cat(grad_rows),
+            None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
+            None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype),
+        )
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "backward scales the gradients in place: it can run only once"
+        return *(None if g is None else g.mul_(grad) for g in gradients), None, None
+
+
+def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of cross-entropies in fp32, and its gradient (softmax less one-hot) in the dtype of the logits; zero for
+    logits beyond the targets, which are padding.
+
+    Computed in place on the logits, or on an fp32 copy of them: they are the largest tensor there is. In one Triton
+    kernel on a GPU.
+    """
+    if takes_triton(logits_CV) and len(targets) == len(logits_CV):
+        from expertmesh.training.loss.head_triton import fused_loss_and_gradient
+
+        return fused_loss_and_gradient(logits_CV, targets)
+    all_CV = logits_CV.float()
+    all_CV[len(targets) :] = 0
+    x_NV, targets_N1 = all_CV[: len(targets)], targets.unsqueeze(1)
+    x_NV -= x_NV.amax(dim=1, keepdim=True)
+    at_target_N1 = x_NV.gather(1, targets_N1)
+    exp_sum_N1 = x_NV.exp_().sum(dim=1, keepdim=True)
+    loss = (exp_sum_N1.log() - at_target_N1).sum()
+    x_NV /= exp_sum_N1
+    x_NV.scatter_(1, targets_N1, x_NV.gather(1, targets_N1) - 1)
+    return loss, all_CV.to(logits_CV.dtype)

@@ -1,0 +1,154 @@
+"""The losses of one micro-batch: its forward, and what its parts are divided by.
+
+Every loss is a local sum over a global count, so that gradients are plain sums over ranks and micro-steps.
+
+Shape suffixes: M micro-batches of a step, L MoE layers, E experts, G groups of layers that are balanced together: 1, or
+L.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expertmesh.moe import Forward, RouterStats, Targets, load_balancing_loss, router_z_loss, seen_pairs, take_stats
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.sharding import stage_group
+from expertmesh.training.attention.packed_attention import attention_arguments, told_whether_packed
+from expertmesh.training.data import Batch
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.loss.head import loss_head
+from expertmesh.training.watch.routing_figures import Routing, routing_of
+
+STEP_PART: StepPart = "the step"
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What one micro-batch's losses are divided by: figures over all ranks, none of them 0.
+
+    targets: of the step. tokens_in_forward: of this micro-batch, int64 scalar on the device. tokens: of the step.
+    forwards: micro-batches of the step.
+    """
+
+    targets: int
+    tokens_in_forward: Tensor
+    tokens: int
+    forwards: int
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What the micro-batches of one step hold, over all ranks: what their losses are divided by.
+
+    targets, tokens: of all micro-batches. pairs: see `StepResult`. tokens_M: of each micro-batch, on the device.
+    """
+
+    targets: int
+    tokens: int
+    pairs: tuple[int, ...]
+    tokens_M: Tensor
+
+    def over(self, number: int) -> Denominators:
+        """What the losses of a micro-batch, counted from 0, are divided by."""
+        return Denominators(self.targets, self.tokens_M[number].clamp(min=1), self.tokens, len(self.tokens_M))
+
+
+def count_step(model: Any, batches: Sequence[Batch]) -> StepCounts:
+    """The counts of a step's micro-batches, summed over ranks in one all-reduce. All ranks call it together.
+
+    Args:
+        batches: this rank's, equally many on every rank, on the model's device.
+    """
+    figures = [(b.num_targets, b.num_tokens, *seen_pairs(model.attention, b.spans)) for b in batches]
+    counted = torch.tensor(figures, device=batches[0].tokens_BS.device)
+    dist.all_reduce(counted, group=stage_group(model))
+    targets, tokens, *pairs = (max(n, 1) for n in counted.sum(dim=0).tolist())
+    return StepCounts(targets, tokens, tuple(pairs), counted[:, 1])
+
+
+@dataclass(frozen=True)
+class MicroLosses:
+    """This rank's part of one micro-batch's losses, unweighted fp32 scalars with their graph, and of its routing."""
+
+    cross_entropy: Tensor
+    balance: Tensor
+    z: Tensor
+    routing: Routing
+
+    def total(self, weights: LossWeights) -> Tensor:
+        """What is to be differentiated."""
+        return self.cross_entropy + weights.balance * self.balance + weights.z * self.z
+
+    def values(self) -> Tensor:
+        """(3,) cross-entropy, balancing loss and z-loss, without graph."""
+        return torch.stack([self.cross_entropy, self.balance, self.z]).detach()
+
+
+def losses_of(model: Any, batch: Batch, weights: LossWeights, over: Denominators) -> MicroLosses:
+    """The losses of a micro-batch after its forward. Its backward may come at any time, also after those of later
+    micro-batches; all ranks call both in one order."""
+    forward = forward_of(batch)
+    loss_sum = token_loss_sum(model, batch, forward)
+    stats = take_stats(model, forward)
+    return weigh_losses(loss_sum, stats, routing_of(stats), weights, over, stage_group(model))
+
+
+def weigh_losses(
+    loss_sum: Tensor,
+    stats: Sequence[RouterStats],
+    routing: Routing,
+    weights: LossWeights,
+    over: Denominators,
+    group: dist.ProcessGroup | None,
+) -> MicroLosses:
+    """The losses of a micro-batch, of what its forward has given on this rank. All ranks of the group call it together.
+
+    Args:
+        loss_sum: of the target tokens' cross-entropies.
+        stats: of all MoE layers.
+        routing: what is told of it.
+        group: the ranks that share the micro-batch's tokens; None: all.
+    """
+    cross_entropy = loss_sum / over.targets
+    # a loss that nobody asked for would keep its graph, and with it the inputs of checkpointed layers, beyond backward
+    balance = z = torch.zeros((), device=cross_entropy.device)
+    if weights.balance > 0:
+        counts_LE = torch.stack([s.counts_E for s in stats])
+        counts_GE = counts_LE if weights.balance_per_layer else counts_LE.sum(dim=0, keepdim=True)
+        dist.all_reduce(counts_GE, group=group)
+        balance = load_balancing_loss(stats, counts_GE, over.tokens_in_forward) / over.forwards
+    if weights.z > 0:
+        z = router_z_loss(stats, over.tokens)
+    return MicroLosses(cross_entropy, balance, z, routing)
+
+
+def forward_of(batch: Batch) -> Forward:
+    """What a model with a `LossHead` is told of a batch beside its arguments."""
+    return Forward(batch.is_token_BS, Targets(batch.targets_BS, batch.target_index_N), batch.split)
+
+
+def token_loss_sum(model: Any, batch: Batch, forward: Forward | None = None) -> Tensor:
+    """Sum of the target tokens' cross-entropies after a forward of a model with a `LossHead`, an fp32 scalar.
+
+    Args:
+        forward: from `forward_of`, with which the routing's statistics are left; None: nobody asks for them.
+    """
+    forward = forward or forward_of(batch)
+    assert forward.targets is not None
+    return loss_head(model).loss_of(run_model(model, batch, forward).logits, forward.targets)
+
+
+def run_model(model: Any, batch: Batch, forward: Forward) -> Any:
+    """What a call of the model gives for a micro-batch."""
+    # masks are made before the model is called
+    with forward, told_whether_packed(model, batch):
+        return model(
+            **attention_arguments(model, batch),
+            input_ids=batch.tokens_BS,
+            position_ids=batch.positions_BS,
+            use_cache=False,
+        )

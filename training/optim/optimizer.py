@@ -1,0 +1,95 @@
+"""The optimizers that `--optim` names, over parameters of several meshes."""
+
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from expertmesh.moe import decoder_layers, router_prefixes
+from expertmesh.sharding import Mesh, StateTensor, trainable_of
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.optim.low_bit import AdamW8bit, AdamWBf16, block_size
+from expertmesh.training.optim.muon import Muon, dense_matrix, expert_matrices
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
+    """The optimizer of a sharded model; as in transformers' Trainer, norms and biases (the one-dimensional parameters)
+    have no weight decay."""
+    if config.optim == "muon":
+        return _muon(model, config, mesh)
+    groups = _groups([part.tensor for part in trainable_of(model).values()], config)
+    settings: dict[str, Any] = _adam_settings(config)
+    if config.optim == "adamw_torch_8bit":
+        return AdamW8bit(groups, **settings)
+    if config.optim == "adamw_bf16":
+        rows: dict[Tensor, tuple[int, range]] = {}
+        for name, part in trainable_of(model).items():
+            # by its name: its number would change with every parameter that comes before it
+            rows[part.tensor] = (crc32(name.encode()), mesh.topology.rows(part.num_rows, part.layout, dist.get_rank()))
+        return AdamWBf16(groups, **settings, rows=rows, seed=config.seed)
+    return torch.optim.AdamW(groups, **settings, fused=True)
+
+
+def state_bytes(parameter: Tensor, optim: str, is_orthogonalized: bool) -> float:
+    """Bytes of state that an optimizer has for each element of a parameter, which may be unsharded or on the meta
+    device.
+
+    is_orthogonalized: whether it is one of `muon_parts`.
+    """
+    if not parameter.requires_grad:
+        return 0
+    if optim == "muon":
+        return 4 if is_orthogonalized else 8
+    if optim == "adamw_torch_8bit" and (block := block_size(parameter.shape)) is not None:
+        return 2 + 8 / block
+    return 2 * parameter.element_size() if optim == "adamw_bf16" else 8
+
+
+def _groups(parameters: list[Tensor], config: TrainConfig) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _adam_settings(config: TrainConfig) -> dict[str, Any]:
+    betas = (config.adam_beta1, config.adam_beta2)
+    return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
+
+
+def muon_parts(model: nn.Module) -> tuple[list[StateTensor], list[StateTensor]]:
+    """(dense, experts): what Muon takes, the rest being AdamW's. The experts' matrices, and the weights of the decoder
+    layers' linear modules: no biases, convolutions, tables or decays, whatever their shape; nor the routers, whose rows
+    are experts' scores, and gates of a single row, which are vectors.
+
+    A projection that a family has fused of several (queries with their gate, keys with values) is one matrix here, as
+    nothing in its module says where one ends.
+    """
+    state = trainable_of(model)
+    experts = [part for part in state.values() if part.expert is not None and part.expert.row]
+    routers = router_prefixes(model)
+    linear = {
+        module.weight
+        for layer in decoder_layers(model)
+        for module in layer.modules()
+        if isinstance(module, nn.Linear) and min(module.weight.shape) > 1
+    }
+    dense = [part for name, part in state.items() if part.tensor in linear and not name.startswith(routers)]
+    return dense, experts
+
+
+def _muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Muon:
+    dense, experts = muon_parts(model)
+    orthogonalized = {part.tensor for part in (*dense, *experts)}
+    others = [part.tensor for part in trainable_of(model).values() if part.tensor not in orthogonalized]
+    return Muon(
+        [dense_matrix(part, mesh) for part in dense],
+        [matrix for part in experts for matrix in expert_matrices(part, mesh)],
+        torch.optim.AdamW(_groups(others, config), **_adam_settings(config), fused=True),
+        mesh,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        dtype=torch.bfloat16 if config.bf16 else torch.float32,
+    )

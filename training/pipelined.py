@@ -1,0 +1,407 @@
+"""Steps of a model that is cut into stages: each rank computes its schedule's actions, and exchanges what they give.
+
+Losses are computed on the last stage, by the code of a model that is not cut. What the routers' losses are made of
+travels along with what layers give: the sums of every MoE layer so far, a few values for each expert. So the last stage
+has those of all layers, with their gradients' way back.
+
+Shape suffixes: B sequences, S positions, V vocabulary, L MoE layers, l of them up to a stage's end, E experts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from expertmesh.moe import RouterStats, current_forward, decoder_layers, moe_layers, moe_shape
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.sharding import parameters_of, pipeline_of
+from expertmesh.sharding.pipeline.cut import StageForward
+from expertmesh.sharding.pipeline.messages import Messages, Shapes
+from expertmesh.sharding.pipeline.pipeline import Pipeline
+from expertmesh.sharding.pipeline.schedule import (
+    Action,
+    Exchange,
+    Schedule,
+    communications,
+    forward_schedule,
+    make_schedule,
+)
+from expertmesh.sharding.pipeline.shared import adding_to_shared
+from expertmesh.sharding.pipeline.stages import Stages
+from expertmesh.sharding.place.weight_gradients import weight_gradients
+from expertmesh.training.data import Batch
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.loss.head import loss_head
+from expertmesh.training.micro_batch import StepCounts, forward_of, run_model, weigh_losses
+from expertmesh.training.watch.routing_figures import Routing, routing_of
+
+STEP_PART: StepPart = "pipeline"
+
+
+def pipelined_gradients(
+    model: Any, batches: Sequence[Batch], counts: StepCounts, weights: LossWeights, at: Callable[[str], object]
+) -> tuple[Tensor, Routing]:
+    """Forward and backward over the micro-batches of a step, as the pipeline's schedule has it; gradients are added to
+    what the parameters hold. All ranks call it together.
+
+    Returns:
+        This rank's part of the losses, (3,) fp64, all 0 where the last stage is elsewhere, and of the step's routing.
+    """
+    pipeline = pipeline_of(model)
+    assert pipeline is not None
+    schedule = make_schedule(pipeline.schedule, pipeline.stages.pp_size, pipeline.chunks, len(batches))
+    if pipeline.schedule == "zero-bubble" and pipeline.later is None:
+        pipeline.later = weight_gradients(model, pipeline.mesh)
+    run = _Training(model, batches, at, counts, weights)
+    with adding_to_shared(model, pipeline):
+        run.run(schedule)
+    return run.losses, run.routing
+
+
+def pipelined_loss_sum(model: Any, batches: Sequence[Batch]) -> Tensor:
+    """Sum of the target tokens' cross-entropies of micro-batches, without gradients: an fp32 scalar, 0 where the last
+    stage is elsewhere. All ranks call it together."""
+    pipeline = pipeline_of(model)
+    assert pipeline is not None
+    run = _Evaluation(model, batches, lambda doing: None)
+    run.run(forward_schedule(pipeline.stages.pp_size, pipeline.chunks, len(batches)))
+    return run.loss_sum
+
+
+@contextmanager
+def through_stages(model: Any) -> Iterator[None]:
+    """Within it, a call of a model that is cut, on all pp indices together, runs all of its stages, and gives each of
+    them the logits of the last position, (B, 1, V) fp32. Without gradients. Of one that is not cut, nothing changes."""
+    pipeline = pipeline_of(model)
+    if pipeline is None:
+        yield
+        return
+    run_stage = model.forward
+
+    @wraps(run_stage)
+    def run_all(*args: Any, **kwargs: Any) -> Any:
+        return CausalLMOutputWithPast(logits=_last_logits(model, pipeline, run_stage, kwargs))
+
+    model.forward = run_all
+    try:
+        yield
+    finally:
+        model.forward = run_stage
+
+
+def _last_logits(model: Any, pipeline: Pipeline, run_stage: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+    """
+    Args:
+        run_stage: the model's forward.
+        arguments: of a call of it, with `input_ids`.
+    """
+    forward, stages, ranks = current_forward(), pipeline.stages, pipeline.groups.ranks
+    tokens_BS = arguments["input_ids"]
+    size, device = (tokens_BS.shape[0], tokens_BS.shape[1]), tokens_BS.device
+    index, messages = pipeline.groups.index, Messages(pipeline.groups.forward, device)
+    following, preceding = ranks[(index + 1) % len(ranks)], ranks[index - 1]
+    logits_B1V = torch.empty(size[0], 1, loss_head(model).out_features, device=device)
+    assert forward is not None
+    for stage in stages.here:
+        received = []
+        if stage > 0:
+            given = stages.survey.given[stages.layers[stage].start - 1]
+            shapes = [(leaf.shape(size), leaf.dtype) for leaf in given.tensors]
+            received = messages.begin([], following, shapes, preceding)
+            messages.wait()
+        forward.stage = StageForward(stages, stage, size, device, received)
+        gave = run_stage(**arguments)
+        if forward.stage.is_last:
+            logits_B1V.copy_(gave.logits[:, -1:])
+        else:
+            messages.begin(gave, following, [], preceding)
+    messages.wait()
+    dist.broadcast(logits_B1V, ranks[-1], group=pipeline.groups.forward)
+    return logits_B1V
+
+
+@dataclass(frozen=True)
+class _RouterSums:
+    """What the routers' losses are made of, of the MoE layers up to a stage's end.
+
+    prob_sum_lE, z_sum_l: fp32, differentiable. counts_lE: int64. See `moe.RouterStats`.
+    """
+
+    prob_sum_lE: Tensor
+    z_sum_l: Tensor
+    counts_lE: Tensor
+
+    def and_those(self, stats: Sequence[RouterStats]) -> "_RouterSums":
+        """With the layers that follow."""
+        parts = [(s.prob_sum_E, s.z_sum, s.counts_E) for s in stats]
+        probs, zs, counts = zip(*parts, strict=True) if parts else ((), (), ())
+        return _RouterSums(
+            torch.cat([self.prob_sum_lE, *(prob_E.unsqueeze(0) for prob_E in probs)]),
+            torch.cat([self.z_sum_l, *(z.unsqueeze(0) for z in zs)]),
+            torch.cat([self.counts_lE, *(counts_E.unsqueeze(0) for counts_E in counts)]),
+        )
+
+    def by_layer(self) -> list[RouterStats]:
+        """As statistics of each layer, of which only what losses need is known."""
+        rows = zip(self.counts_lE.unbind(), self.prob_sum_lE.unbind(), self.z_sum_l.unbind(), strict=True)
+        return [RouterStats(counts_E, prob_E, z, None, 0) for counts_E, prob_E, z in rows]
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A stage's forward that waits for its backward. received: its input. gave: its output or, on the last stage, the
+    loss to be differentiated."""
+
+    received: list[Tensor]
+    gave: list[Tensor]
+
+
+class _Run:
+    """One rank's part of a schedule, over micro-batches that all pp indices have.
+
+    Args:
+        at: is told of each action.
+    """
+
+    def __init__(self, model: Any, batches: Sequence[Batch], at: Callable[[str], object]):
+        pipeline = pipeline_of(model)
+        assert pipeline is not None
+        self.model, self.batches, self.at = model, batches, at
+        self.pipeline, self.stages = pipeline, pipeline.stages
+        self.device = batches[0].tokens_BS.device
+        groups = pipeline.groups
+        self.messages = {
+            "forward": Messages(groups.forward, self.device),
+            "backward": Messages(groups.backward, self.device),
+        }
+        self.received: dict[Action, list[Tensor]] = {}
+        self.outputs: dict[Action, list[Tensor]] = {}
+
+    def run(self, schedule: Schedule) -> None:
+        """Compute this rank's actions."""
+        for event in communications(schedule)[self.pipeline.groups.index]:
+            if isinstance(event, Exchange):
+                self._exchange(event)
+                continue
+            action = event.action
+            if action in self.received:
+                self.at(f"{self._told(action)}, waiting for its input")
+                self.messages[action.kind].wait()
+            self.at(self._told(action))
+            self.compute(action)
+        for messages in self.messages.values():
+            messages.wait()
+
+    def compute(self, action: Action) -> None:
+        """Compute an action: its input is in `received`, its output is left in `outputs`."""
+        raise NotImplementedError
+
+    def shapes(self, action: Action) -> Shapes:
+        """Shapes and dtypes of an action's input."""
+        raise NotImplementedError
+
+    def _told(self, action: Action) -> str:
+        return (
+            f"stage {action.stage + 1} of {self.stages.number}, {action.kind} of micro-batch {action.micro_batch + 1}"
+        )
+
+    def _told_of(self, exchange: Exchange) -> str:
+        if exchange.send is not None:
+            return f"{self._told(exchange.send)}, sending its output"
+        assert exchange.receive is not None
+        return f"{self._told(exchange.receive)}, waiting for its input"
+
+    def _exchange(self, exchange: Exchange) -> None:
+        ranks, index = self.pipeline.groups.ranks, self.pipeline.groups.index
+        step = 1 if exchange.direction == "forward" else -1
+        following, preceding = ranks[(index + step) % len(ranks)], ranks[(index - step) % len(ranks)]
+        sent = [] if exchange.send is None else self.outputs.pop(exchange.send)
+        shapes = [] if exchange.receive is None else self.shapes(exchange.receive)
+        # which first waits for the exchange before it
+        self.at(self._told_of(exchange))
+        tensors = self.messages[exchange.direction].begin(sent, following, shapes, preceding)
+        if exchange.receive is not None:
+            self.received[exchange.receive] = tensors
+
+    def size(self, micro_batch: int) -> tuple[int, int]:
+        """(B, S) of a micro-batch."""
+        batch_size, length = self.batches[micro_batch].tokens_BS.shape
+        return batch_size, length
+
+    def given_shapes(self, action: Action) -> Shapes:
+        """Of what the layer before a stage gives."""
+        given = self.stages.survey.given[self.stages.layers[action.stage].start - 1]
+        return [(leaf.shape(self.size(action.micro_batch)), leaf.dtype) for leaf in given.tensors]
+
+
+class _Evaluation(_Run):
+    """Forwards without backwards."""
+
+    def __init__(self, model: Any, batches: Sequence[Batch], at: Callable[[str], object]):
+        super().__init__(model, batches, at)
+        self.loss_sum = torch.zeros((), device=self.device)
+
+    def shapes(self, action: Action) -> Shapes:
+        return self.given_shapes(action)
+
+    def compute(self, action: Action) -> None:
+        batch, received = self.batches[action.micro_batch], self.received.pop(action, [])
+        forward = forward_of(batch)
+        forward.stage = StageForward(
+            self.stages, action.stage, self.size(action.micro_batch), self.device, received, action.micro_batch
+        )
+        gave = run_model(self.model, batch, forward)
+        if forward.stage.is_last:
+            assert forward.targets is not None
+            self.loss_sum += loss_head(self.model).loss_of(gave.logits, forward.targets)
+        else:
+            self.outputs[action] = gave
+
+
+class _Training(_Run):
+    """Forwards and backwards.
+
+    Attributes:
+        losses: (3,) fp64: cross-entropy, balancing loss and z-loss; 0 where the last stage is elsewhere.
+        routing: of the forwards here, with 0 for layers of other stages.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batches: Sequence[Batch],
+        at: Callable[[str], object],
+        counts: StepCounts,
+        weights: LossWeights,
+    ):
+        super().__init__(model, batches, at)
+        self.counts, self.weights = counts, weights
+        self.losses = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self.done: dict[tuple[int, int], _Done] = {}
+        self.num_experts = moe_shape(model).num_experts
+        self.has_router_losses = weights.balance > 0 or weights.z > 0
+        # of each stage, its MoE layers by their numbers in the model
+        numbers = {experts: number for number, experts in enumerate(moe_layers(model))}
+        self.num_moe_layers, layers = len(numbers), decoder_layers(model)
+        self.experts = [[e for layer in part for e in moe_layers(layers[layer])] for part in self.stages.layers]
+        self.moe_numbers = [[numbers[experts] for experts in part] for part in self.experts]
+        self.is_trained_before = _trained_before(model, self.stages)
+        self.routing = self._nothing()
+        if self.pipeline.later is not None:
+            # of a step that was given up
+            self.pipeline.later.clear()
+
+    def shapes(self, action: Action) -> Shapes:
+        if action.kind == "forward":
+            return [*self.given_shapes(action), *self._router_shapes(action.stage - 1)]
+        # of what this stage gave the next one, its gradients
+        after = Action("forward", action.stage + 1, action.micro_batch)
+        shapes = [*self.given_shapes(after), *self._router_shapes(action.stage)]
+        return (
+            [part for part in shapes if part[1].is_floating_point] if self.is_trained_before[action.stage + 1] else []
+        )
+
+    def _router_shapes(self, last_stage: int) -> Shapes:
+        """Of the sums of the MoE layers up to a stage's end."""
+        if not self.has_router_losses:
+            return []
+        layers = sum(len(part) for part in self.experts[: last_stage + 1])
+        sizes = (layers, self.num_experts)
+        return [(sizes, torch.float32), (sizes[:1], torch.float32), (sizes, torch.int64)]
+
+    def compute(self, action: Action) -> None:
+        later, number = self.pipeline.later, (action.stage, action.micro_batch)
+        if action.kind == "forward":
+            self._forward(action)
+        elif action.kind == "weights":
+            assert later is not None
+            later.compute(number)
+        else:
+            with nullcontext() if later is None else later.collecting(number):
+                self._backward(action)
+
+    def _forward(self, action: Action) -> None:
+        batch, stage = self.batches[action.micro_batch], action.stage
+        received = self.received.pop(action, [])
+        for tensor in received:
+            tensor.requires_grad_(tensor.is_floating_point() and self.is_trained_before[stage])
+        num_given = len(received) - 3 * (self.has_router_losses and stage > 0)
+        forward = forward_of(batch)
+        forward.weight_gradients = self.pipeline.later
+        forward.stage = StageForward(
+            self.stages,
+            stage,
+            self.size(action.micro_batch),
+            self.device,
+            received[:num_given],
+            action.micro_batch,
+        )
+        gave = run_model(self.model, batch, forward)
+        forward.stage.release()
+        stats = [forward.stats.pop(experts) for experts in self.experts[stage]]
+        if stats:
+            self.routing += self._routing(stats, self.moe_numbers[stage])
+        if self.has_router_losses:
+            before = received[num_given:] or self._no_sums()
+            sums = _RouterSums(*before).and_those(stats)
+        if not forward.stage.is_last:
+            if self.has_router_losses:
+                gave = [*gave, sums.prob_sum_lE, sums.z_sum_l, sums.counts_lE]
+            self.outputs[action] = [tensor.detach() for tensor in gave]
+            self.done[stage, action.micro_batch] = _Done(received, gave)
+            return
+        assert forward.targets is not None
+        found = weigh_losses(
+            loss_head(self.model).loss_of(gave.logits, forward.targets),
+            sums.by_layer() if self.has_router_losses else [],
+            self.routing,
+            *(self.weights, self.counts.over(action.micro_batch), self.pipeline.mesh.stage_group),
+        )
+        self.losses += found.values()
+        self.done[stage, action.micro_batch] = _Done(received, [found.total(self.weights)])
+
+    def _no_sums(self) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._router_shapes(-1)]
+
+    def _routing(self, stats: Sequence[RouterStats], numbers: Sequence[int]) -> Routing:
+        """Of all layers, 0 for those of other stages."""
+        here, whole = routing_of(stats), self._nothing()
+        whole.counts_LE[numbers] = here.counts_LE
+        whole.entropy_L[numbers] = here.entropy_L
+        whole.rows_computed_L[numbers] = here.rows_computed_L
+        return whole
+
+    def _nothing(self) -> Routing:
+        layers = self.num_moe_layers
+        return Routing(
+            torch.zeros(layers, self.num_experts, dtype=torch.int64, device=self.device),
+            torch.zeros(layers, dtype=torch.float64, device=self.device),
+            torch.zeros(layers, dtype=torch.int64),
+        )
+
+    def _backward(self, action: Action) -> None:
+        done = self.done.pop((action.stage, action.micro_batch))
+        gradients: Sequence[Tensor | None] = self.received.pop(action, [])
+        outputs = [tensor for tensor in done.gave if tensor.is_floating_point()]
+        if action.stage == self.stages.number - 1:
+            gradients = [None]
+        pairs = [(x, g) for x, g in zip(outputs, gradients, strict=False) if x.requires_grad]
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        if action.stage > 0:
+            needing = [tensor for tensor in done.received if tensor.requires_grad]
+            self.outputs[action] = [
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in needing
+            ]
+
+
+def _trained_before(model: Any, stages: Stages) -> list[bool]:
+    """Of each stage, whether anything of the stages before it is trained: if not, it sends no gradients back."""
+    trained = [stages.first_stage(name) for name, part in parameters_of(model).items() if part.trainable]
+    return [min(trained, default=stage) < stage for stage in range(stages.number)]

@@ -1,0 +1,1 @@
+"""What is seen and told of a run."""

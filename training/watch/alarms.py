@@ -1,0 +1,155 @@
+"""Warnings about a run that goes wrong without failing: a loss that jumps, experts that hardly a token reaches.
+
+They only warn, and are computed alike on all ranks. What they have seen is not saved: a resumed run begins anew.
+
+Shape suffixes: L MoE layers, E experts.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.loss.balance import Balance
+from expertmesh.training.step import StepResult
+from expertmesh.training.watch.log import RunLog
+
+LOSS_WINDOW = 64
+"""Finite steps that a loss is compared with; also how many steps pass between two warnings."""
+LOSS_NEEDED = 16
+"""Finite steps before the first comparison."""
+LOSS_DEVIATIONS = 6.0
+LOSS_MARGIN = 0.1
+"""Fraction of the mean: a loss that hardly moves would otherwise alarm at nothing."""
+LAYERS_NAMED = 4
+
+
+class Alarms:
+    """Everything that is watched in a run."""
+
+    def __init__(self, config: TrainConfig, balance: Balance, top_k: int, groups: Sequence[int], log: RunLog):
+        self.log = log
+        self.loss = LossAlarm(config.learning_rate)
+        self.router = RouterAlarm(config, balance, top_k, groups)
+
+    def step(self, step: int, result: StepResult) -> None:
+        """To be told every step."""
+        if result.is_finite:
+            self._warn(step, self.loss.check(step, result.loss))
+
+    def interval(self, step: int, metrics: dict[str, Any]) -> None:
+        """To be told every logged interval, as `Meter.metrics` gives it."""
+        if "expert_tokens" in metrics:
+            for warning in self.router.check(metrics["steps"], np.array(metrics["expert_tokens"])):
+                self._warn(step, warning)
+
+    def _warn(self, step: int, warning: str | None) -> None:
+        if warning is not None:
+            self.log.event({"step": step, "warning": warning}, f"warning: step {step}: {warning}")
+
+
+class LossAlarm:
+    """A loss that is above the mean of the last finite ones by 6 of their standard deviations, and by a tenth."""
+
+    def __init__(self, learning_rate: float):
+        self.learning_rate = learning_rate
+        self.losses: deque[float] = deque(maxlen=LOSS_WINDOW)
+        self.warned_at: int | None = None
+
+    def check(self, step: int, loss: float) -> str | None:
+        """Take in the finite loss of a step; the warning, if there is one."""
+        earlier = list(self.losses)
+        self.losses.append(loss)
+        if len(earlier) < LOSS_NEEDED or (self.warned_at is not None and step - self.warned_at < LOSS_WINDOW):
+            return None
+        mean, deviation = float(np.mean(earlier)), float(np.std(earlier))
+        if loss <= mean + max(LOSS_DEVIATIONS * deviation, LOSS_MARGIN * mean):
+            return None
+        self.warned_at = step
+        return (
+            f"loss spike: {loss:.4f}, after a mean of {mean:.4f} with a standard deviation of {deviation:.4f}; if it "
+            f"does not recover, resume from before it with a lower --learning-rate (now "
+            f"{self.learning_rate:g}), a lower --max-grad-norm, or other data"
+        )
+
+
+class RouterAlarm:
+    """Experts, and groups of them, without a single token, or experts with far more than the mean, over windows of
+    --router-warn-steps steps.
+
+    A window ends where an interval is logged, so it may be longer. Each kind is warned of once.
+
+    Args:
+        top_k: experts per token.
+        groups: of experts, in each layer, from which its router chooses some for a token before it chooses experts; 1
+            where it has none.
+    """
+
+    def __init__(self, config: TrainConfig, balance: Balance, top_k: int, groups: Sequence[int]):
+        self.config = config
+        self.balance = balance
+        self.top_k = top_k
+        self.groups = groups
+        self.steps = 0
+        self.tokens_LE: Any = 0
+        self.warned: set[str] = set()
+
+    def check(self, num_steps: int, tokens_LE: np.ndarray) -> list[str]:
+        """Take in the tokens of each expert, over all ranks, in `num_steps` more steps; warnings, if there are any."""
+        if self.config.router_warn_steps == 0:
+            return []
+        self.steps += num_steps
+        self.tokens_LE = self.tokens_LE + tokens_LE
+        if self.steps < self.config.router_warn_steps:
+            return []
+        found = {"group": self._dead_groups(), "dead": self._dead(), "load": self._overloaded()}
+        self.steps, self.tokens_LE = 0, 0
+        new = {kind: text for kind, text in found.items() if text is not None and kind not in self.warned}
+        self.warned |= new.keys()
+        return [f"{text}; {self._remedy()}" for text in new.values()]
+
+    def _dead_groups(self) -> str | None:
+        """A warning of groups of experts that are never chosen: none of their experts can learn."""
+        layers = zip(self.tokens_LE, self.groups, strict=True)
+        tokens = [tokens_E.reshape(n, -1).sum(axis=1) if n > 1 else tokens_E[:0] for tokens_E, n in layers]
+        return self._without_tokens("groups of experts", tokens)
+
+    def _dead(self) -> str | None:
+        return self._without_tokens("experts", list(self.tokens_LE))
+
+    def _without_tokens(self, what: str, tokens: Sequence[np.ndarray]) -> str | None:
+        dead = [np.flatnonzero(of_layer == 0) for of_layer in tokens]
+        if not any(map(len, dead)):
+            return None
+        layers = [
+            f"layer {layer}: {', '.join(map(str, numbers))}" for layer, numbers in enumerate(dead) if len(numbers)
+        ]
+        more = f"; and in {len(layers) - LAYERS_NAMED} more layers" if len(layers) > LAYERS_NAMED else ""
+        return (
+            f"router collapse: {sum(map(len, dead))} of {sum(map(len, tokens))} {what} got no token in {self.steps} "
+            f"steps ({'; '.join(layers[:LAYERS_NAMED])}{more})"
+        )
+
+    def _overloaded(self) -> str | None:
+        load_LE = self.tokens_LE / np.maximum(self.tokens_LE.mean(axis=1, keepdims=True), 1e-30)
+        layer, expert = np.unravel_index(load_LE.argmax(), load_LE.shape)
+        bound = self.config.router_warn_load or self._default_bound(load_LE.shape[1])
+        if load_LE[layer, expert] <= bound:
+            return None
+        return (
+            f"router collapse: expert {expert} of layer {layer} got {load_LE[layer, expert]:.2f} times the mean in "
+            f"{self.steps} steps, above --router-warn-load {bound:g}"
+        )
+
+    def _default_bound(self, num_experts: int) -> float:
+        """Halfway between an even load, 1, and the greatest there can be, every token at the same K experts: E/K."""
+        return (1 + num_experts / self.top_k) / 2
+
+    def _remedy(self) -> str:
+        z = self.balance.weights.z
+        return (
+            f"{self.balance.remedy()}, or --router-z-loss-coef (now {z:g}) where the router is too sure of itself, or "
+            f"lower --learning-rate (now {self.config.learning_rate:g})"
+        )

@@ -1,0 +1,58 @@
+"""What becomes of a step whose loss or gradient norm is not finite (--on-nonfinite)."""
+
+from typing import Any
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.step import StepResult
+from expertmesh.training.watch.anomaly import AnomalyDetector
+from expertmesh.training.watch.log import RunLog
+
+MAX_SKIPPED_IN_A_ROW = 10
+"""One batch may be bad; after so many in a row the weights are, and a run would skip all that is left of it."""
+
+
+class NonFiniteGuard:
+    """Judges every step after its gradients and before the next.
+
+    It sees figures of all ranks together, so all ranks decide alike. How many steps were skipped in a row is not saved:
+    a resumed run counts anew.
+    """
+
+    def __init__(self, config: TrainConfig, model: Any, log: RunLog):
+        self.config = config
+        self.log = log
+        self.detector = AnomalyDetector(model) if config.detect_anomaly else None
+        self.skipped_in_a_row = 0
+
+    def check(self, step: int, result: StepResult) -> None:
+        """
+        Raises:
+            ExpertMeshError: on all ranks, when the step's figures are not finite and --on-nonfinite says stop, or when
+                MAX_SKIPPED_IN_A_ROW steps were skipped one after the other.
+        """
+        if result.is_finite:
+            self.skipped_in_a_row = 0
+        else:
+            self._take_in(step, result)
+        if self.detector is not None:
+            self.detector.forget()
+
+    def _take_in(self, step: int, result: StepResult) -> None:
+        what = f"the loss is {result.loss} and the gradient norm {result.grad_norm}"
+        where = "--detect-anomaly names the first tensor that is not finite"
+        if self.detector is not None:
+            where = self.detector.first_nonfinite()
+        if self.config.on_nonfinite == "stop":
+            raise ExpertMeshError(
+                f"step {step}: {what}: training has diverged; the optimizer step was skipped; {where}; try a lower "
+                "--learning-rate, more --warmup-steps, or --max-grad-norm 1; --on-nonfinite skip leaves such steps out"
+            )
+        self.skipped_in_a_row += 1
+        self.log.line(f"warning: step {step} is skipped: {what}; {where}")
+        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise ExpertMeshError(
+                f"--on-nonfinite skip: steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were all skipped, the last as "
+                f"{what}: training has diverged; {where}; go back to an earlier checkpoint by --resume PATH, with a "
+                "lower --learning-rate, or with --max-grad-norm 1"
+            )

@@ -1,0 +1,16 @@
+"""A digest of our own code, for what depends on it."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+
+
+def sources_digest(folders: Iterable[str]) -> str:
+    """SHA-256 of all Python files in these folders of the project, in hex."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for file in sorted((_ROOT / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
