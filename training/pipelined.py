@@ -58,7 +58,7 @@ def pipelined_gradients(
     schedule = make_schedule(pipeline.schedule, pipeline.stages.pp_size, pipeline.chunks, len(batches))
     if pipeline.schedule == "zero-bubble" and pipeline.later is None:
         pipeline.later = weight_gradients(model, pipeline.mesh)
-    run = _Training(model, batches, at, counts, weights)
+    run = PipelinedStep(model, batches, at, counts, weights)
     with adding_to_shared(model, pipeline):
         run.run(schedule)
     return run.losses, run.routing
@@ -187,7 +187,7 @@ class _Run:
         """Compute this rank's actions."""
         for event in communications(schedule)[self.pipeline.groups.index]:
             if isinstance(event, Exchange):
-                self._exchange(event)
+                self.exchange(event)
                 continue
             action = event.action
             if action in self.received:
@@ -217,7 +217,8 @@ class _Run:
         assert exchange.receive is not None
         return f"{self._told(exchange.receive)}, waiting for its input"
 
-    def _exchange(self, exchange: Exchange) -> None:
+    def exchange(self, exchange: Exchange) -> None:
+        """Begin to send an action's output, and to receive another one's input."""
         ranks, index = self.pipeline.groups.ranks, self.pipeline.groups.index
         step = 1 if exchange.direction == "forward" else -1
         following, preceding = ranks[(index + step) % len(ranks)], ranks[(index - step) % len(ranks)]
@@ -264,8 +265,8 @@ class _Evaluation(_Run):
             self.outputs[action] = gave
 
 
-class _Training(_Run):
-    """Forwards and backwards.
+class PipelinedStep(_Run):
+    """One rank's forwards and backwards.
 
     Attributes:
         losses: (3,) fp64: cross-entropy, balancing loss and z-loss; 0 where the last stage is elsewhere.

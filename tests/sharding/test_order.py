@@ -46,7 +46,7 @@ def rehearsed(world_size: int, rank: int, checkpointing: Checkpointing) -> list[
 @pytest.mark.parametrize("world_size", MEMBERS)
 def test_members_of_a_group_call_in_the_same_order(world_size: int, checkpointing: Checkpointing) -> None:
     by_rank = {rank: rehearsed(world_size, rank, checkpointing) for rank in MEMBERS[world_size]}
-    groups = {group for of_rank in by_rank.values() for _, group, _ in of_rank}
+    groups = {call.ranks for of_rank in by_rank.values() for call in of_rank}
     assert {len(group) for group in groups} == {8: {8}, 16: {2, 8, 16}}[world_size]
     # within each group, and between groups: a GPU runs what it is given in the order it is given, whatever the group
     assert check_order(by_rank) == len(by_rank[0])

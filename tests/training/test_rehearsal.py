@@ -224,6 +224,7 @@ class Fixed:
     """A step of these events, in no layer."""
 
     stack = whole_stack(())
+    model = None
 
     def __init__(self, *events: Event):
         self.calls: dict[int | None, int] = {}

@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training.foresight.cluster_commands import main
-from expertmesh.training.foresight.rehearsal.collective_order import check_order
+from expertmesh.training.foresight.rehearsal.collective_order import Call, check_order
 from expertmesh.training.foresight.rehearsal.fit import FRAGMENTATION, PEER, RING
 from expertmesh.training.foresight.rehearsal.told import Told, recorded, skewed
 
@@ -195,13 +196,27 @@ def test_mistakes(model: str, capsys: pytest.CaptureFixture[str], flags: list[st
 
 
 def test_ranks_that_do_not_agree() -> None:
-    gather, reduce = ("all-gather", (0, 1), "forward"), ("reduce-scatter", (0, 1), "backward")
+    gather, reduce = Call("all-gather", (0, 1), "forward"), Call("reduce-scatter", (0, 1), "backward")
     assert check_order({0: [gather, reduce], 1: [gather, reduce]}) == 2
     with pytest.raises(ExpertMeshError, match=r"ranks 0 and 1 differ .* among 2 ranks: number 2 is reduce-scatter"):
         check_order({0: [gather, reduce], 1: [gather, gather]})
     with pytest.raises(ExpertMeshError, match=r"number 2 is reduce-scatter .* and none any more on rank 1"):
         check_order({0: [gather, reduce], 1: [gather]})
     # each group by itself agrees, and all of them together do not
-    alone, other = ("all-to-all", (0, 2), "forward"), ("all-to-all", (1, 2), "forward")
+    alone, other = Call("all-to-all", (0, 2), "forward"), Call("all-to-all", (1, 2), "forward")
     with pytest.raises(ExpertMeshError, match="of all groups: number 1"):
         check_order({0: [alone, gather], 1: [gather, other]})
+    # ranks of different stages need not
+    assert check_order({0: [alone, gather], 1: [gather, other]}, ranks_per_stage=1) == 2
+
+
+def test_what_is_sent_is_what_is_received() -> None:
+    sent, received = Call("send", (0, 1), "forward", "1", 8), Call("receive", (0, 1), "forward", "1", 8)
+    assert check_order({0: [sent, sent], 1: [received, received]}, ranks_per_stage=1) == 2
+    with pytest.raises(ExpertMeshError, match=r"number 1 of what rank 0 sends to rank 1 is 8 bytes .* 12 bytes"):
+        check_order({0: [sent], 1: [replace(received, size=12)]}, ranks_per_stage=1)
+    with pytest.raises(ExpertMeshError, match=r"number 2 .* and of what rank 1 receives from there none any more"):
+        check_order({0: [sent, sent], 1: [received]}, ranks_per_stage=1)
+    # in another group nothing is sent
+    with pytest.raises(ExpertMeshError, match="is none any more, and of what rank 1 receives from there 8 bytes"):
+        check_order({0: [], 1: [replace(received, group="2")]}, ranks_per_stage=1)

@@ -387,8 +387,9 @@ def nccl_buffers(run: PlannedRun) -> float:
     rings = [setting.world_size > 1, setting.dp_size > 1 and (run.setting.experts_are_gathered or is_hybrid), is_hybrid]
     peers = setting.ep_size - 1 + setting.cp_size - 1
     if setting.pp_size > 1:
-        # all ranks of a pp index are others than all ranks; in either direction there is a group for two neighbours
-        rings.append(setting.ranks_per_stage > 1)
+        # all ranks of a pp index are others than all ranks; in either direction there is a group, which sums once and
+        # then sends to two neighbours
+        rings += [setting.ranks_per_stage > 1, True, True]
         peers += 4
     return RING * sum(rings) + PEER * peers
 

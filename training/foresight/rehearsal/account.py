@@ -1,16 +1,18 @@
 """All that a dry run tells of one rank, in figures."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from expertmesh.sharding.pipeline.stages import layers_here
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.cost import seconds_among
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.rehearsal.fit import Fit, fit
-from expertmesh.training.foresight.rehearsal.ledger import Ledger, ledger
+from expertmesh.training.foresight.rehearsal.ledger import Ledger, ledger, times_of
 from expertmesh.training.foresight.rehearsal.peaks import PeakMemory
+from expertmesh.training.foresight.rehearsal.stages import StageSeconds
 from expertmesh.training.foresight.rehearsal.world import Rehearsed
 
 
@@ -38,8 +40,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Account:
-    """Cost breakdown of one rank's step, memory in bytes. tokens: of all its micro-batches. layers: how many were run,
-    of how many. moments: by phase. sent: by seconds. mfu: of the card's rate."""
+    """Cost breakdown of one rank's step, memory in bytes. tokens: of all its micro-batches; in a pipeline, the share of
+    one rank. layers: how many were run, of how many. moments: by phase. sent: by seconds. mfu: of the card's rate."""
 
     rank: int
     forwards: int
@@ -52,6 +54,13 @@ class Account:
     sent: Sequence[SentBytes]
     ledger: Ledger
     mfu: float
+
+    def among(self, stages: Mapping[int, StageSeconds], hardware: Hardware) -> "Account":
+        """The same in a pipeline where these stages were run."""
+        if self.ledger.pipeline is None:
+            return self
+        account = self.ledger.within(self.ledger.pipeline.among(stages))
+        return replace(self, ledger=account, mfu=account.share_of_peak(hardware))
 
     def as_json(self) -> dict[str, Any]:
         """Bytes, seconds and FLOPs."""
@@ -72,12 +81,12 @@ def account_of(
     forwards = config.micro_batches(world_size)
     account = ledger(rehearsed, forwards, hardware, gpus_per_node)
     events = rehearsed.step.events
-    layers = rehearsed.stack.stand_ins
+    layers, here = rehearsed.stack.stand_ins, layers_here(rehearsed.model)
     return Account(
         rank,
         forwards,
-        forwards * rehearsed.tokens,
-        (len(set(layers)), len(layers)),
+        forwards * rehearsed.tokens // config.pp_size,
+        (len(set(layers)) if config.pp_size == 1 else len(here), len(layers)),
         rehearsed.counts.total,
         rehearsed.memory,
         fit(rehearsed.memory, events, rehearsed.groups, hardware.device.memory, config.offload),
@@ -89,13 +98,13 @@ def account_of(
 
 
 def _moments(memory: PeakMemory) -> list[Moment]:
-    """Peaks by phase, of the last micro-batch that was run: those before hold no more."""
-    last = max(micro for _, micro, _ in memory.at if micro is not None)
+    """Peaks by phase, of whichever micro-batch."""
     moments: list[Moment] = []
     for phase in ("forward", "recomputation", "backward", "optimizer step"):
-        in_layers = {
-            layer: size for (of, micro, layer), size in memory.at.items() if of == phase and micro in (last, None)
-        }
+        in_layers: defaultdict[int | None, int] = defaultdict(int)
+        for (of, _, layer), size in memory.at.items():
+            if of == phase:
+                in_layers[layer] = max(in_layers[layer], size)
         for is_layer in (True, False):
             sizes = {layer: size for layer, size in in_layers.items() if (layer is not None) == is_layer}
             if sizes:
@@ -106,8 +115,7 @@ def _moments(memory: PeakMemory) -> list[Moment]:
 
 
 def _sent(rehearsed: Rehearsed, forwards: int, hardware: Hardware, gpus_per_node: int) -> list[SentBytes]:
-    seen = 1 + max(event.micro for event in rehearsed.step.events if event.micro is not None)
-    often = {None: 1, 0: 1, seen - 1: forwards - seen + 1}
+    often = times_of(rehearsed, forwards)
     totals: defaultdict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for event in rehearsed.step.events:
         if event.collective is None or len(event.ranks) == 1:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from expertmesh.training.foresight.planner.peak_memory import CONTEXT, FRAGMENTATION, PEER, RING
 from expertmesh.training.foresight.rehearsal.peaks import MemoryKind, PeakMemory
-from expertmesh.training.foresight.rehearsal.recorder import Event
+from expertmesh.training.foresight.rehearsal.recorder import SENDS, Event
 
 LASTING: frozenset[MemoryKind] = frozenset({"parameters", "frozen parameters", "gradients", "optimizer state"})
 """Kinds that are there from step to step, or for the whole of one; with --offload, in host memory."""
@@ -64,14 +64,21 @@ def fit(memory: PeakMemory, events: Sequence[Event], groups: Mapping[str, str], 
 def communicators(events: Sequence[Event], groups: Mapping[str, str]) -> list[Communicator]:
     """A rank's communicators with more than one rank."""
     kinds: dict[tuple[str, int], set[str]] = {}
+    neighbours: dict[str, set[int]] = {}
     for event in events:
-        if event.collective is not None and len(event.ranks) > 1:
+        if event.collective in SENDS:
+            neighbours.setdefault(event.group, set()).update(event.ranks)
+        elif event.collective is not None and len(event.ranks) > 1:
             kinds.setdefault((event.group, len(event.ranks)), set()).add(event.collective)
-    return [
+    found = [
         Communicator(
             groups[name],
             ranks,
             (PEER * (ranks - 1) if "all-to-all" in found else 0) + (RING if found - {"all-to-all"} else 0),
         )
         for (name, ranks), found in kinds.items()
+    ]
+    # whose first collective is an all-reduce (see `make_pipeline_groups`)
+    return found + [
+        Communicator(groups[name], len(ranks), RING + PEER * (len(ranks) - 1)) for name, ranks in neighbours.items()
     ]

@@ -1,12 +1,15 @@
 """Cost breakdown of a recorded step by part: FLOPs, bytes moved, minimum traffic, and time at a card's rates."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
+from expertmesh.sharding import pipeline_of
+from expertmesh.sharding.pipeline.schedule import Action
 from expertmesh.training.foresight.planner.cost import HOST, Clock, kernel_seconds, seconds_among
 from expertmesh.training.foresight.planner.hardware import Hardware
-from expertmesh.training.foresight.rehearsal.recorder import Event, Key, Recorder
+from expertmesh.training.foresight.rehearsal.recorder import SENDS, Event, Key, Recorder
+from expertmesh.training.foresight.rehearsal.stages import PipelinePart, StageSeconds
 from expertmesh.training.foresight.rehearsal.world import Rehearsed
 
 Instance = tuple[str | None, int | None, str, int | None]
@@ -39,6 +42,7 @@ class Ledger:
     parts: by time, the longest first. needed: FLOPs without recomputation. device: seconds of the whole step, if the
     host is ahead. computing: of these, kernels. all_to_alls: waited for. sharding: FSDP's collectives in all;
     exposed: the part of them that was waited for. host: seconds that the host needs to call all operators.
+    pipeline: of which the rank has stages, if any: what it waits there is part of `device`.
     """
 
     parts: list[PartCost]
@@ -49,6 +53,12 @@ class Ledger:
     sharding: float
     exposed: float
     host: float
+    pipeline: PipelinePart | None = None
+
+    def within(self, pipeline: PipelinePart) -> "Ledger":
+        """The same with what the rank waits in a pipeline."""
+        waited_before = 0.0 if self.pipeline is None else self.pipeline.waited
+        return replace(self, device=self.device - waited_before + pipeline.waited, pipeline=pipeline)
 
     @property
     def seconds(self) -> float:
@@ -61,11 +71,10 @@ class Ledger:
 
 
 def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: int) -> Ledger:
-    """The cost breakdown of a step of `micro` micro-batches, of which two at most were run: those after the first are
+    """The cost breakdown of a step of `micro` micro-batches, of which a few were run: those after the first are
     alike."""
     events = rehearsed.step.events
-    seen = 1 + max(event.micro for event in events if event.micro is not None)
-    times = {None: 1, 0: 1, 1: micro - 1}
+    times = times_of(rehearsed, micro)
     enough = _enough(rehearsed.recorder)
     parts: dict[str, PartCost] = defaultdict(lambda: PartCost(""))
     for event in events:
@@ -81,16 +90,13 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
     for (name, layer, _, number), size in enough.items():
         parts[name or "other"].enough += times[number] * rehearsed.stack.times(layer) * size
 
-    clocks = [
-        timeline([e for e in events if e.micro == number], hardware, gpus_per_node)[0]
-        for number in (None, *range(seen))
+    clocks = _clocks(events, hardware, gpus_per_node)
+    of_clocks = [
+        [times[number] * figure for figure in (c.now, c.computing, c.waiting, c.sharding, c.exposed)]
+        for (number, _), c in clocks.items()
     ]
-    update, first, *later = (
-        (clock.now, clock.computing, clock.waiting, clock.sharding, clock.exposed) for clock in clocks
-    )
-    total = [a + b + (micro - 1) * c for a, b, c in zip(update, first, later[0] if later else first, strict=True)]
-    seconds, computing, all_to_alls, sharding, exposed = total
-    return Ledger(
+    seconds, computing, all_to_alls, sharding, exposed = map(sum, zip(*of_clocks, strict=True))
+    found = Ledger(
         sorted(parts.values(), key=lambda part: -part.seconds),
         sum(times[event.micro] * event.needed for event in events),
         seconds,
@@ -100,6 +106,50 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         exposed,
         HOST * sum(times[number] * calls for number, calls in rehearsed.step.calls.items()),
     )
+    pipeline = pipeline_of(rehearsed.model)
+    if pipeline is None:
+        return found
+    stages = _stage_seconds(clocks, events, hardware, gpus_per_node)
+    return found.within(PipelinePart.of(pipeline, micro, stages))
+
+
+def times_of(rehearsed: Rehearsed, micro: int) -> dict[int | None, int]:
+    """For how many of a step's `micro` micro-batches each one stands that was run, by its number; None: what is in none
+    of them."""
+    seen = 1 + max(event.micro for event in rehearsed.step.events if event.micro is not None)
+    return {None: 1, **dict.fromkeys(range(seen - 1), 1), seen - 1: micro - seen + 1}
+
+
+def _clocks(
+    events: Sequence[Event], hardware: Hardware, gpus_per_node: int
+) -> dict[tuple[int | None, Action | None], Clock]:
+    """The clock at the end of each micro-batch or, in a pipeline, of each action of its schedule."""
+    parts: dict[tuple[int | None, Action | None], list[Event]] = {(None, None): []}
+    for event in events:
+        parts.setdefault((event.micro, event.action), []).append(event)
+    return {part: timeline(found, hardware, gpus_per_node)[0] for part, found in parts.items()}
+
+
+def _stage_seconds(
+    clocks: Mapping[tuple[int | None, Action | None], Clock],
+    events: Sequence[Event],
+    hardware: Hardware,
+    gpus_per_node: int,
+) -> dict[int, StageSeconds]:
+    """Of the last micro-batch that was run."""
+    last = max(number for number, _ in clocks if number is not None)
+    seconds = {(action.stage, action.kind): clock.now for (n, action), clock in clocks.items() if action and n == last}
+    sends: defaultdict[int, float] = defaultdict(float)
+    for event in events:
+        if event.collective == "send" and event.action is not None and event.action.micro_batch == last:
+            took = seconds_among("send", event.sent, event.ranks, hardware, gpus_per_node)
+            sends[event.action.stage] = max(sends[event.action.stage], took)
+    return {
+        stage: StageSeconds(
+            seconds[stage, "forward"], seconds[stage, "backward"], seconds.get((stage, "weights"), 0.0), sends[stage]
+        )
+        for stage in sorted({stage for stage, _ in seconds})
+    }
 
 
 def event_seconds(event: Event, hardware: Hardware) -> float:
@@ -179,8 +229,13 @@ def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) ->
             end = clock.now
         else:
             seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
-            runs_beside = event.travels or event.collective in ("all-gather", "reduce-scatter")
-            if event.travels:
+            runs_beside = (
+                event.collective in SENDS or event.travels or event.collective in ("all-gather", "reduce-scatter")
+            )
+            if event.collective in SENDS:
+                # how long a stage waits for another is known by the schedule alone
+                end = clock.now + seconds
+            elif event.travels:
                 end = clock.send(event.ranks, seconds)
             elif runs_beside:
                 end = clock.shard(seconds)

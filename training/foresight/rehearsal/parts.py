@@ -23,6 +23,10 @@ lasting(ShardingPropagator._propagate_tensor_meta_non_cached)
 assert FSDPState.__module__.startswith(f"{fsdp.__name__}."), "what FSDP calls is told by its package's name"
 
 
+_CALL_BACKWARD = ("the step", "pipeline")
+"""Whose code calls backward: what runs there is a part by its forward."""
+
+
 @dataclass(frozen=True)
 class StepPlace:
     """part: of a step, None for what is no part of any. layer: number of the decoder layer, None outside of them.
@@ -57,7 +61,7 @@ class _Code:
             is_lasting(code),
             module == checkpoint.__name__,
             part,
-            None if part == "the step" else part,
+            None if part in _CALL_BACKWARD else part,
             code.co_varnames[:1] == ("self",),
         )
 

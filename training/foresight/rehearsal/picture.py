@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 from typing import get_args
 
 from expertmesh.training.foresight.planner.hardware import Hardware
@@ -24,7 +25,7 @@ STREAMS = {"kernels": "#1f5a96", "exchanges": "#c06a1c", "FSDP": "#5b8f3a"}
 
 
 def draw(rehearsed: Rehearsed, hardware: Hardware, gpus_per_node: int, title: str) -> str:
-    """Draw the micro-batches that were run, two at most, and the update."""
+    """Draw the micro-batches that were run, and the update. What a rank waits for other stages is left out."""
     spans, phases = _in_order(rehearsed.step.events, hardware, gpus_per_node)
     seconds = max(span.end for span in spans)
     curve = _memory(rehearsed, spans, seconds)
@@ -71,14 +72,11 @@ def _in_order(
     events: Sequence[Event], hardware: Hardware, gpus_per_node: int
 ) -> tuple[list[LedgerSpan], list[tuple[float, str]]]:
     """Spans of all events in their order, and where phases begin."""
-    of_micro: dict[tuple[int | None, bool], list[Event]] = {}
-    for event in events:
-        of_micro.setdefault((event.micro, event.phase == "optimizer step"), []).append(event)
     spans: list[LedgerSpan] = []
     phases: list[tuple[float, str]] = []
     begin = 0.0
-    for group in of_micro.values():
-        clock, found = timeline(group, hardware, gpus_per_node)
+    for _, group in groupby(events, lambda event: (event.micro, event.action, event.phase == "optimizer step")):
+        clock, found = timeline(list(group), hardware, gpus_per_node)
         last = ""
         for span in found:
             phase = "backward" if span.event.phase == "recomputation" else span.event.phase

@@ -27,8 +27,10 @@ from expertmesh.moe.dispatch.exchange import UnderWay
 from expertmesh.moe.kernels.fp8 import MULTIPLE
 from expertmesh.moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
 from expertmesh.sharding import has_dtensor
+from expertmesh.sharding.pipeline.schedule import Action, Exchange, Schedule
 from expertmesh.training.foresight.rehearsal.live import Pausable
 from expertmesh.training.foresight.rehearsal.parts import LASTING, Parts, StepPlace
+from expertmesh.training.pipelined import PipelinedStep
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -45,7 +47,7 @@ class Event:
     ranks, of a collective among `ranks`, whose process group has the name `group`. travels: whether it is an all-to-all
     that other kernels overlap. waits: whether here the oldest of these among `ranks` is waited for, and nothing else
     done. reads, writes: bytes of each storage. is_fp8: whether its matmul is in fp8. times: how many operators this
-    stands for (see `Recorder.repeated`).
+    stands for (see `Recorder.repeated`). action: what of a pipeline's schedule is being computed, or was last.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Event:
     waits: bool = False
     is_fp8: bool = False
     times: int = 1
+    action: Action | None = None
 
     @property
     def moved(self) -> int:
@@ -128,6 +131,8 @@ class Recorder(Pausable, TorchDispatchMode):
         self.makers: dict[int, Maker] = {}
         self.calls: Counter[int | None] = Counter()
         self.micro: int | None = None
+        self.action: Action | None = None
+        self._receiving: Action | None = None
         self.is_update = False
         self._marked: Mark | None = None
         self._unmade: list[int] = []
@@ -190,11 +195,22 @@ class Recorder(Pausable, TorchDispatchMode):
         self.micro = 0 if self.micro is None else self.micro + 1
         self.mark(None)
 
-    def moment(self, doing: str) -> None:
-        """Note what the step does next."""
-        if self.micro is not None:
-            self.is_update, self.micro = True, None
-            self.mark(None)
+    def begin(self, action: Action) -> None:
+        """Begin a part of a micro-batch, in a pipeline."""
+        self.micro, self.action = action.micro_batch, action
+        self.mark(None)
+
+    @contextmanager
+    def receiving(self, action: Action | None) -> Iterator[None]:
+        """Within it, what is received is this action's input."""
+        self._receiving = action
+        yield
+        self._receiving = None
+
+    def begin_update(self) -> None:
+        """Begin what follows the last backward of a step."""
+        self.is_update, self.micro, self.action = True, None, None
+        self.mark(None)
 
     def mark(self, layer: int | None) -> None:
         """Note which layer the step comes to, in its forward or in its backward; None: what is in none."""
@@ -215,7 +231,12 @@ class Recorder(Pausable, TorchDispatchMode):
     @property
     def phase(self) -> str:
         """The phase that the step has come to."""
-        return "optimizer step" if self.is_update else "backward" if _current_autograd_node() is not None else "forward"
+        if self.is_update:
+            return "optimizer step"
+        is_backward = _current_autograd_node() is not None or (
+            self.action is not None and self.action.kind != "forward"
+        )
+        return "backward" if is_backward else "forward"
 
     def lasting(self) -> set[Key]:
         """Storages that are there at this moment, as they are."""
@@ -224,7 +245,8 @@ class Recorder(Pausable, TorchDispatchMode):
     def _event(self, name: str, place: StepPlace) -> Event:
         if place.layer is None and place.part in _IN_SOME_LAYER and self._marked is not None:
             place = replace(place, layer=self._marked.layer)
-        event = Event(name, place, "recomputation" if place.is_recomputed else self.phase, self.micro)
+        phase = "recomputation" if place.is_recomputed else self.phase
+        event = Event(name, place, phase, self.micro, action=self.action)
         self.events.append(event)
         self.log.append(event)
         return event
@@ -264,6 +286,18 @@ class Recorder(Pausable, TorchDispatchMode):
         if (collective := _collective(operator)) is not None:
             event.collective = collective
             event.group, event.ranks = self.group_of(args, kwargs)
+            if collective in SENDS:
+                # the third argument is the other rank's number in the group
+                event.ranks = (dist.get_rank(), event.ranks[args[2]])
+                if collective == "send":
+                    event.sent = float(sum(map(_bytes, inputs)))
+                else:
+                    # which its schema does not say that it writes
+                    event.reads = {}
+                    self._write(event, inputs)
+                    assert self._receiving is not None
+                    event.micro, event.action = self._receiving.micro_batch, self._receiving
+                return
             largest = max(map(_bytes, inputs + changed + results), default=0)
             rounds = 2 if collective == "all-reduce" else 1
             event.sent = largest * rounds * (1 - 1 / len(event.ranks))
@@ -474,7 +508,11 @@ _COLLECTIVES = {
     "c10d::_reduce_scatter_base_": "reduce-scatter",
     "c10d::allreduce_": "all-reduce",
     "c10d::alltoall_base_": "all-to-all",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
 }
+SENDS = ("send", "receive")
+"""Of a pipeline's stages. `Event.ranks` of these are this rank and the other one."""
 
 
 def _collective(operator: Any) -> str | None:
@@ -495,6 +533,27 @@ def recording_waits(recorder: Recorder) -> Iterator[None]:
         return self.out
 
     with mock.patch.object(UnderWay, "__init__", begun), mock.patch.object(UnderWay, "wait", wait):
+        yield
+
+
+@contextmanager
+def recording_actions(recorder: Recorder) -> Iterator[None]:
+    """Have `recorder` know which action of a pipeline's schedule is computed."""
+    compute, exchange, run = PipelinedStep.compute, PipelinedStep.exchange, PipelinedStep.run
+
+    def computed(self: PipelinedStep, action: Action) -> None:
+        recorder.begin(action)
+        compute(self, action)
+
+    def exchanged(self: PipelinedStep, begun: Exchange) -> None:
+        with recorder.receiving(begun.receive):
+            exchange(self, begun)
+
+    def done(self: PipelinedStep, schedule: Schedule) -> None:
+        run(self, schedule)
+        recorder.begin_update()
+
+    with mock.patch.multiple(PipelinedStep, compute=computed, exchange=exchanged, run=done):
         yield
 
 

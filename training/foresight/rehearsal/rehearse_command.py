@@ -54,7 +54,8 @@ def build_parser() -> Parser:
         "--ranks",
         choices=["one", "all"],
         default="one",
-        help="all: one rank of each kind (the first, the last, the most loaded), and whether their collectives match",
+        help="all: one rank of each kind (the first, the last, the most loaded, the first of each pipeline stage), "
+        "and whether their collectives match",
     )
     parser.add_argument(
         "--imbalance", type=float, default=1.0, help="tokens routed to the most loaded rank, over the mean"
@@ -103,7 +104,10 @@ def main(argv: Sequence[str]) -> int:
             title = f"{where}, rank {rank} of {arguments.gpus}, {hardware.name}"
             _write(arguments.timeline, draw(rehearsed, hardware, arguments.gpus_per_node, title))
         del rehearsed
-    compared = check_order(orders)
+    ranks_per_stage = arguments.gpus // config.pp_size
+    compared = check_order(orders, ranks_per_stage)
+    stages = {n: stage for each in accounts if (part := each.ledger.pipeline) for n, stage in part.stages.items()}
+    accounts = [account.among(stages, hardware) for account in accounts]
     largest = max(accounts, key=lambda account: account.fit.total)
     if arguments.json:
         print(json.dumps([account.as_json() for account in accounts], indent=1))
@@ -124,8 +128,14 @@ def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
         )
     if arguments.routing is not None and arguments.imbalance != 1:
         raise ExpertMeshError("--routing and --imbalance: both set where tokens go; give one of them")
-    if arguments.gpus % config.ep_size:
-        raise ExpertMeshError(f"--ep-size {config.ep_size} does not divide --gpus {arguments.gpus}")
+    if arguments.gpus % config.pp_size:
+        raise ExpertMeshError(f"--pp-size {config.pp_size} does not divide --gpus {arguments.gpus}")
+    ranks = arguments.gpus // config.pp_size
+    if ranks % config.ep_size:
+        of_stage = f"the {ranks} ranks of a stage (--gpus {arguments.gpus} / --pp-size {config.pp_size})"
+        raise ExpertMeshError(
+            f"--ep-size {config.ep_size} does not divide {of_stage if config.pp_size > 1 else f'--gpus {ranks}'}"
+        )
     if config.use_cpu:
         raise ExpertMeshError("--use-cpu: a dry run models GPUs; leave it out")
 
@@ -150,7 +160,9 @@ def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:
 def _ranks(arguments: argparse.Namespace, config: TrainConfig, told: Told) -> list[int]:
     if arguments.ranks == "one":
         return [arguments.rank]
-    return list(dict.fromkeys([0, arguments.gpus - 1, *([told.most_loaded] if told.shares else [])]))
+    most_loaded = [told.most_loaded] if told.shares else []
+    stages = range(0, arguments.gpus, arguments.gpus // config.pp_size)
+    return list(dict.fromkeys([0, arguments.gpus - 1, *most_loaded, *stages]))
 
 
 def _write(file: Path, content: str) -> None:

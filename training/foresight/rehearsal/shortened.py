@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from expertmesh.moe import RouterStats, current_forward, decoder_layers, moe_layers
 from expertmesh.moe.torch_private import FSDPState, _current_autograd_node
 from expertmesh.sharding import local_tensor
+from expertmesh.sharding.pipeline.stages import stages_of
 from expertmesh.sharding.place.parallelize import prefetch_layers
 from expertmesh.training.foresight.rehearsal.kinds import Stack
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
@@ -27,6 +28,8 @@ class Shortened:
     def __init__(self, model: Any, stack: Stack, recorder: Recorder, live: LiveTensors):
         self.layers: list[Any] = list(decoder_layers(model))
         self.stack = stack
+        stages = stages_of(model)
+        self.lasts = {len(self.layers) - 1} if stages is None else {layers[-1] for layers in stages.layers}
         self.recorder = recorder
         self.live = live
         self._output: Any = None
@@ -65,7 +68,7 @@ class Shortened:
                         parameter.grad = _like(ran.grad, storages)
 
     def _have_marked(self, layer: nn.Module, number: int) -> None:
-        is_last = number == len(self.layers) - 1
+        is_last = number in self.lasts
         is_followed = is_last or self.stack.is_rehearsed(number + 1)
 
         def begin(module: nn.Module, args: Any) -> None:

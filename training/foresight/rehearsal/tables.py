@@ -47,7 +47,9 @@ def print_account(
 
 def _setting(account: Account, config: TrainConfig, where: str, hardware: Hardware, world_size: int) -> str:
     rehearsed, layers = account.layers
-    run = "" if rehearsed == layers else f", of which {rehearsed} run, one per kind"
+    pipeline = account.ledger.pipeline
+    which = "one per kind" if pipeline is None else pipeline.told
+    run = "" if rehearsed == layers else f", of which {rehearsed} run, {which}"
     dtype = "bf16" if config.bf16 else "tf32" if config.tf32 else "fp32"
     adapter = "" if config.adapter == "none" else f", {config.adapter} on {config.base_dtype}"
     flags = [
@@ -58,13 +60,14 @@ def _setting(account: Account, config: TrainConfig, where: str, hardware: Hardwa
         config.optim + adapter,
         *(["packing"] if config.packing else []),
         *([f"cp {config.cp_size}"] if config.cp_size > 1 else []),
+        *([f"pp {config.pp_size} {config.schedule_name}"] if config.pp_size > 1 else []),
         *(["offload"] if config.offload else []),
     ]
     return (
         f"{where}: {account.parameters / 1e9:,.1f} B parameters, {layers} layers{run}\n"
         f"rank {account.rank} of {world_size} on {hardware.name}; {', '.join(flags)}\n"
         f"{account.forwards} x {config.per_device_train_batch_size} x {config.max_seq_length:,} tokens per step and "
-        + ("rank" if config.cp_size == 1 else "CP group")
+        + ("pipeline" if config.pp_size > 1 else "rank" if config.cp_size == 1 else "CP group")
     )
 
 
@@ -120,12 +123,15 @@ def _parts(account: Account) -> list[Column]:
 
 def _forecast(account: Account) -> str:
     step = account.ledger
+    waited = ""
+    if step.pipeline is not None:
+        waited = f", other stages {step.pipeline.waited:,.3f} (bubble of all ranks {step.pipeline.bubble:.1%})"
     pace = "; the host, which launches it all, is the bottleneck" if step.host > step.device else ""
     return (
         f"\nforecast: {step.seconds:,.3f} s per step, {account.tokens / step.seconds:,.0f} tokens/s per GPU, "
         f"{account.mfu:.1%} MFU, {step.needed / 1e12:,.1f} TFLOP without recomputation. The GPU {step.device:,.3f} s: "
         f"kernels {step.computing:,.3f}, all-to-alls and all-reduces {step.all_to_alls:,.3f}, FSDP waited for "
-        f"{step.exposed:,.3f} of {step.sharding:,.3f}; the host {step.host:,.3f} s{pace}"
+        f"{step.exposed:,.3f} of {step.sharding:,.3f}{waited}; the host {step.host:,.3f} s{pace}"
     )
 
 

@@ -31,21 +31,37 @@ from expertmesh.moe.experts.quantised import nf4_pairs
 from expertmesh.moe.kernels.gpu import rehearsing_gpu
 from expertmesh.moe.torch_private import FakeStore, ShardingPropagator
 from expertmesh.moe.transformers_private import never_tracing
-from expertmesh.sharding import CPGroup, Mesh, Topology, build_mesh, check_cp_size, check_ep_size, materialize
+from expertmesh.sharding import (
+    CPGroup,
+    Mesh,
+    build_mesh,
+    check_cp_size,
+    check_ep_size,
+    check_pp_size,
+    cut_into_stages,
+    materialize,
+    pipeline_of,
+)
 from expertmesh.sharding.place.parallelize import parallelize
 from expertmesh.sharding.place.recompute import keep_products
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Batch, SplitSequences
-from expertmesh.training.engine import compute_dtype
+from expertmesh.training.engine import compute_dtype, topology_of
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 from expertmesh.training.foresight.rehearsal.fake import FakeTensors
 from expertmesh.training.foresight.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
 from expertmesh.training.foresight.rehearsal.parts import Parts
 from expertmesh.training.foresight.rehearsal.peaks import MemoryKind, PeakMemory, kinds_of_storages, peak_memory
-from expertmesh.training.foresight.rehearsal.recorder import Recorder, recording_triton, recording_waits
+from expertmesh.training.foresight.rehearsal.recorder import (
+    Recorder,
+    recording_actions,
+    recording_triton,
+    recording_waits,
+)
 from expertmesh.training.foresight.rehearsal.repeated import WholeStep, whole_step
 from expertmesh.training.foresight.rehearsal.shortened import Shortened
+from expertmesh.training.foresight.rehearsal.stages import micro_batches_to_run
 from expertmesh.training.foresight.rehearsal.told import EVEN, Told
 from expertmesh.training.loss.balance import BiasUpdate, choose_balance
 from expertmesh.training.optim.low_bit import dynamic_map
@@ -55,7 +71,7 @@ from expertmesh.training.step import train_step
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """step: what it has done, with two micro-batches at most. recorder: what of it was run, by `stack`. model,
+    """step: what it has done, with a few micro-batches at most. recorder: what of it was run, by `stack`. model,
     optimizer: whose step it was. memory: the most that a rank's tensors hold. storages: what each is for. counts: of
     its parameters. tokens, targets: of one micro-batch (see `Batch`). groups: the purpose of process groups, by name.
     """
@@ -82,7 +98,8 @@ def rehearse(
     told: Told = EVEN,
 ) -> Rehearsed:
     """Dry-run one step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
-    micro-batches at most, as all after the first are alike, and the update.
+    micro-batches at most, as all after the first are alike, and the update. In a pipeline, of as many micro-batches as
+    the rank holds as much with as with all, and of all layers of its stages.
 
     Every sequence is full, and all of its tokens are trained on.
 
@@ -104,16 +121,21 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
     model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
     balance = choose_balance(config, model, model_config)
-    check_ep_size(config.ep_size, world_size, moe_shape(model).num_experts)
+    check_pp_size(config.pp_size, world_size)
+    check_ep_size(config.ep_size, world_size // config.pp_size, moe_shape(model).num_experts)
+    check_cp_size(config.cp_size, world_size // config.pp_size)
+    mesh = build_mesh("cpu", topology_of(config, world_size))
+    if config.pp_size > 1:
+        cut_into_stages(
+            model, mesh, compute_dtype(config), config.schedule_name, config.pipeline_chunks, config.layers_of_stages
+        )
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
     shares = _shares_by_layer(model, told)
     # as `parallelize` will once more: layers that keep outputs of expert GEMMs are of another kind
     keep_products(model, config.keep_expert_products)
     kinds = list(zip(kinds_of_layers(model), shares, strict=True))
-    stack = shortened_stack(kinds) if shortened else whole_stack(kinds)
-    check_cp_size(config.cp_size, world_size)
-    mesh = build_mesh("cpu", Topology(world_size, config.ep_size, config.dense_shard, config.cp_size))
+    stack = shortened_stack(kinds) if shortened and config.pp_size == 1 else whole_stack(kinds)
     parallelize(model, mesh, compute_dtype(config), config.strategy)
     # made once in a process: not of fake tensors
     for signed in (True, False):
@@ -123,10 +145,11 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         materialize(model, torch.device("cpu"), config.offload)
         optimizer = build_optimizer(model.train(), config, mesh)
         recorder = Recorder(Parts(model))
-        # before FSDP's own, which begins to gather
-        model.register_forward_pre_hook(recorder.next_forward, prepend=True)
+        if config.pp_size == 1:
+            # before FSDP's own, which begins to gather
+            model.register_forward_pre_hook(recorder.next_forward, prepend=True)
         batch = _batch(config, mesh.cp_group, told, fake)
-        batches = [batch] * min(config.micro_batches(world_size), 2)
+        batches = [batch] * micro_batches_to_run(pipeline_of(model), config.micro_batches(world_size))
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
         live = LiveTensors([*model.parameters(), *model.buffers()], changed=recorder.changed)
         short = Shortened(model, stack, recorder, live)
@@ -134,13 +157,14 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         def at(doing: str) -> None:
             if doing == "the gradient norm":
                 short.add_gradients()
-            recorder.moment(doing)
+                recorder.begin_update()
 
         with (
             _telling(config, batch.num_tokens * moe_shape(model).top_k, shares, recorder),
             _leaving_out_shapes(live, recorder),
             recording_triton(recorder),
             recording_waits(recorder),
+            recording_actions(recorder),
             _naming_layers(recorder),
             short,
             live,
@@ -171,9 +195,12 @@ def _groups(mesh: Mesh) -> dict[str, str]:
         mesh.exchange: "ep, tokens",
         mesh.dp.get_group(): "dp",
         mesh.ep.get_group(): "ep",
-        mesh.all_ranks.get_group(): "all ranks",
+        mesh.all_ranks.get_group(): "all ranks" if mesh.pipeline is None else "stage",
         dist.group.WORLD: "all ranks",
     }
+    if mesh.pipeline is not None:
+        groups |= {mesh.pipeline.forward: "pp, forward", mesh.pipeline.backward: "pp, backward"}
+        groups |= dict.fromkeys(mesh.pipeline.sharing.values(), "pp, shared weights")
     if mesh.cp_group is not None and mesh.cp_group.ranks is not None:
         groups[mesh.cp_group.ranks] = "cp, heads"
     return {group.group_name: name for group, name in groups.items() if group is not None}
