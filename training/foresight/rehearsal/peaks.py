@@ -46,7 +46,7 @@ def peak_memory(
 ) -> PeakMemory:
     """The peak of what was recorded. kinds: of its storages, from `kinds_of_storages`. The optimizer's state, which the
     first update makes, counts from the start."""
-    parameters, state = [*model.parameters()], _bytes(_state(optimizer))
+    parameters, state = [p for p in model.parameters() if not p.is_meta], _bytes(_state(optimizer))
     held: defaultdict[MemoryKind, int] = defaultdict(int, {"optimizer state": state})
     total = peak = state
     at_peak = dict(held)

@@ -151,7 +151,9 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         batch = _batch(config, mesh.cp_group, told, fake)
         batches = [batch] * micro_batches_to_run(pipeline_of(model), config.micro_batches(world_size))
         bias_update = BiasUpdate(model, balance.bias_rate) if balance.bias_rate else None
-        live = LiveTensors([*model.parameters(), *model.buffers()], changed=recorder.changed)
+        # those of other stages are on the meta device
+        held = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+        live = LiveTensors(held, changed=recorder.changed)
         short = Shortened(model, stack, recorder, live)
 
         def at(doing: str) -> None:
