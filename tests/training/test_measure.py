@@ -109,6 +109,34 @@ def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("world_size", "flags", "most"),
+    [
+        (16, {"pp_size": 2}, 1.01),
+        (16, {"pp_size": 2, "pipeline_schedule": "interleaved", "pipeline_chunks": 2}, 1.01),
+        # what waits for weight gradients is told by what their matmuls read and write
+        (16, {"pp_size": 2, "pipeline_schedule": "zero-bubble"}, 1.1),
+        (32, {"pp_size": 4, "gradient_checkpointing": "full"}, 1.01),
+    ],
+    ids=["1f1b", "interleaved", "zero-bubble", "4 stages"],
+)
+def test_memory_and_time_of_a_pipeline(world_size: int, flags: dict[str, Any], most: float) -> None:
+    model_config, _ = read_config(str(CONFIGS / "mixtral-8x7b"))
+    model_config.num_hidden_layers = 8
+    settings = {"max_seq_length": 4096, "gradient_checkpointing": "selective", "ep_size": 8, **flags}
+    config = flags_of(gradient_accumulation_steps=8, **settings)
+    run = planned(config, model_config, world_size, is_kept=False, trained=1 - 1 / 4096)
+    ranks = range(0, world_size, world_size // config.pp_size)
+    rehearsed = [rehearse(config, model_config, world_size, rank) for rank in ranks]
+    accounts = [ledger(each, 8, H100, gpus_per_node=8) for each in rehearsed]
+    stages = {number: stage for each in accounts if each.pipeline for number, stage in each.pipeline.stages.items()}
+    seconds = [each.within(each.pipeline.among(stages)).device for each in accounts if each.pipeline]
+    largest = max(each.memory.peak for each in rehearsed)
+    assert 0.99 * largest <= peak(run).tensors <= most * largest
+    assert step_time(run, H100, gpus_per_node=8).device == pytest.approx(max(seconds), rel=0.05)
+
+
+@pytest.mark.exhaustive
 def test_a_deep_stack_is_a_shallow_one_repeated() -> None:
     rehearsed, run = both(tiny_mixtral(num_hidden_layers=12), 16, ep_size=8, gradient_checkpointing="selective")
     assert len(run.measured.kinds) == 1

@@ -83,6 +83,26 @@ def test_a_card_that_is_too_small(model: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.exhaustive
+def test_every_stage_of_a_pipeline(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = ["rehearse", "--model", model, *FLAGS, "--pp-size", "2", "--gradient-accumulation-steps", "5"]
+    assert main([*command, "--ranks", "all", "--timeline", str(tmp_path / "step.svg")]) == 0
+    said = capsys.readouterr().out
+    assert "stage 1 (layers 0 to 3) of 2" in said
+    assert "pp 2 1f1b" in said
+    assert "(bubble of all ranks " in said
+    assert "ranks run: 0: " in said
+    assert ", 8: " in said
+    ElementTree.fromstring((tmp_path / "step.svg").read_text())
+    assert main([*command, "--ranks", "all", "--json"]) == 0
+    first, *_, second = json.loads(capsys.readouterr().out)
+    assert (first["rank"], second["rank"]) == (0, 8)
+    assert first["layers"] == [4, LAYERS]
+    assert first["ledger"]["pipeline"]["waited"] > 0
+    # a layer gives one tensor, which is sent with each micro-batch, and its gradient comes back
+    sent = {(each["group"], each["operator"]): each["times"] for each in first["sent"]}
+    assert sent["pp, forward", "send"] == sent["pp, backward", "receive"] == 5
+
+
 def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, last, loaded = accounts(model, capsys, "--ranks", "all", "--imbalance", "2")
     assert [account["rank"] for account in (first, last, loaded)] == [0, 15, 1]
@@ -188,6 +208,9 @@ def test_what_fails_is_told_with_its_layer(
             "--rope-scaling: all layers of this model",
         ),
         (["--gpus", "15", "--ep-size", "15"], "--ep-size 15"),
+        (["--pp-size", "3"], "--pp-size 3 does not divide --gpus 16"),
+        (["--pp-size", "4"], "--ep-size 8 does not divide the 4 ranks of a stage (--gpus 16 / --pp-size 4)"),
+        (["--pp-size", "8", "--ep-size", "2"], "--pp-size 8: 8 stages need as many decoder layers"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
