@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.tiny import save_model
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(32)])
 LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
 CASE = Case(SAMPLES, z=0.01, accumulation=4, changes=LAYERS)
+DEEP = 9
 PARTS = [(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1), (2, 2, 2)]
 
 
@@ -67,6 +70,29 @@ def test_every_schedule_gives_the_same_bits(
     case = replace(CASE, balance=0.05, gradient_checkpointing="selective", kernel="torch-grouped")
     settings = {"pipeline_schedule": schedule, "pipeline_chunks": chunks}
     assert_same_bits(ranks, model, Topology(pp * dp * ep, ep, pp_size=pp), case, settings)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deep")
+    save_model(path, num_hidden_layers=DEEP)
+    return path
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("seed", range(20))
+def test_random_cuts_and_schedules(ranks: RankPool, deep: Path, seed: int) -> None:
+    """Stages of any lengths, however many of them a rank has, and any number of micro-batches."""
+    random = Random(seed)
+    pp = random.choice([2, 3, 4])
+    chunks = random.randint(1, DEEP // pp)
+    schedule = random.choice(["zero-bubble", "1f1b" if chunks == 1 else "interleaved"])
+    ends = [0, *sorted(random.sample(range(1, DEEP), pp * chunks - 1)), DEEP]
+    layers = ",".join(str(end - start) for start, end in pairwise(ends))
+    settings = {"pipeline_schedule": schedule, "pipeline_chunks": chunks, "pipeline_layers": layers}
+    changes = {"num_hidden_layers": DEEP}
+    case = replace(CASE, balance=0.05, steps=1, accumulation=random.randint(1, 9), changes=changes)
+    assert_same_bits(ranks, deep, Topology(pp, 1, pp_size=pp), case, settings)
 
 
 def assert_same_bits(ranks: RankPool, model: Path, topology: Topology, case: Case, settings: dict[str, Any]) -> None:

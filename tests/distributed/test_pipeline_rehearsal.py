@@ -56,7 +56,7 @@ def on_a_cpu(is_real: bool) -> Iterator[None]:
     """Within it, a dry run is of what a CPU runs; with `is_real`, with tensors that have values."""
     with (
         mock.patch.object(world, "build_rehearsed", lambda config, of, device: build_rehearsed(config, of, "cpu")),
-        mock.patch.object(world, "_telling", lambda *how: nullcontext()),
+        mock.patch.object(world, "_telling", return_value=nullcontext()),
         mock.patch.object(world, "micro_batches_to_run", lambda pipeline, number: number),
         mock.patch.object(world, "FakeTensors", Real if is_real else world.FakeTensors),
         mock.patch.object(world, "materialize", materialized if is_real else world_materialize),
