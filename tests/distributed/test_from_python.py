@@ -94,7 +94,7 @@ def read_data(engine: expertmesh.Engine) -> tuple[list[list[list[list[dict[str, 
     order = data_order(engine.config, rows, ranks.world_size)
     steps = []
     for step in range(STEPS):
-        by_rank = [order.micro_batches(step, rank) for rank in range(ranks.world_size)]
+        by_rank = [order.micro_batches(step, rank) for rank in range(engine.data_size)]
         micros = zip(*by_rank, strict=True)
         steps.append([[[labelled(rows[row][0]) for row in rank] for rank in micro] for micro in micros])
     return steps, [labelled(held[row][0]) for row in range(len(held))]
@@ -193,14 +193,17 @@ def with_trainer(
 def run(request: Any, models: dict[str, Path], data: Path, ranks: RankPool, tmp_path_factory: Any) -> Any:
     """A run of train_ep.py: (model, settings, its directory, its figures, its weights)."""
     family, ep_size, lora = request.param
-    out = tmp_path_factory.mktemp("train-ep")
     settings = settings_of(data, ep_size, lora)
-    flags = ["--model", str(models[family]), "--output-dir", str(out), "--eval_steps", "3", "--save_steps", "0"]
+    return train_ep(models[family], settings, ranks, tmp_path_factory.mktemp("train-ep"))
+
+
+def train_ep(model: Path, settings: dict[str, Any], ranks: RankPool, out: Path) -> Any:
+    flags = ["--model", str(model), "--output-dir", str(out), "--eval_steps", "3", "--save_steps", "0"]
     assert settings["cpu_matmul"] == FIXED_PRODUCTS[1]
     for code, errors in ranks.run(run_main, 4, [*flags, *flags_of(settings)], join_group=False):
         assert code == 0, errors
     figures = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return models[family], settings, out, figures, read(out / ("adapter" if lora else "hf"))
+    return model, settings, out, figures, read(out / ("adapter" if "adapter" in settings else "hf"))
 
 
 def assert_same_run(found: list[dict[str, Any]], run: Any, written: Path, since: int = 0) -> None:
@@ -246,6 +249,28 @@ def test_trl(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     model, settings, *_ = run
     logs = ranks.run(with_trainer, 4, "trl", model, settings, tmp_path, False, None)[0]
     assert_same_run(logs, run, tmp_path / "model")
+
+
+def test_loop_of_ones_own_through_stages(models: dict[str, Path], data: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """Both ranks of a pipeline are given the same batches."""
+    settings = settings_of(data, 2, lora=False) | {"pp_size": 2}
+    run = train_ep(models["mixtral"], settings, ranks, tmp_path / "train-ep")
+    logs = ranks.run(own_loop, 4, models["mixtral"], settings, tmp_path)
+    assert logs[0] == logs[3]
+    assert_same_run(logs[0], run, tmp_path / "model")
+
+
+def refused_by_trainer(model: Path, size: str) -> str:
+    engine = expertmesh.load(str(model), use_cpu=True, **{size: 2})
+    with pytest.raises(expertmesh.ExpertMeshError, match=f"{size}: Trainer gives every rank other sequences") as told:
+        expertmesh.Trainer(model=engine, args=TrainingArguments("unused", use_cpu=True))
+    return str(told.value)
+
+
+@pytest.mark.parametrize("size", ["pp_size", "cp_size"])
+def test_trainer_refuses_ranks_with_the_same_sequences(ranks: RankPool, models: dict[str, Path], size: str) -> None:
+    for said in ranks.run(refused_by_trainer, 2, models["mixtral"], size):
+        assert "take the engine's step in a loop of your own, or train_ep.py" in said
 
 
 def refused(model: Path) -> list[str]:

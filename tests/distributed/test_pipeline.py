@@ -37,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("pp", "dp", "ep"), PARTS)
 def test_equals_one_process(ranks: RankPool, model: Path, pp: int, dp: int, ep: int) -> None:
     topology = Topology(pp * dp * ep, ep, pp_size=pp)
@@ -44,6 +45,7 @@ def test_equals_one_process(ranks: RankPool, model: Path, pp: int, dp: int, ep: 
     assert_same(found, expected(), CASE)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("pp", "dp", "ep"), PARTS)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_bits_are_those_without_a_pipeline(
@@ -54,6 +56,7 @@ def test_bits_are_those_without_a_pipeline(
     assert_same_bits(ranks, model, Topology(pp * dp * ep, ep, pp_size=pp), case, {})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("schedule", "chunks", "pp", "dp", "ep"),
     [
@@ -108,6 +111,7 @@ def assert_same_bits(ranks: RankPool, model: Path, topology: Topology, case: Cas
     assert_same(found, want, case)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("pp", "dp", "ep", "chunks"), [(2, 1, 2, 1), (2, 2, 1, 1), (2, 1, 1, 2)])
 def test_generates_through_the_stages(ranks: RankPool, model: Path, pp: int, dp: int, ep: int, chunks: int) -> None:
     topology = Topology(pp * dp * ep, ep, pp_size=pp)

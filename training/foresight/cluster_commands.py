@@ -96,7 +96,7 @@ def build_parser() -> Parser:
     plan.add_argument(
         "--pipeline-schedule",
         choices=get_args(ScheduleName),
-        help="order of forwards and backwards (default: 1f1b, and interleaved with several chunks)",
+        help="order of forwards and backwards (default: tries all, 1f1b with one chunk, interleaved with several)",
     )
     plan.add_argument("--pipeline-layers", metavar="N,N...", help="with --pp-size: decoder layers of each stage")
     plan.add_argument(

@@ -105,16 +105,18 @@ def forecast(measure: Measure, setting: Setting, cluster: Cluster) -> Plan:
 
 
 def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -> list[Plan]:
-    """Forecasts of those settings that the model can compute. Of a pipeline that does not fit, larger micro-batches are
-    left out.
+    """Forecasts of those settings that the model can compute. Of a pipeline that does not fit, micro-batches that are
+    no smaller are left out, also with queued weight gradients, which hold more.
 
     Raises:
         ExpertMeshError: it can compute none of them; says why not the last.
     """
-    plans, error, too_large = [], None, set()
+    plans, error = [], None
+    too_large: dict[Setting, int] = {}
     for setting in settings:
         layout = replace(setting, micro_batch=0, accumulation=0)
-        if layout in too_large:
+        least = min(too_large.get(each, setting.micro_batch + 1) for each in (layout, _without_queue(layout)))
+        if setting.micro_batch >= least:
             continue
         try:
             plans.append(forecast(measure, setting, cluster))
@@ -122,10 +124,15 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
             error = raised
             continue
         if setting.pp_size > 1 and not plans[-1].fits:
-            too_large.add(layout)
+            too_large[layout] = setting.micro_batch
     if not plans and error is not None:
         raise error
     return plans
+
+
+def _without_queue(setting: Setting) -> Setting:
+    """The same pipeline without queued weight gradients."""
+    return replace(setting, schedule="1f1b" if setting.chunks == 1 else "interleaved")
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,8 @@ class Tried:
         micro_batches: sequences per micro-batch.
         global_batch: sequences per step, of which each layout's number of micro-batches follows; None: that is the
             base setting's.
-        pp_size, chunks: None: several. schedule: None: 1f1b, and interleaved with several chunks.
+        pp_size, chunks: None: several. schedule: None: zero-bubble, and the one without queued weight gradients: 1f1b,
+            or interleaved with several chunks.
     """
 
     micro_batches: Sequence[int]
@@ -189,10 +197,10 @@ def _pipelines(base: Setting, tried: Tried, num_layers: int) -> Iterable[Setting
         for chunks in CHUNKS if tried.chunks is None else [tried.chunks]:
             if not told and (pp_size > MOST_PP_RANKS or pp_size * chunks > num_layers):
                 continue
-            if (tried.schedule, chunks > 1) in (("1f1b", True), ("interleaved", False)):
-                continue
-            schedule = tried.schedule or ("1f1b" if chunks == 1 else "interleaved")
-            yield replace(base, pp_size=pp_size, chunks=chunks, schedule=schedule)
+            queued = replace(base, pp_size=pp_size, chunks=chunks, schedule="zero-bubble")
+            for setting in (_without_queue(queued), queued):
+                if tried.schedule in (None, setting.schedule):
+                    yield setting
 
 
 def _with_accumulation(setting: Setting, tried: Tried) -> Iterable[Setting]:
