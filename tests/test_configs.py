@@ -16,7 +16,7 @@ from expertmesh.sharding import check_ep_size
 from expertmesh.training import TrainConfig, parse_config
 from expertmesh.training.attention.packed_attention import check_packing, choose_attention
 from expertmesh.training.foresight.planner.forecast_table import summary
-from expertmesh.training.foresight.planner.hardware import preset
+from expertmesh.training.foresight.planner.hardware import Hardware, preset
 from expertmesh.training.foresight.planner.model_config import find_config, read_config
 from expertmesh.training.foresight.planner.search import Cluster, Plan, forecast
 from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
@@ -34,6 +34,9 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 README = (ROOT / "configs" / "README.md").read_text()
 POSITIONS = re.compile(r"([\d,]+) positions per step on (\d+) GPUs")
 FORECAST = re.compile(r"# Forecast of (\d+) H100: ([\d.]+) GiB per GPU, ([\d,]+) tokens/s per GPU, ([\d.]+)% MFU")
+OVER_ETHERNET = re.compile(
+    r"# Over 100 Gb/s Ethernet add `(.*)`\.\n" + FORECAST.pattern.replace("H100:", "H100 there:")
+)
 OPTIMIZERS = {
     "adamw_torch_fused": "fp32 AdamW",
     "adamw_torch_8bit": "8-bit AdamW",
@@ -75,8 +78,8 @@ def text_of(name: str) -> str:
     return (ROOT / "configs" / f"{name}.yaml").read_text()
 
 
-def config_of(name: str) -> TrainConfig:
-    return parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--dataset", "d", "--model", "m"])
+def config_of(name: str, *flags: str) -> TrainConfig:
+    return parse_config(["--config", str(ROOT / "configs" / f"{name}.yaml"), "--dataset", "d", "--model", "m", *flags])
 
 
 def published(name: str) -> Path:
@@ -146,15 +149,15 @@ def test_a_recipe_fits_its_model(name: str) -> None:
     whole = sum(p.numel() for p in model.parameters() if block_size(p.shape) is None) / count_parameters(model).total
     assert whole < 0.02 or config.optim != "adamw_torch_8bit"
     ((positions, _),) = POSITIONS.findall(text_of(name))
-    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * gpus_of(name)
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * gpus_of(name) // config.pp_size
     assert f"{rows * config.max_seq_length:,}" == positions
 
 
-def planned_recipe(name: str, gpus: int) -> Plan:
+def planned_recipe(name: str, gpus: int, *flags: str, hardware: Hardware = H100) -> Plan:
     """On so many H100; the busiest expert has IMBALANCE times the mean."""
-    config, file = config_of(name), find_config(str(published(name)))
+    config, file = config_of(name, *flags), find_config(str(published(name)))
     measure = CachedMeasure(config, file.content, file.load, "cuda")
-    plan = forecast(measure, setting_of(config, gpus, imbalance=IMBALANCE), Cluster(H100, 8, H100.device.memory))
+    plan = forecast(measure, setting_of(config, gpus, imbalance=IMBALANCE), Cluster(hardware, 8, H100.device.memory))
     measure.save()
     return plan
 
@@ -165,7 +168,23 @@ def test_forecasts_that_the_comments_state(name: str) -> None:
     plan = planned_recipe(name, gpus_of(name))
     now = f"# Forecast of {plan.setting.world_size} H100: {summary(plan, H100)}"
     assert FORECAST.search(text_of(name)), now
-    stated = forecast_in(text_of(name))
+    assert_stated(plan, forecast_in(text_of(name)), now)
+
+
+def test_flags_for_another_network() -> None:
+    """With which a recipe is forecast to be the faster one there, by as much as its comment says."""
+    ethernet = preset("H100", "ethernet-100")
+    stated = [(name, *found) for name in RECIPES for found in OVER_ETHERNET.findall(text_of(name))]
+    assert stated
+    for name, flags, *figures in stated:
+        plan = planned_recipe(name, gpus_of(name), *flags.split(), hardware=ethernet)
+        now = f"{gpus_of(name)} H100: {summary(plan, ethernet)}"
+        assert_stated(plan, Forecast(*(float(figure.replace(",", "")) for figure in figures)), now)
+        as_it_is = planned_recipe(name, gpus_of(name), hardware=ethernet)
+        assert plan.tokens_per_second > 2 * as_it_is.tokens_per_second
+
+
+def assert_stated(plan: Plan, stated: Forecast, now: str) -> None:
     assert stated.gpus == plan.setting.world_size
     assert stated.memory == pytest.approx(plan.memory.total / 2**30, rel=0.02), now
     assert stated.speed == pytest.approx(plan.tokens_per_second, rel=0.05), now
@@ -190,9 +209,10 @@ def test_what_the_table_states(name: str) -> None:
     assert ("not packed" in row) == (not config.packing)
     assert planned_recipe(name, gpus_of(name)).memory.total <= 80 * 2**30
     fewer = re.findall(r"or (\w+) of 192 GB", row)
+    ((_, flags),) = re.findall(r"192 GB GPUs?([\w ]+, with `(.*)`)?", text_of(name)) or [("", "")]
     assert bool(fewer) == ("192 GB" in text_of(name))
     for gpus in fewer:
-        assert planned_recipe(name, number(gpus)).memory.total <= 192e9
+        assert planned_recipe(name, number(gpus), *flags.split()).memory.total <= 192e9
 
 
 def number(word: str) -> int:

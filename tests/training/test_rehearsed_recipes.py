@@ -7,7 +7,8 @@ import pytest
 
 from expertmesh.moe import count_parameters, moe_shape
 from expertmesh.training.foresight.cluster_commands import main
-from expertmesh.training.foresight.rehearsal.planning import setting_of
+from expertmesh.training.foresight.planner.peak_memory import fullest
+from expertmesh.training.foresight.rehearsal.planning import planned, setting_of
 from tests.test_configs import (
     IMBALANCE,
     RECIPES,
@@ -33,6 +34,8 @@ def rows_over_mean(name: str) -> float:
 def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     config, model, gpus = config_of(name), model_of(name), gpus_of(name)
     flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--model", str(published(name)), "--gpus", str(gpus)]
+    if config.pp_size > 1:
+        flags += ["--rank", str(fullest(planned(config, model.config, gpus)).pp_rank * gpus // config.pp_size)]
     assert main(["rehearse", *flags, "--imbalance", str(rows_over_mean(name)), "--json"]) == 0
     (account,) = json.loads(capsys.readouterr().out)
     counts = count_parameters(model)
@@ -40,7 +43,7 @@ def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -
     assert account["parameters"] == counts.total
     assert account["layers"][1] == model.config.num_hidden_layers
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    assert account["tokens"] == rows * config.max_seq_length
+    assert account["tokens"] == rows * config.max_seq_length // config.pp_size
     # the embedding is looked up, not multiplied with
     multiplied = counts.active - model.get_input_embeddings().weight.numel()
     assert account["ledger"]["needed"] > 6 * multiplied * account["tokens"]

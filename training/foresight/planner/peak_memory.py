@@ -86,6 +86,11 @@ def peak(run: PlannedRun) -> Peak:
     return replace(most, least=least, tensors=max(each.tensors for each in peaks))
 
 
+def fullest(run: PlannedRun) -> PlannedRun:
+    """The run of the pp index that holds the most."""
+    return max(_unlike(run), key=lambda each: _peak_of_rank(each).memory.total)
+
+
 def _unlike(run: PlannedRun) -> list[PlannedRun]:
     """The run of each pp index, but of those that have the same layers as one before, which keeps as many micro-batches
     or more."""
