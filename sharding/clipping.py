@@ -31,7 +31,9 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     # in fp32 whatever the gradients' dtype: a norm in bf16 would have three digits
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in counted]
     # a rank may have nothing to count: where experts are frozen, the replicas of all else
-    square = torch.stack(norms or [torch.zeros((), device=mesh.grid.device_type)]).double().square().sum()
+    square = torch.stack(norms or [torch.zeros(())]).double().square().sum()
+    # with --offload gradients are in host memory, where another backend would sum
+    square = square.to(mesh.grid.device_type)
     dist.all_reduce(square)
     norm = float(square.sqrt())
     if max_norm > 0 and math.isfinite(norm):

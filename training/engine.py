@@ -6,6 +6,7 @@ computes each part, then the dtypes it is held in; then the model is sharded and
 model that was made so, for a training loop: ours in `training.loop`, a user's own, or that of `transformers.Trainer`.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -426,16 +427,43 @@ class Engine:
         except ExpertMeshError as error:
             problem = str(error)
         told: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(told, (problem, len(batches)))
-        problems, numbers = zip(*told, strict=True)
+        dist.all_gather_object(told, (problem, len(batches), self._digests(batches)))
+        problems, numbers, digests = zip(*told, strict=True)
         if said := next(filter(None, problems), None):
             raise ExpertMeshError(said)
+        self._check_shared(digests)
         if len(set(numbers)) > 1 or numbers[0] == 0:
             raise ExpertMeshError(
                 f"ranks have {min(numbers)} to {max(numbers)} micro-batches in one step; it takes one or more, and "
                 "equally many on every rank: give None for one that a rank does not have"
             )
         return made
+
+    def _digests(self, batches: Sequence[MicroBatch]) -> list[str]:
+        """Of what a loop of one's own gives ranks that work on the same sequences."""
+        config = self.config
+        if config.pp_size * config.cp_size == 1:
+            return []
+        return [_digest(batch) for batch in batches if not isinstance(batch, Batch)]
+
+    def _check_shared(self, digests: Sequence[Sequence[str]]) -> None:
+        """
+        Args:
+            digests: of each rank's batches.
+
+        Raises:
+            ExpertMeshError: ranks that work on the same sequences were given others.
+        """
+        first: dict[int, int] = {}
+        for rank, found in enumerate(digests):
+            other = first.setdefault(self.topology.data_index(rank), rank)
+            if found != digests[other]:
+                raise ExpertMeshError(
+                    f"ranks {other} and {rank} are given different batches, and work on the same sequences with "
+                    f"pp_size {self.config.pp_size} and cp_size {self.config.cp_size}: give each rank the part "
+                    "engine.data_rank of engine.data_size of the data (as rank and num_replicas of a "
+                    "DistributedSampler)"
+                )
 
     def batch(self, given: MicroBatch) -> Batch:
         """A micro-batch on this rank's device, which takes no collective.
@@ -458,9 +486,12 @@ class Engine:
     def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
         """The mean loss over exactly the target tokens of all ranks' batches; ranks may have unequally many."""
         with raise_together():
-            made = [self.batch(batch) for batch in batches]
-        numbers: list[int] = [0] * self.ranks.world_size
-        dist.all_gather_object(numbers, len(made))
+            given = list(batches)
+            made = [self.batch(batch) for batch in given]
+        told: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(told, (len(made), self._digests(given)))
+        numbers, digests = zip(*told, strict=True)
+        self._check_shared(digests)
         made += [self.batch(None)] * (max(numbers) - len(made))
         return mean_loss(self.model, made, self.ranks.device)
 
@@ -603,3 +634,16 @@ def _untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:
     if dropped:
         return f"not trained, and left out of the export: {carried}"
     return f"not trained, and copied unchanged to the export from {checkpoint.source.path}: {carried}"
+
+
+def _digest(batch: Mapping[str, Any] | None) -> str:
+    """Of all that a batch holds; of None, no batch."""
+    total = hashlib.sha256()
+    for name, value in sorted((batch or {}).items()):
+        total.update(name.encode())
+        if isinstance(value, torch.Tensor):
+            total.update(str((value.dtype, value.shape)).encode())
+            total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        else:
+            total.update(repr(value).encode())
+    return total.hexdigest()

@@ -10,7 +10,7 @@ Shape suffixes: B sequences, S positions, V vocabulary, L MoE layers, l of them 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -26,14 +26,16 @@ from expertmesh.sharding.pipeline.messages import Messages, Shapes
 from expertmesh.sharding.pipeline.pipeline import Pipeline
 from expertmesh.sharding.pipeline.schedule import (
     Action,
+    Event,
     Exchange,
-    Schedule,
+    ScheduleName,
     communications,
     forward_schedule,
     make_schedule,
 )
 from expertmesh.sharding.pipeline.shared import adding_to_shared
 from expertmesh.sharding.pipeline.stages import Stages
+from expertmesh.sharding.place.parallelize import forget_forwards
 from expertmesh.sharding.place.weight_gradients import weight_gradients
 from expertmesh.training.data import Batch
 from expertmesh.training.loss.balance import LossWeights
@@ -55,12 +57,14 @@ def pipelined_gradients(
     """
     pipeline = pipeline_of(model)
     assert pipeline is not None
-    schedule = make_schedule(pipeline.schedule, pipeline.stages.pp_size, pipeline.chunks, len(batches))
+    events = _training_events(pipeline.schedule, pipeline.stages.pp_size, pipeline.chunks, len(batches))
     if pipeline.schedule == "zero-bubble" and pipeline.later is None:
         pipeline.later = weight_gradients(model, pipeline.mesh)
     run = PipelinedStep(model, batches, at, counts, weights)
     with adding_to_shared(model, pipeline):
-        run.run(schedule)
+        run.run(events[pipeline.groups.index])
+    if not run.has_gradients:
+        forget_forwards(model)
     return run.losses, run.routing
 
 
@@ -70,8 +74,22 @@ def pipelined_loss_sum(model: Any, batches: Sequence[Batch]) -> Tensor:
     pipeline = pipeline_of(model)
     assert pipeline is not None
     run = _Evaluation(model, batches, lambda doing: None)
-    run.run(forward_schedule(pipeline.stages.pp_size, pipeline.chunks, len(batches)))
+    run.run(_forward_events(pipeline.stages.pp_size, pipeline.chunks, len(batches))[pipeline.groups.index])
     return run.loss_sum
+
+
+@cache
+def _training_events(
+    schedule: ScheduleName, pp_size: int, chunks: int, micro_batches: int
+) -> tuple[tuple[Event, ...], ...]:
+    """What each pp rank does in a step; the same in each one."""
+    return communications(make_schedule(schedule, pp_size, chunks, micro_batches))
+
+
+@cache
+def _forward_events(pp_size: int, chunks: int, micro_batches: int) -> tuple[tuple[Event, ...], ...]:
+    """The same, of forwards alone."""
+    return communications(forward_schedule(pp_size, chunks, micro_batches))
 
 
 @contextmanager
@@ -183,9 +201,9 @@ class _Run:
         self.received: dict[Action, list[Tensor]] = {}
         self.outputs: dict[Action, list[Tensor]] = {}
 
-    def run(self, schedule: Schedule) -> None:
-        """Compute this rank's actions."""
-        for event in communications(schedule)[self.pipeline.groups.index]:
+    def run(self, events: Sequence[Event]) -> None:
+        """Compute this rank's actions, and exchange what they need and give."""
+        for event in events:
             if isinstance(event, Exchange):
                 self.exchange(event)
                 continue
@@ -270,6 +288,7 @@ class PipelinedStep(_Run):
 
     Attributes:
         losses: (3,) fp64: cross-entropy, balancing loss and z-loss; 0 where the last stage is elsewhere.
+        has_gradients: whether there was a backward: none where nothing is trained up to the end of a stage.
         routing: of the forwards here, with 0 for layers of other stages.
     """
 
@@ -285,6 +304,7 @@ class PipelinedStep(_Run):
         self.counts, self.weights = counts, weights
         self.losses = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.done: dict[tuple[int, int], _Done] = {}
+        self.has_gradients = False
         self.num_experts = moe_shape(model).num_experts
         self.has_router_losses = weights.balance > 0 or weights.z > 0
         # of each stage, its MoE layers by their numbers in the model
@@ -394,6 +414,7 @@ class PipelinedStep(_Run):
             gradients = [None]
         pairs = [(x, g) for x, g in zip(outputs, gradients, strict=False) if x.requires_grad]
         if pairs:
+            self.has_gradients = True
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
         if action.stage > 0:
             needing = [tensor for tensor in done.received if tensor.requires_grad]

@@ -214,6 +214,12 @@ def free_gathered(model: nn.Module) -> None:
         unit.reshard()
 
 
+def forget_forwards(model: nn.Module) -> None:
+    """Have FSDP end a step of which there was no backward on this rank: it remembers each forward until one ends."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def materialize(model: Any, device: torch.device, offload: bool = False) -> None:
     """Allocate this rank's shards (uninitialised), with `offload` in host memory; buffers go to `device` as is, those
     of other stages of a pipeline too: they are small, and the same on all ranks."""

@@ -273,6 +273,31 @@ def test_trainer_refuses_ranks_with_the_same_sequences(ranks: RankPool, models: 
         assert "take the engine's step in a loop of your own, or train_ep.py" in said
 
 
+def given_other_batches(model: Path, size: str) -> list[str]:
+    """What ranks of a pipeline or a context-parallel group are told whose batches differ, in all that a batch has."""
+    engine = expertmesh.load(str(model), use_cpu=True, **{size: 2})
+    ids = torch.arange(3, 12)[None]
+    own = {"input_ids": ids + engine.ranks.rank, "labels": ids}
+    cases: list[Any] = [own, {"input_ids": ids, "labels": own["input_ids"]}, None if engine.ranks.rank else own]
+    said = []
+    for run in (engine.step, lambda batch: engine.evaluate([batch])):
+        for case in cases:
+            try:
+                run(case)
+            except expertmesh.ExpertMeshError as error:
+                said.append(str(error))
+    assert engine.step({"input_ids": ids, "labels": ids}).tokens == 9
+    return said
+
+
+@pytest.mark.parametrize("size", ["pp_size", "cp_size"])
+def test_ranks_that_work_on_the_same_sequences(ranks: RankPool, models: dict[str, Path], size: str) -> None:
+    for said in ranks.run(given_other_batches, 2, models["mixtral"], size):
+        assert len(said) == 6
+        assert all("ranks 0 and 1 are given different batches" in line for line in said)
+        assert all("engine.data_rank of engine.data_size" in line for line in said)
+
+
 def refused(model: Path) -> list[str]:
     """What ranks that differ are told, all of them."""
     engine = expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", ep_size=2)

@@ -295,6 +295,22 @@ def test_nothing_is_held_after_a_step(ranks: RankPool, tmp_path: Path) -> None:
         assert held == [0] * 6
 
 
+def test_forwards_without_a_backward_are_forgotten(ranks: RankPool, tmp_path: Path) -> None:
+    """Where nothing on a rank is trained: FSDP would remember every forward of the run."""
+    row = Row(PP, {"freeze": ["^(?!lm_head)"]}, more={"balance": 0.0, "z": 0.0})
+    hf_model(row.case, seed=1).save_pretrained(tmp_path)
+    assert ranks.run(_remembered, PP.world_size, tmp_path, row.case) == [0, 0]
+
+
+def _remembered(path: Path, case: Case) -> int:
+    model, mesh, _ = sharded_model(path, PP, case)
+    optimizer = build_optimizer(model.train(), config_of(case, PP), mesh)
+    batches = my_batches(case, PP, dist.get_rank())
+    for _ in range(2):
+        train_step(model, optimizer, batches, mesh, LossWeights(0.0, 0.0), MAX_GRAD_NORM)
+    return len(model._get_fsdp_state()._comm_ctx.post_forward_order)
+
+
 def _held(path: Path, case: Case) -> list[int]:
     """Storages of layers' outputs that are still there after a step's backward."""
     found = []

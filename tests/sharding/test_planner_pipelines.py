@@ -19,7 +19,7 @@ from expertmesh.training.facts import pipeline_lines
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.planner.cost import step_time, tokens_per_second
 from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
-from expertmesh.training.foresight.planner.peak_memory import peak
+from expertmesh.training.foresight.planner.peak_memory import _peak_of_rank, fullest, peak
 from expertmesh.training.foresight.planner.pipelines import pipeline_seconds
 from expertmesh.training.foresight.planner.search import Cluster, Tried, search
 from expertmesh.training.foresight.planner.setting import Setting
@@ -68,6 +68,17 @@ def test_stages_together_compute_what_one_rank_does() -> None:
         forward = list(chain.from_iterable(forward for forward, _ in parts))
         backward = list(chain.from_iterable(backward for _, backward in reversed(parts)))
         assert computed(forward + backward) == computed(whole.acts)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_the_fullest_rank_is_found(schedule: str) -> None:
+    """Of ranks with the same layers the first has the most in flight, and the last the most that waits for its weight
+    gradients, which counts where layers are checkpointed."""
+    layers = {"pipeline_layers": "2,2,2,2,1", "gradient_checkpointing": "full", "pipeline_schedule": schedule}
+    run = run_of(5, {"num_hidden_layers": 9, "intermediate_size": 1024}, pp_size=5, **layers)
+    tensors = [_peak_of_rank(each).tensors for each in run.by_pp_rank]
+    assert peak(run).tensors == max(tensors)
+    assert fullest(run).pp_rank == tensors.index(max(tensors)) == (3 if schedule == "zero-bubble" else 0)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])

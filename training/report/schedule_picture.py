@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.sharding.pipeline.schedule import ScheduleName, make_schedule
-from expertmesh.sharding.pipeline.timeline import Costs, simulate
+from expertmesh.sharding.pipeline.timeline import Costs, bubble, simulate
 
 MOST_ACTIONS = 4_000
 """That are drawn, of all ranks together."""
@@ -32,7 +32,7 @@ def schedule_picture(config: Mapping[str, Any], environment: Mapping[str, Any]) 
     timeline = simulate(make_schedule(name, pp_size, chunks, shown), Costs([1.0] * stages, backward, [1.0] * stages))
     return {
         "schedule": name,
-        "bubble": round(timeline.bubble, 4),
+        "bubble": round(bubble(name, pp_size, chunks, micro_batches), 4),
         "micro_batches": micro_batches,
         "shown": shown,
         "seconds": timeline.seconds,

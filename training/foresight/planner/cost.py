@@ -33,6 +33,7 @@ from expertmesh.training.foresight.planner.traffic import (
     sharing,
     stage_output,
 )
+from expertmesh.training.foresight.planner.units import Unit
 
 LAUNCH = 2e-6
 """Seconds between the end of one kernel and the start of the next on an H100, where the host is ahead (assumed)."""
@@ -280,7 +281,7 @@ class _MicroStep:
             case "reduce":
                 c = self.run.setting.compute_bytes
                 self._move(unit.trained * unit.ranks * (c + 4))
-                self._shard("reduce-scatter", reduce_scatter(unit), act.unit, unit.ranks)
+                self._reduce_scatter(act.unit, unit)
                 if unit.replicas > 1:
                     self._shard("all-reduce", all_reduce(unit.replicas, 4 * unit.trained), None, unit.replicas)
                 if self.run.setting.accumulation > 1:
@@ -318,6 +319,13 @@ class _MicroStep:
     def _move(self, moved: float) -> None:
         if moved:
             self.clock.kernel(kernel_seconds(0.0, moved, self.rate, self.hardware))
+
+    def _reduce_scatter(self, name: Name, unit: Unit) -> None:
+        if unit.ranks > 1 and name.kind == "experts" and leaves_weights(self.run):
+            # what is left for later overlaps with nothing (see `sharding.place.weight_gradients`)
+            self.clock.wait(self._among("reduce-scatter", reduce_scatter(unit), "dp"))
+        else:
+            self._shard("reduce-scatter", reduce_scatter(unit), name, unit.ranks)
 
     def _shard(self, kind: str, sent: float, name: Name | None, ranks: int) -> float:
         if ranks == 1 or sent == 0:

@@ -92,14 +92,18 @@ def fullest(run: PlannedRun) -> PlannedRun:
 
 
 def _unlike(run: PlannedRun) -> list[PlannedRun]:
-    """The run of each pp index, but of those that have the same layers as one before, which keeps as many micro-batches
-    or more."""
-    found: dict[object, PlannedRun] = {}
+    """The runs of pp indices, of those with the same layers two: the first, which keeps the most micro-batches in
+    flight, and the last, which has the most of them waiting for their weight gradients."""
+    first: dict[object, PlannedRun] = {}
+    last: dict[object, PlannedRun] = {}
     for each in run.by_pp_rank:
         layers = tuple(tuple(run.model.layers[layer] for layer in run.all_stages[stage]) for stage in each.stages)
         ends = (each.pp_rank == 0, each.pp_rank == run.setting.pp_size - 1)
-        found.setdefault((layers, ends, tuple(each.root)), each)
-    return list(found.values())
+        key = layers, ends, tuple(each.root)
+        first.setdefault(key, each)
+        last[key] = each
+    later = last.values() if run.setting.schedule == "zero-bubble" else ()
+    return [*first.values(), *(each for each in later if each not in first.values())]
 
 
 def _peak_of_rank(run: PlannedRun) -> Peak:
@@ -119,7 +123,7 @@ def _kept_by_others(run: PlannedRun) -> dict[tuple[Kind, int], float]:
     """Bytes that other micro-batches keep at the most while a stage computes one, and buffers of what is received ahead
     and sent."""
     kept = {stage: _kept_of(run, stage) for stage in run.stages}
-    queued = {stage: queued_bytes(run, stage) for stage in run.stages}
+    queued = {stage: sum(queued_bytes(run, layer) for layer in run.all_stages[stage]) for stage in run.stages}
     schedule = schedule_of(run.setting, steady=True)
     is_split = run.setting.schedule == "zero-bubble"
     held = 0.0
@@ -265,6 +269,9 @@ class _Rank:
         if act.layer is not None:
             if span is measured.forward[-1]:
                 self.kept, self.level = self.kept + measured.kept, 0.0
+            elif act.is_backward and span is measured.backward[-1]:
+                # of a pipeline's layer: what its weight gradients are computed of
+                self.others += queued_bytes(self.run, act.layer)
         elif span is not root.backward[1]:
             after = {id(root.forward[0]): root.kept, id(root.backward[0]): root.kept_backward}
             self.around, self.level = after.get(id(span), span.end), 0.0

@@ -39,18 +39,15 @@ def pipeline_seconds(setting: Setting, costs: Costs) -> float:
     return first + (setting.accumulation - few) // pp_size * (second - first)
 
 
-def queued_bytes(run: PlannedRun, stage: int) -> float:
-    """Bytes of what the experts' weight gradients are computed of, where that is left for later: the inputs and outputs
-    of their matmuls."""
+def queued_bytes(run: PlannedRun, layer: int) -> float:
+    """Bytes of what the experts' weight gradients of a layer are computed of, where that is left for later: the inputs
+    and outputs of their matmuls."""
     if not leaves_weights(run):
         return 0.0
-    kept = 0.0
-    for layer in run.all_stages[stage]:
-        kernels = (kernel for span in expert_spans(run, layer) for kernel in span.kernels)
-        moved = sum(times * moved for flops, moved, _, times in kernels if flops > 0)
-        experts = run.units.get(Name("experts", layer))
-        kept += max(0.0, moved - (0 if experts is None else experts.gathered))
-    return kept
+    kernels = (kernel for span in expert_spans(run, layer) for kernel in span.kernels)
+    moved = sum(times * moved for flops, moved, _, times in kernels if flops > 0)
+    experts = run.units.get(Name("experts", layer))
+    return max(0.0, moved - (0 if experts is None else experts.gathered))
 
 
 def leaves_weights(run: PlannedRun) -> bool:

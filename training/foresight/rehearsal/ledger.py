@@ -115,9 +115,10 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
 
 def times_of(rehearsed: Rehearsed, micro: int) -> dict[int | None, int]:
     """For how many of a step's `micro` micro-batches each one stands that was run, by its number; None: what is in none
-    of them."""
+    of them. The one in the middle stands for those that were not run: in a pipeline's first and last ones no other
+    micro-batch is on its way."""
     seen = 1 + max(event.micro for event in rehearsed.step.events if event.micro is not None)
-    return {None: 1, **dict.fromkeys(range(seen - 1), 1), seen - 1: micro - seen + 1}
+    return {None: 1} | dict.fromkeys(range(seen), 1) | {seen // 2: micro - seen + 1}
 
 
 def _clocks(
@@ -136,12 +137,14 @@ def _stage_seconds(
     hardware: Hardware,
     gpus_per_node: int,
 ) -> dict[int, StageSeconds]:
-    """Of the last micro-batch that was run."""
-    last = max(number for number, _ in clocks if number is not None)
-    seconds = {(action.stage, action.kind): clock.now for (n, action), clock in clocks.items() if action and n == last}
+    """Of the micro-batch in the middle."""
+    middle = (1 + max(number for number, _ in clocks if number is not None)) // 2
+    seconds = {
+        (action.stage, action.kind): clock.now for (n, action), clock in clocks.items() if action and n == middle
+    }
     sends: defaultdict[int, float] = defaultdict(float)
     for event in events:
-        if event.collective == "send" and event.action is not None and event.action.micro_batch == last:
+        if event.collective == "send" and event.action is not None and event.action.micro_batch == middle:
             took = seconds_among("send", event.sent, event.ranks, hardware, gpus_per_node)
             sends[event.action.stage] = max(sends[event.action.stage], took)
     return {
@@ -229,9 +232,10 @@ def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) ->
             end = clock.now
         else:
             seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
-            runs_beside = (
-                event.collective in SENDS or event.travels or event.collective in ("all-gather", "reduce-scatter")
-            )
+            # weight gradients that were left for later are reduced with nothing beside
+            is_late = event.action is not None and event.action.kind == "weights"
+            is_sharding = event.collective in ("all-gather", "reduce-scatter") and not is_late
+            runs_beside = event.collective in SENDS or event.travels or is_sharding
             if event.collective in SENDS:
                 # how long a stage waits for another is known by the schedule alone
                 end = clock.now + seconds

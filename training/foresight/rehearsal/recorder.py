@@ -27,7 +27,7 @@ from expertmesh.moe.dispatch.exchange import UnderWay
 from expertmesh.moe.kernels.fp8 import MULTIPLE
 from expertmesh.moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
 from expertmesh.sharding import has_dtensor
-from expertmesh.sharding.pipeline.schedule import Action, Exchange, Schedule
+from expertmesh.sharding.pipeline.schedule import Action, Exchange
 from expertmesh.training.foresight.rehearsal.live import Pausable
 from expertmesh.training.foresight.rehearsal.parts import LASTING, Parts, StepPlace
 from expertmesh.training.pipelined import PipelinedStep
@@ -549,8 +549,8 @@ def recording_actions(recorder: Recorder) -> Iterator[None]:
         with recorder.receiving(begun.receive):
             exchange(self, begun)
 
-    def done(self: PipelinedStep, schedule: Schedule) -> None:
-        run(self, schedule)
+    def done(self: PipelinedStep, events: Any) -> None:
+        run(self, events)
         recorder.begin_update()
 
     with mock.patch.multiple(PipelinedStep, compute=computed, exchange=exchanged, run=done):

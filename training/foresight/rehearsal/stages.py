@@ -12,7 +12,8 @@ ALIKE = 2
 
 
 def micro_batches_to_run(pipeline: Pipeline | None, micro_batches: int) -> int:
-    """The least number of a step's micro-batches with which every rank holds as much at once as with all of them."""
+    """How many of a step's micro-batches show all that it does: in a pipeline a round more than those with which every
+    rank holds as much at once as with all of them."""
     few = min(micro_batches, ALIKE)
     if pipeline is None:
         return few
@@ -21,7 +22,8 @@ def micro_batches_to_run(pipeline: Pipeline | None, micro_batches: int) -> int:
         return list(map(_most_held, make_schedule(pipeline.schedule, pipeline.stages.pp_size, pipeline.chunks, number)))
 
     of_all = most(micro_batches)
-    return next(number for number in range(few, micro_batches + 1) if most(number) == of_all)
+    least = next(number for number in range(few, micro_batches + 1) if most(number) == of_all)
+    return min(least + pipeline.stages.pp_size, micro_batches)
 
 
 def _most_held(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
