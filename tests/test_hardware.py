@@ -48,6 +48,7 @@ def fits(name: str, gpus: int, method: dict[str, Any]) -> bool:
     config = replace(
         config_of(name),
         ep_size=min(8, gpus),
+        pp_size=1,
         gradient_checkpointing="full",
         keep_expert_products=0,
         overlap_chunks=1,

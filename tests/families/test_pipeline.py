@@ -75,5 +75,6 @@ def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: 
         assert found.balance_loss == pytest.approx(want.balance_loss, rel=TOLERANCE)
     if case.z:
         assert found.z_loss == pytest.approx(want.z_loss, rel=TOLERANCE)
-    compare(found.grads, want.grads, CANCELLED * want.grad_norms[0])
+    # micro-batches are summed up one after the other
+    compare(found.grads, want.grads, CANCELLED * want.grad_norms[0], 2 * TOLERANCE)
     compare(found.weights, want.weights, 0.0, WEIGHT_TOLERANCE)
