@@ -9,6 +9,7 @@ sends to the first one.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, zip_longest
 from typing import Literal
 
@@ -69,6 +70,12 @@ class Exchange:
 Event = Compute | Exchange
 
 
+def schedule_without_queue(chunks: int) -> ScheduleName:
+    """The schedule that leaves no weights for later, of a rank with so many stages."""
+    return "1f1b" if chunks == 1 else "interleaved"
+
+
+@cache
 def make_schedule(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int) -> Schedule:
     """The actions of a training step. Each stage's backwards, and its weights, are in the micro-batches' order: sums of
     gradients have the bits that they have without a pipeline.

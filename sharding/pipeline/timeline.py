@@ -76,12 +76,17 @@ class Timeline:
 
 
 def bubble(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int) -> float:
-    """The share of idle time where all stages take equally long, backward twice as long as forward, and sending no
-    time; with "zero-bubble" the weights' gradients are half of backward."""
+    """The share of idle time in `timeline_of_equal_stages`."""
+    return timeline_of_equal_stages(name, pp_size, chunks, micro_batches).bubble
+
+
+def timeline_of_equal_stages(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int) -> Timeline:
+    """A step in which all stages take equally long, a forward a second, backward twice as long, and sending no time;
+    with "zero-bubble" the weights' gradients are half of backward."""
     schedule = make_schedule(name, pp_size, chunks, micro_batches)
     num_stages = pp_size * chunks
     backward = 1.0 if name == "zero-bubble" else 2.0
-    return simulate(schedule, Costs([1.0] * num_stages, [backward] * num_stages, [1.0] * num_stages)).bubble
+    return simulate(schedule, Costs([1.0] * num_stages, [backward] * num_stages, [1.0] * num_stages))
 
 
 def check(schedule: Schedule, pp_size: int, chunks: int, micro_batches: int) -> None:

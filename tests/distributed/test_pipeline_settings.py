@@ -8,6 +8,7 @@ layouts.
 import gc
 import re
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -258,24 +259,21 @@ def _packed(case: Case, topology: Topology, rank: int) -> list[Batch]:
 @pytest.mark.quick(6)
 @pytest.mark.parametrize("name", ROWS)
 def test_equals_one_pp_index(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    row = ROWS[name]
+    assert_stages_equal_one(ranks, tmp_path, ROWS[name], trained)
+
+
+def assert_stages_equal_one(ranks: RankPool, tmp_path: Path, row: Row, train: Callable[..., Any]) -> None:
     hf_model(row.case, seed=1).save_pretrained(tmp_path)
     flat = replace(row.topology, world_size=row.topology.ranks_per_stage, pp_size=1)
-    want = ranks.run(trained, flat.world_size, tmp_path, flat, row.case)[0]
+    want = ranks.run(train, flat.world_size, tmp_path, flat, row.case)[0]
     case = replace(row.case, settings=row.settings | row.pipeline)
-    found = ranks.run(trained, row.topology.world_size, tmp_path, row.topology, case)[0]
+    found = ranks.run(train, row.topology.world_size, tmp_path, row.topology, case)[0]
     assert_same(found, want, row)
 
 
 @pytest.mark.exhaustive
 def test_compiled(ranks: RankPool, tmp_path: Path) -> None:
-    row = Row(PP, SELECTIVE | {"compile": True}, INTERLEAVED)
-    hf_model(row.case, seed=1).save_pretrained(tmp_path)
-    flat = replace(row.topology, world_size=row.topology.ranks_per_stage, pp_size=1)
-    want = ranks.run(_compiled, flat.world_size, tmp_path, flat, row.case)[0]
-    case = replace(row.case, settings=row.settings | row.pipeline)
-    found = ranks.run(_compiled, row.topology.world_size, tmp_path, row.topology, case)[0]
-    assert_same(found, want, row)
+    assert_stages_equal_one(ranks, tmp_path, Row(PP, SELECTIVE | {"compile": True}, INTERLEAVED), _compiled)
 
 
 def _compiled(path: Path, topology: Topology, case: Case) -> Trained | None:

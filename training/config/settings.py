@@ -12,6 +12,7 @@ from expertmesh.moe import KERNEL_NAMES, ExpertMeshError, Precision, RopeScaling
 from expertmesh.moe.base.parser import flag_of
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.sharding import Checkpointing, DenseShard, ScheduleName
+from expertmesh.sharding.pipeline.schedule import schedule_without_queue
 from expertmesh.training.data import TEMPLATES, SampleBy, TrainOn
 
 Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
@@ -249,7 +250,7 @@ class ParallelSettings:
     @property
     def schedule_name(self) -> ScheduleName:
         """The pipeline's schedule."""
-        return self.pipeline_schedule or ("interleaved" if self.pipeline_chunks > 1 else "1f1b")
+        return self.pipeline_schedule or schedule_without_queue(self.pipeline_chunks)
 
 
 @dataclass

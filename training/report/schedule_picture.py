@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from expertmesh.sharding.pipeline.schedule import ScheduleName, make_schedule
-from expertmesh.sharding.pipeline.timeline import Costs, bubble, simulate
+from expertmesh.sharding.pipeline.schedule import ScheduleName, schedule_without_queue
+from expertmesh.sharding.pipeline.timeline import bubble, timeline_of_equal_stages
 
 MOST_ACTIONS = 4_000
 """That are drawn, of all ranks together."""
@@ -23,13 +23,10 @@ def schedule_picture(config: Mapping[str, Any], environment: Mapping[str, Any]) 
     world_size = _number(environment, "ranks")
     if pp_size < 2 or world_size < pp_size:
         return None
-    name: ScheduleName = config.get("pipeline_schedule") or ("interleaved" if chunks > 1 else "1f1b")
+    name: ScheduleName = config.get("pipeline_schedule") or schedule_without_queue(chunks)
     micro_batches = _micro_batches(config, world_size, pp_size)
     shown = max(1, min(micro_batches, MOST_ACTIONS // (3 * pp_size * chunks)))
-    stages = pp_size * chunks
-    # the weights' gradients are half of a backward
-    backward = [1.0 if name == "zero-bubble" else 2.0] * stages
-    timeline = simulate(make_schedule(name, pp_size, chunks, shown), Costs([1.0] * stages, backward, [1.0] * stages))
+    timeline = timeline_of_equal_stages(name, pp_size, chunks, shown)
     return {
         "schedule": name,
         "bubble": round(bubble(name, pp_size, chunks, micro_batches), 4),

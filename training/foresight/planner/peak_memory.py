@@ -102,8 +102,8 @@ def _unlike(run: PlannedRun) -> list[PlannedRun]:
         key = layers, ends, tuple(each.root)
         first.setdefault(key, each)
         last[key] = each
-    later = last.values() if run.setting.schedule == "zero-bubble" else ()
-    return [*first.values(), *(each for each in later if each not in first.values())]
+    later = last if run.setting.schedule == "zero-bubble" else ()
+    return [*first.values(), *(last[key] for key in later if last[key] is not first[key])]
 
 
 def _peak_of_rank(run: PlannedRun) -> Peak:

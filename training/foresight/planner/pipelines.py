@@ -1,8 +1,6 @@
 """A pipeline's schedule in a setting, how long it takes, and what it sends."""
 
-from functools import cache
-
-from expertmesh.sharding.pipeline.schedule import Schedule, ScheduleName, make_schedule
+from expertmesh.sharding.pipeline.schedule import Schedule, make_schedule
 from expertmesh.sharding.pipeline.timeline import Costs, simulate
 from expertmesh.training.foresight.planner.measured import MeasuredSpan
 from expertmesh.training.foresight.planner.setting import Setting
@@ -15,12 +13,7 @@ STEADY = 3
 def schedule_of(setting: Setting, steady: bool = False) -> Schedule:
     """The schedule of a step; with `steady` one of a few rounds, that has all that the complete one has at once."""
     micro_batches = min(setting.accumulation, STEADY * setting.pp_size) if steady else setting.accumulation
-    return _schedule(setting.schedule, setting.pp_size, setting.chunks, micro_batches)
-
-
-@cache
-def _schedule(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int) -> Schedule:
-    return make_schedule(name, pp_size, chunks, micro_batches)
+    return make_schedule(setting.schedule, setting.pp_size, setting.chunks, micro_batches)
 
 
 def pipeline_seconds(setting: Setting, costs: Costs) -> float:
@@ -33,7 +26,7 @@ def pipeline_seconds(setting: Setting, costs: Costs) -> float:
     if setting.accumulation <= few + pp_size:
         return simulate(schedule_of(setting), costs).seconds
     first, second = (
-        simulate(_schedule(setting.schedule, pp_size, setting.chunks, number), costs).seconds
+        simulate(make_schedule(setting.schedule, pp_size, setting.chunks, number), costs).seconds
         for number in (few, few + pp_size)
     )
     return first + (setting.accumulation - few) // pp_size * (second - first)

@@ -6,7 +6,7 @@ from math import ceil
 from typing import Any, get_args
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding.pipeline.schedule import ScheduleName
+from expertmesh.sharding.pipeline.schedule import ScheduleName, schedule_without_queue
 from expertmesh.sharding.place.choices import Checkpointing
 from expertmesh.sharding.topology import DenseShard, divisors
 from expertmesh.training.foresight.planner.cost import StepTime, model_flops, step_time, tokens_per_second
@@ -132,7 +132,7 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
 
 def _without_queue(setting: Setting) -> Setting:
     """The same pipeline without queued weight gradients."""
-    return replace(setting, schedule="1f1b" if setting.chunks == 1 else "interleaved")
+    return replace(setting, schedule=schedule_without_queue(setting.chunks))
 
 
 @dataclass(frozen=True)
