@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from expertmesh import train_ep
 from expertmesh.moe.base.command import run_command
@@ -88,10 +89,16 @@ def _poison(model: Any) -> None:
 
 
 def _flip(model: Any) -> None:
-    """One bit of one weight of attention, as cosmic rays and bad memory do."""
+    """One bit of one weight of attention, as cosmic rays and bad memory do: right before the update, when a checkpoint
+    under way has been copied. What flips while it is copied, after the check before it, is in the checkpoint."""
     attention: Any = layers_here(model)[0].self_attn
-    weight = local_tensor(attention.q_proj.weight.detach())
-    weight.view(torch.int32)[0, 0] ^= 1 << 20
+
+    def flip(*_: Any) -> None:
+        handle.remove()
+        weight = local_tensor(attention.q_proj.weight.detach())
+        weight.view(torch.int32)[0, 0] ^= 1 << 20
+
+    handle = register_optimizer_step_pre_hook(flip)
 
 
 def _lose_output(model: Any) -> None:
