@@ -135,7 +135,7 @@ def run_training(
     if resume_from is not None and (changed := training.check_resumed(resume_from, config, facts, ranks)):
         log.line(f"warning: {changed}")
     engine.place(resume_from, watchdog.limit)
-    for line in training.pipeline_lines(engine):
+    for line in (*training.pipeline_lines(engine), *training.dispatch_lines(engine)):
         log.line(folded(line))
     if engine.untrained:
         log.line(engine.untrained)

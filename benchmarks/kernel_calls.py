@@ -73,14 +73,15 @@ def _update() -> Update:
 
 
 def _permute(dtype: torch.dtype) -> None:
-    """With padding, which reads the most."""
+    """With padding, which reads the most; sums in the rows' dtype, and in fp32, as partial sums may travel."""
     from expertmesh.moe.dispatch.permute_triton import fused_combine_backward, fused_gather_sum, fused_spread
 
     tokens, rows = _empty(dtype, TOKENS, D), _empty(dtype, ROWS, D)
     position = _empty(torch.int64, TOKENS, TOP_K)
     is_kept, weights = _empty(torch.bool, TOKENS, TOP_K), _empty(torch.float32, TOKENS, TOP_K)
     fused_spread(tokens, position, is_kept, ROWS)
-    fused_gather_sum(rows, position, is_kept, weights)
+    fused_gather_sum(rows, position, is_kept, weights, dtype)
+    fused_gather_sum(rows, position, is_kept, None, torch.float32)
     fused_combine_backward(tokens, rows, weights, position, is_kept)
 
 

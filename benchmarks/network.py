@@ -60,10 +60,10 @@ class Network:
         _run("ip", "-n", self.names[0], "link", "set", self.interface(0), "down")
 
     def slow(self, megabits: float) -> None:
-        """What node 0 sends goes through at so many megabits a second."""
-        rate = f"{megabits:g}mbit"
-        _run(*self.inside(0, ["tc", "qdisc", "add", "dev", self.interface(0), "root", "tbf", "rate", rate]),
-             "burst", "32k", "latency", "400ms")  # fmt: skip
+        """What either node sends goes through at so many megabits a second."""
+        for number in range(2):
+            shaped = ["tc", "qdisc", "add", "dev", self.interface(number), "root", "tbf", "rate", f"{megabits:g}mbit"]
+            _run(*self.inside(number, shaped), "burst", "32k", "latency", "400ms")
 
 
 def _run(*command: str) -> str:

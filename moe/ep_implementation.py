@@ -80,11 +80,11 @@ class ExpertMeshEP(EPImplementation):
 
     def _forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         counts_E = count_experts(experts_TK, self.dispatcher.num_experts)
-        sent = self.dispatcher.send(x_TD, experts_TK, counts_E, has_padding=False)
+        weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
+        sent = self.dispatcher.send(x_TD, experts_TK, weights_TK, counts_E, has_padding=False)
         (part,), (sent_RD,) = sent.parts, sent.rows
         out_RD = self._compute(*part.arrive(sent_RD))
-        weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
-        return sent.combine([part.give_back(out_RD)], weights_TK)
+        return sent.combine([part.give_back(out_RD)])
 
     def _compute(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
         """Compute this rank's experts on their rows; runs without rows too, as other ranks wait for its collectives."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from expertmesh.sharding.mesh import Mesh, build_mesh
     from expertmesh.sharding.pipeline.pipeline import cut_into_stages, pipeline_of, stage_group
     from expertmesh.sharding.pipeline.schedule import ScheduleName
-    from expertmesh.sharding.place.choices import Checkpointing, Strategy
+    from expertmesh.sharding.place.choices import Checkpointing, Dispatch, DispatchSums, Strategy
     from expertmesh.sharding.place.parallelize import (
         fill_adapters,
         free_gathered,
@@ -70,6 +70,8 @@ __all__ = [
     "CPGroup",
     "Checkpointing",
     "DenseShard",
+    "Dispatch",
+    "DispatchSums",
     "Mesh",
     "Ranks",
     "ScheduleName",

@@ -18,7 +18,8 @@ class Mesh:
 
     grid: the (dp, ep) mesh. all_ranks: the same ranks in one dimension, "fsdp". exchange: the ranks of `ep`, in a group
     whose collectives do not queue behind FSDP's. cp_group: this rank's context-parallel group, if any. pipeline: the
-    ranks that pass its micro-batches on to one another, if there are several pp indices.
+    ranks that pass its micro-batches on to one another, if there are several pp indices. timeout: after which a
+    collective in one of the groups fails; None: torch's.
     """
 
     topology: Topology
@@ -27,6 +28,7 @@ class Mesh:
     exchange: dist.ProcessGroup
     cp_group: CPGroup | None = None
     pipeline: PipelineGroups | None = None
+    timeout: timedelta | None = None
 
     @property
     def dp(self) -> DeviceMesh:
@@ -69,7 +71,7 @@ def build_mesh(device_type: str, topology: Topology, timeout_seconds: int | None
         grid = init_device_mesh(device_type, (topology.pp_size, *shape), mesh_dim_names=("pp", *axes))[axes]
     exchange, cp_group = _exchange_group(topology, grid["ep"]), _cp_group(topology)
     pipeline = make_pipeline_groups(topology, device_type, timeout)
-    mesh = Mesh(topology, grid, grid._flatten("fsdp"), exchange, cp_group, pipeline)
+    mesh = Mesh(topology, grid, grid._flatten("fsdp"), exchange, cp_group, pipeline, timeout)
     if timeout is not None:
         groups = [*(part.get_group() for part in (mesh.dp, mesh.ep, mesh.all_ranks)), exchange]
         if cp_group is not None and cp_group.ranks is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from expertmesh.training.config.train_config import TrainConfig, parse_config
     from expertmesh.training.data import print_preview
     from expertmesh.training.engine import Engine, assemble, place
-    from expertmesh.training.facts import first_lines, pipeline_lines
+    from expertmesh.training.facts import dispatch_lines, first_lines, pipeline_lines
     from expertmesh.training.foresight.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
     from expertmesh.training.inputs import Inputs, make_prompts, read_inputs
     from expertmesh.training.loop import Run, data_order, number_of_steps, train
@@ -50,6 +50,7 @@ __all__ = [
     "compute_deterministically",
     "compute_in_tf32",
     "data_order",
+    "dispatch_lines",
     "first_lines",
     "forecast",
     "make_prompts",

@@ -38,7 +38,9 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     of_stage = ranks.world_size // pp_size
     cp_size = gcd(config.cp_size, of_stage)
     ep_size = max(size for size in divisors(of_stage) if size <= config.ep_size and num_experts % size == 0)
-    layout = replace(config, ep_size=ep_size, cp_size=cp_size, **_pipeline(config, pp_size))
+    layout = replace(
+        config, ep_size=ep_size, cp_size=cp_size, **_pipeline(config, pp_size), **_dispatch(config, ep_size)
+    )
     found: list[int | None] = [None]
     with raise_together():
         if ranks.rank == 0 and config.global_batch_size is None:
@@ -81,6 +83,13 @@ def _pipeline(config: TrainConfig, pp_size: int) -> dict[str, Any]:
     if pp_size == 1:
         without |= {"pipeline_schedule": None, "pipeline_chunks": 1}
     return {"pp_size": pp_size} | {name: value for name, value in without.items() if getattr(config, name) != value}
+
+
+def _dispatch(config: TrainConfig, ep_size: int) -> dict[str, Any]:
+    """Settings of how tokens travel to so many ep ranks, where those that were asked for are for more of them."""
+    asked = config.ranks_per_node
+    is_possible = ep_size > 1 and (asked is None or asked >= ep_size or ep_size % asked == 0)
+    return {} if is_possible or ep_size == config.ep_size else {"dispatch": "auto", "ranks_per_node": None}
 
 
 def recorded_sequences_per_step(resume: str, output_dir: Path) -> int | None:

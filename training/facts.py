@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 from expertmesh.checkpoints import ModelSource
-from expertmesh.moe import advised_scaling, moe_shape
+from expertmesh.moe import advised_scaling, moe_layers, moe_shape
+from expertmesh.moe.dispatch.once import OnceDispatcher
 from expertmesh.sharding import Topology, pipeline_of
 from expertmesh.sharding.pipeline.timeline import bubble
 from expertmesh.training.attention.packed_attention import OWN, inner_attention
@@ -59,6 +60,16 @@ def pipeline_lines(engine: Engine) -> list[str]:
             f"for one another {idle:.0%} of the time (the bubble); raise --gradient-accumulation-steps"
         )
     return lines
+
+
+def dispatch_lines(engine: Engine) -> list[str]:
+    """How tokens travel to their experts, where that is not with a row for each choice."""
+    dispatchers = [layer.dispatcher for layer in moe_layers(engine.model)]
+    once = next((each for each in dispatchers if isinstance(each, OnceDispatcher)), None)
+    if once is None:
+        return []
+    to = "rank" if once.nodes is None else f"node ({once.num_nodes} nodes of {once.ranks_per_node} ranks)"
+    return [f"dispatch: a token is sent once to each {to}"]
 
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:

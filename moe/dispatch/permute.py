@@ -28,15 +28,35 @@ class ExpertOrder:
     source_n: for each kept row the flat index t·K + k it came from.
     position_TK: for each (token, choice) its place in the sorted order; where `is_kept_TK` is False, any valid index.
     is_kept_TK: None when every row is kept; contiguous.
+    is_sparse: whether most choices have no row, for torch's own operations, which then go by row, not by choice.
     """
 
     source_n: Tensor
     position_TK: Tensor
     is_kept_TK: Tensor | None
+    is_sparse: bool = False
 
     @property
     def token_n(self) -> Tensor:
         return self.source_n // self.position_TK.shape[1]
+
+
+def expert_order(experts_TK: Tensor, num_experts: int, has_padding: bool) -> ExpertOrder:
+    """The order of routed rows by expert; last come those of padding, whose expert is `num_experts`, which are not
+    kept."""
+    # few bits to sort by; as many values as experts, and one for padding
+    key_N = experts_TK.reshape(-1).to(torch.int16 if num_experts < 2**15 else torch.int32)
+    source_n = key_N.argsort(stable=True)
+    position_N = torch.empty_like(source_n)
+    position_N[source_n] = torch.arange(source_n.numel(), device=source_n.device)
+    is_kept_TK = (experts_TK != num_experts).contiguous() if has_padding else None
+    return ExpertOrder(source_n, position_N.view_as(experts_TK), is_kept_TK)
+
+
+def first_rows(order: ExpertOrder, num_kept: int) -> ExpertOrder:
+    """The first `num_kept` rows of an order: those that are no padding."""
+    position_TK = order.position_TK.clamp(max=max(num_kept - 1, 0))
+    return ExpertOrder(order.source_n[:num_kept], position_TK, order.is_kept_TK)
 
 
 class TokensToRows(torch.autograd.Function):
@@ -97,14 +117,19 @@ def spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:
     return plain_spread(x_TD, order)
 
 
-def gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) -> Tensor:
-    """For each token the sum of its kept rows, weighted where weights are given, accumulated in fp32."""
+def gather_sum(
+    rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """For each token the sum of its kept rows, weighted where weights are given, accumulated in fp32, in `dtype`, by
+    default the rows'."""
+    dtype = dtype or rows_nD.dtype
     if takes_triton(rows_nD):
         from expertmesh.moe.dispatch.permute_triton import fused_gather_sum
 
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
-        return fused_gather_sum(rows_nD.contiguous(), order.position_TK, order.is_kept_TK, weights_TK)
-    return plain_gather_sum(rows_nD, order, weights_TK)
+        return fused_gather_sum(rows_nD.contiguous(), order.position_TK, order.is_kept_TK, weights_TK, dtype)
+    plain = sparse_gather_sum if order.is_sparse else plain_gather_sum
+    return plain(rows_nD, order, weights_TK).to(dtype)
 
 
 def combine_backward(grad_TD: Tensor, rows_nD: Tensor, weights_TK: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor]:
@@ -114,7 +139,8 @@ def combine_backward(grad_TD: Tensor, rows_nD: Tensor, weights_TK: Tensor, order
 
         grad_TD, rows_nD, weights_TK = grad_TD.contiguous(), rows_nD.contiguous(), weights_TK.contiguous()
         return fused_combine_backward(grad_TD, rows_nD, weights_TK, order.position_TK, order.is_kept_TK)
-    return plain_combine_backward(grad_TD, rows_nD, weights_TK, order)
+    plain = sparse_combine_backward if order.is_sparse else plain_combine_backward
+    return plain(grad_TD, rows_nD, weights_TK, order)
 
 
 def plain_spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:
@@ -123,12 +149,12 @@ def plain_spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def plain_gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) -> Tensor:
-    """`gather_sum` in torch's own operations."""
+    """`gather_sum` in torch's own operations, in the dtype it accumulates in."""
     num_tokens, top_k = order.position_TK.shape
     dtype = _accumulation_dtype(rows_nD)
     total_TD = torch.zeros(num_tokens, rows_nD.shape[1], dtype=dtype, device=rows_nD.device)
     if rows_nD.shape[0] == 0:
-        return total_TD.to(rows_nD.dtype)
+        return total_TD
     for k in range(top_k):
         chosen_TD = rows_nD.index_select(0, order.position_TK[:, k])
         if order.is_kept_TK is not None:
@@ -138,7 +164,18 @@ def plain_gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | N
             total_TD += chosen_TD
         else:
             total_TD.addcmul_(chosen_TD.to(dtype), weights_TK[:, k].unsqueeze(-1))
-    return total_TD.to(rows_nD.dtype)
+    return total_TD
+
+
+def sparse_gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | None) -> Tensor:
+    """As `plain_gather_sum`, each row read once, in the order of the rows."""
+    dtype = _accumulation_dtype(rows_nD)
+    total_TD = torch.zeros(order.position_TK.shape[0], rows_nD.shape[1], dtype=dtype, device=rows_nD.device)
+    added_nD = rows_nD.to(dtype)
+    if weights_TK is not None:
+        added_nD = added_nD * weights_TK.reshape(-1).index_select(0, order.source_n).unsqueeze(-1)
+    # a CPU adds rows of one token in their order: the same bits on every run
+    return total_TD.index_add_(0, order.token_n, added_nD)
 
 
 def plain_combine_backward(
@@ -155,6 +192,18 @@ def plain_combine_backward(
     if order.is_kept_TK is not None:
         grad_weights_TK.masked_fill_(~order.is_kept_TK, 0.0)
     return grad_rows_nD, grad_weights_TK
+
+
+def sparse_combine_backward(
+    grad_TD: Tensor, rows_nD: Tensor, weights_TK: Tensor, order: ExpertOrder
+) -> tuple[Tensor, Tensor]:
+    """As `plain_combine_backward`, each row read once."""
+    weight_n1 = weights_TK.reshape(-1).index_select(0, order.source_n).unsqueeze(-1)
+    grad_nD = grad_TD.index_select(0, order.token_n)
+    grad_weight_n = (rows_nD.to(_accumulation_dtype(rows_nD)) * grad_nD).sum(dim=-1)
+    grad_weights = weights_TK.new_zeros(weights_TK.numel())
+    grad_weights.index_copy_(0, order.source_n, grad_weight_n.to(weights_TK.dtype))
+    return (grad_nD * weight_n1).to(rows_nD.dtype), grad_weights.view_as(weights_TK)
 
 
 def _accumulation_dtype(rows: Tensor) -> torch.dtype:

@@ -36,12 +36,16 @@ def fused_spread(x_TD: Tensor, position_TK: Tensor, is_kept_TK: Tensor | None, n
 
 
 def fused_gather_sum(
-    rows_nD: Tensor, position_TK: Tensor, is_kept_TK: Tensor | None, weights_TK: Tensor | None
+    rows_nD: Tensor,
+    position_TK: Tensor,
+    is_kept_TK: Tensor | None,
+    weights_TK: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """As `moe.dispatch.permute.plain_gather_sum`. Every kept row is read once, no other is read."""
+    """As `moe.dispatch.permute.gather_sum`. Every kept row is read once, no other is read."""
     assert all(t is None or t.is_contiguous() for t in (rows_nD, position_TK, is_kept_TK, weights_TK))
     (num_tokens, top_k), width = position_TK.shape, rows_nD.shape[1]
-    out_TD = rows_nD.new_empty(num_tokens, width)
+    out_TD = rows_nD.new_empty(num_tokens, width, dtype=dtype)
     if out_TD.numel() > 0:
         grid, block = _grid(num_tokens, width)
         tensors = (rows_nD, position_TK, is_kept_TK, weights_TK, out_TD)

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.dispatch.exchange import Exchange
-from expertmesh.moe.dispatch.permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows
+from expertmesh.moe.dispatch.permute import (
+    ExpertOrder,
+    PermuteRows,
+    RowsToTokens,
+    TokensToRows,
+    expert_order,
+    first_rows,
+)
 from expertmesh.moe.experts.replay import is_replaying, kept
 from expertmesh.moe.kernels.expert_products import even
 
@@ -64,7 +71,7 @@ class Sent(Protocol):
         """Whether `give_back` reads the values of the rows that it gets in this forward, not only their shape."""
         ...
 
-    def combine(self, returned: Sequence[Tensor], weights_TK: Tensor) -> Tensor:
+    def combine(self, returned: Sequence[Tensor]) -> Tensor:
         """out_TD: for each token the weighted sum of its experts' rows; zero for padding."""
         ...
 
@@ -76,6 +83,7 @@ class _LocalRows:
     rows_RD: Tensor
     counts_e: Tensor
     order: ExpertOrder
+    weights_TK: Tensor
 
     reads_outputs = True
 
@@ -101,30 +109,33 @@ class _LocalRows:
     def give_back(self, rows_RD: Tensor) -> Tensor:
         return rows_RD
 
-    def combine(self, returned: Sequence[Tensor], weights_TK: Tensor) -> Tensor:
+    def combine(self, returned: Sequence[Tensor]) -> Tensor:
         (rows_RD,) = returned
-        return RowsToTokens.apply(rows_RD, weights_TK, self.order)
+        return RowsToTokens.apply(rows_RD, self.weights_TK, self.order)
 
 
 class LocalDispatcher:
     """Every expert is on this rank: sort by expert, and back."""
 
+    is_remote = False
+
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
 
-    def send(self, x_TD: Tensor, experts_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
+    def send(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
         """
         Args:
             x_TD: tokens.
             experts_TK: int64 expert of each choice; E stands for padding, which is not routed.
+            weights_TK: fp32 or wider weight of each choice; that of padding may be anything.
             counts_E: int64, how many entries of experts_TK name each expert.
             has_padding: whether any entry may be E. Without padding the host need not wait for the device.
         """
-        order = _expert_order(experts_TK, self.num_experts if has_padding else None)
+        order = expert_order(experts_TK, self.num_experts, has_padding)
         if has_padding:
             # read by the host: in a replay it must not wait for the device
-            order = _without_padding(order, kept("rows without padding", lambda: int(counts_E.sum())))
-        return _LocalRows(TokensToRows.apply(x_TD, order), counts_E, order)
+            order = first_rows(order, kept("rows without padding", lambda: int(counts_E.sum())))
+        return _LocalRows(TokensToRows.apply(x_TD, order), counts_E, order, weights_TK)
 
 
 @dataclass(frozen=True)
@@ -164,14 +175,15 @@ class _ExchangedRows:
     parts: list[Part]
     exchange: Exchange
     order: ExpertOrder
+    weights_TK: Tensor
 
     @property
     def reads_outputs(self) -> bool:
         """False in a replay, where the returned rows have been kept (see `moe.experts.replay`)."""
         return not is_replaying()
 
-    def combine(self, returned: Sequence[Tensor], weights_TK: Tensor) -> Tensor:
-        return RowsToTokens.apply(self.exchange.home(returned), weights_TK, self.order)
+    def combine(self, returned: Sequence[Tensor]) -> Tensor:
+        return RowsToTokens.apply(self.exchange.home(returned), self.weights_TK, self.order)
 
 
 class AllToAllDispatcher:
@@ -185,32 +197,34 @@ class AllToAllDispatcher:
             expert's rows are divided: results are the same bit for bit, and each weight is read once.
     """
 
+    is_remote = True
+
     def __init__(self, num_experts: int, group: dist.ProcessGroup, num_parts: int = 1):
         self.num_experts = num_experts
         self.group = group
         self.ep_size = dist.get_world_size(group)
         assert num_experts % self.ep_size == 0, (num_experts, self.ep_size)
-        self.sizes = _part_sizes(num_experts // self.ep_size, num_parts)
+        self.sizes = part_sizes(num_experts // self.ep_size, num_parts)
         self._place_E = _places(num_experts, self.ep_size, self.sizes)
 
-    def send(self, x_TD: Tensor, experts_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
+    def send(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool) -> Sent:
         """As `LocalDispatcher.send`."""
         receive_counts_E, splits_2PS = kept("counts", lambda: exchange_counts(counts_E, self.group, self.sizes))
-        order = _expert_order(self._places(experts_TK), self.num_experts if has_padding else None)
+        order = expert_order(self._places(experts_TK), self.num_experts, has_padding)
         rows_nD = TokensToRows.apply(x_TD, order, not is_replaying())
 
-        _wait_for_counts(counts_E.device)
+        wait_for_counts(counts_E.device)
         sent_PS, received_PS = splits_2PS.tolist()
         if has_padding:
             num_kept = sum(map(sum, sent_PS))
-            order, rows_nD = _without_padding(order, num_kept), rows_nD[:num_kept]
+            order, rows_nD = first_rows(order, num_kept), rows_nD[:num_kept]
         exchange = Exchange(self.group, sent_PS, received_PS)
         rows = exchange.send(rows_nD)
         # row s: what ep rank s sends here, by local expert
         receive_counts_Se = receive_counts_E.view(self.ep_size, -1)
         counts = receive_counts_Se.split(self.sizes, dim=1)
         parts: list[Part] = [self._part(exchange, number, counts_Se) for number, counts_Se in enumerate(counts)]
-        return _ExchangedRows(rows, parts, exchange, order)
+        return _ExchangedRows(rows, parts, exchange, order, weights_TK)
 
     def _part(self, exchange: Exchange, number: int, counts_Se: Tensor) -> Part:
         by_expert_R, by_source_R = None, None
@@ -228,10 +242,21 @@ class AllToAllDispatcher:
         return self._place_E[experts_TK]
 
 
-Dispatcher = LocalDispatcher | AllToAllDispatcher
+class Dispatcher(Protocol):
+    """What brings a layer's tokens to its experts.
+
+    is_remote: whether to other ranks, so that something else can be computed meanwhile.
+    """
+
+    @property
+    def is_remote(self) -> bool: ...
+
+    def send(
+        self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, has_padding: bool
+    ) -> Sent: ...
 
 
-def _part_sizes(num_experts: int, num_parts: int) -> list[int]:
+def part_sizes(num_experts: int, num_parts: int) -> list[int]:
     """The number of experts in each part, as even as possible."""
     assert 1 <= num_parts <= num_experts, (num_parts, num_experts)
     return even(num_experts, num_parts)
@@ -242,21 +267,6 @@ def _places(num_experts: int, ep_size: int, sizes: list[int]) -> Tensor:
     by_rank_Se = torch.arange(num_experts).view(ep_size, -1)
     in_order_E = torch.cat([part_Se.flatten() for part_Se in by_rank_Se.split(sizes, dim=1)])
     return torch.cat([in_order_E.argsort(), in_order_E.new_tensor([num_experts])])
-
-
-def _expert_order(experts_TK: Tensor, padding: int | None) -> ExpertOrder:
-    """The order of routed rows by expert; last come those of `padding`, the largest value, which are not kept."""
-    source_N = experts_TK.reshape(-1).argsort(stable=True)
-    position_N = torch.empty_like(source_N)
-    position_N[source_N] = torch.arange(source_N.numel(), device=source_N.device)
-    is_kept_TK = None if padding is None else (experts_TK != padding).contiguous()
-    return ExpertOrder(source_N, position_N.view_as(experts_TK), is_kept_TK)
-
-
-def _without_padding(order: ExpertOrder, num_kept: int) -> ExpertOrder:
-    """The first `num_kept` rows of an order."""
-    position_TK = order.position_TK.clamp(max=max(num_kept - 1, 0))
-    return ExpertOrder(order.source_n[:num_kept], position_TK, order.is_kept_TK)
 
 
 def _transpose_blocks(lengths_AB: Tensor, num_rows: int) -> Tensor:
@@ -275,7 +285,7 @@ def _transpose_blocks(lengths_AB: Tensor, num_rows: int) -> Tensor:
 
 def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Tell every ep rank how many rows its experts will get from here. Neither result may be read before
-    `_wait_for_counts` has returned.
+    `wait_for_counts` has returned.
 
     Args:
         counts_E: int64, rows for each expert.
@@ -287,7 +297,7 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
         splits_2PS, int64, in host memory: for each part, rows to each rank, and rows from each rank.
     """
     receive_counts_E = torch.empty_like(counts_E)
-    device, stream = torch.get_device_module(counts_E.device), _counts_stream(counts_E.device)
+    device, stream = torch.get_device_module(counts_E.device), counts_stream(counts_E.device)
     stream.wait_stream(device.current_stream())
     with device.stream(stream):
         dist.all_to_all_single(receive_counts_E, counts_E, group=group)
@@ -297,15 +307,15 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
     return receive_counts_E, splits_2PS
 
 
-def _wait_for_counts(device: torch.device) -> None:
+def wait_for_counts(device: torch.device) -> None:
     """Wait until what `exchange_counts` has begun is done; returns at once where nothing is under way."""
     done = torch.get_device_module(device).Event()
-    done.record(_counts_stream(device))
+    done.record(counts_stream(device))
     done.synchronize()
 
 
 @cache
-def _counts_stream(device: torch.device) -> Any:
+def counts_stream(device: torch.device) -> Any:
     """A stream apart from the one that computes, so that the counts do not wait for work queued there. On a CPU, where
     nothing is queued, a stand-in."""
     return torch.get_device_module(device).Stream()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.dispatch.plain import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from expertmesh.moe.dispatch.plain import Dispatcher, LocalDispatcher
 from expertmesh.moe.experts.expert_mlp import ExpertMLP
 from expertmesh.moe.experts.router_stats import count_experts, router_stats
 from expertmesh.moe.experts.shape import MoEShape
@@ -30,7 +30,7 @@ class DroplessExperts(nn.Module):
     Attributes:
         mlp: the experts' weights.
         post_expert_norm: the norm of the family's module on each expert's output; None for most.
-        dispatcher: local until `sharding` puts an all-to-all one in its place.
+        dispatcher: local until `sharding` puts one in its place that reaches other ranks.
         beside: the part of the block that is computed during the all-to-alls; None for most families.
         router: path in the model of the module that chooses from these experts and gives each a logit; None where there
             is no such module, and so neither an auxiliary loss nor an entropy.
@@ -66,8 +66,9 @@ class DroplessExperts(nn.Module):
         if is_token_T is not None:
             experts_TK = experts_TK.masked_fill(~is_token_T.unsqueeze(-1), num_experts)
         counts_E = count_experts(experts_TK, num_experts)
-        sent = self.dispatcher.send(x_TD, experts_TK, counts_E, is_token_T is not None)
-        if self.beside is not None and isinstance(self.dispatcher, AllToAllDispatcher):
+        weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
+        sent = self.dispatcher.send(x_TD, experts_TK, weights_TK, counts_E, is_token_T is not None)
+        if self.beside is not None and self.dispatcher.is_remote:
             self.beside.compute(x_TD, forward)
         needs_output = sent.reads_outputs or self.post_expert_norm is not None
         returned = self.mlp(sent.rows, sent.parts, needs_output, self.post_expert_norm)
@@ -76,5 +77,4 @@ class DroplessExperts(nn.Module):
         stats = router_stats(counts_E, forward.logits_TE.pop(self, None), is_token_T, num_rows, self.kind.score)
         if not forward.is_again:
             forward.stats[self] = stats
-        weights_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
-        return sent.combine(returned, weights_TK)
+        return sent.combine(returned)

@@ -6,6 +6,13 @@ from typing import Literal
 Checkpointing = Literal["none", "full", "selective"]
 """What a decoder layer recomputes in backward (see `sharding.place.recompute`)."""
 
+Dispatch = Literal["auto", "plain", "rank", "node"]
+"""How tokens travel to their experts: a row for each choice, once to each rank, or once to each node (see
+`sharding.place.dispatchers`)."""
+
+DispatchSums = Literal["same", "float32"]
+"""The dtype in which sums over a token's experts travel; same: the compute dtype."""
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -21,6 +28,9 @@ class Strategy:
         offload_activations: keep checkpointed layers' inputs in host memory until backward (see `offload_inputs`).
         overlap_chunks: chunks in which a layer's rows are sent to their experts; one chunk's all-to-all overlaps
             another's GEMMs.
+        dispatch: how tokens travel to their experts.
+        ranks_per_node: of an ep group; None: as many as share a host.
+        sums_in_fp32: whether sums of several experts' results, and of gradients, travel in fp32; else as tokens do.
     """
 
     checkpointing: Checkpointing = "none"
@@ -29,3 +39,6 @@ class Strategy:
     reshard_after_forward: bool = True
     overlap_chunks: int = 1
     offload_activations: bool = False
+    dispatch: Dispatch = "auto"
+    ranks_per_node: int | None = None
+    sums_in_fp32: bool = False

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from expertmesh.moe import ExpertMeshError, moe_layers
 from expertmesh.moe.base.declared import StepPart, lasting
-from expertmesh.moe.dispatch.plain import AllToAllDispatcher
 from expertmesh.moe.experts.lora import first_values
 from expertmesh.moe.experts.quantised import view_codes
 from expertmesh.moe.kernels.gpu import is_rehearsing_gpu
@@ -27,6 +26,7 @@ from expertmesh.sharding.mesh import Mesh
 from expertmesh.sharding.pipeline.cut import cut
 from expertmesh.sharding.pipeline.stages import experts_here, layers_by_stage, layers_here, stages_of
 from expertmesh.sharding.place.choices import Strategy
+from expertmesh.sharding.place.dispatchers import choose_dispatcher
 from expertmesh.sharding.place.offload import offload_inputs
 from expertmesh.sharding.place.recompute import checkpoint_layers, keep_products
 from expertmesh.sharding.state import adapters_of, local_tensor, parameters_of
@@ -53,7 +53,7 @@ def parallelize(
         ExpertMeshError: a rank has fewer experts, or the model fewer MoE layers, than `strategy` asks for.
     """
     view_codes(model, compute_dtype)
-    place_experts(model, mesh, strategy.overlap_chunks)
+    place_experts(model, mesh, strategy)
     checkpoint_layers(model, strategy.checkpointing)
     keep_products(model, strategy.keep_expert_products)
     if strategy.offload_activations:
@@ -80,25 +80,30 @@ def parallelize(
         cut(model, stages)
 
 
-def place_experts(model: nn.Module, mesh: Mesh, overlap_chunks: int = 1) -> None:
-    """Give each ep rank its block of experts, and every MoE layer the all-to-all that reaches them.
+def place_experts(model: nn.Module, mesh: Mesh, strategy: Strategy) -> None:
+    """Give each ep rank its block of experts, and every MoE layer the dispatcher that reaches them.
 
     Raises:
-        ExpertMeshError: a rank has fewer experts than `overlap_chunks`.
+        ExpertMeshError: a rank has fewer experts than `strategy.overlap_chunks`, or nodes have unequally many ranks.
     """
+    ep_size, chunks = mesh.topology.ep_size, strategy.overlap_chunks
+    make_dispatcher = None
+    if ep_size > 1:
+        # also on a stage without experts: all ranks make the groups together
+        make_dispatcher = choose_dispatcher(mesh, strategy, moe_layers(model)[0].shape.top_k)
     for layer in experts_here(model):
         for name, weight in list(layer.mlp.named_parameters()):
             placed = distribute_tensor(weight.detach(), mesh.ep, [Shard(0)])
             layer.mlp.register_parameter(name, nn.Parameter(placed, requires_grad=weight.requires_grad))
-        if mesh.topology.ep_size > 1:
-            num_experts, ep_size = layer.shape.num_experts, mesh.topology.ep_size
-            if overlap_chunks > num_experts // ep_size:
+        if make_dispatcher is not None:
+            num_experts = layer.shape.num_experts
+            if chunks > num_experts // ep_size:
                 raise ExpertMeshError(
-                    f"--overlap-chunks {overlap_chunks}: at --ep-size {ep_size} a rank has {num_experts // ep_size} of "
+                    f"--overlap-chunks {chunks}: at --ep-size {ep_size} a rank has {num_experts // ep_size} of "
                     f"{num_experts} experts, and a chunk has the tokens of one expert at least; use at most "
                     f"{num_experts // ep_size}"
                 )
-            layer.dispatcher = AllToAllDispatcher(num_experts, mesh.exchange, overlap_chunks)
+            layer.dispatcher = make_dispatcher(num_experts)
 
 
 def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:

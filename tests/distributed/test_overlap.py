@@ -16,7 +16,7 @@ from torch import Tensor
 
 from expertmesh.moe import ExpertMeshError, moe_layers, take_stats
 from expertmesh.moe.dispatch.exchange import Exchange
-from expertmesh.moe.dispatch.plain import _part_sizes, _places
+from expertmesh.moe.dispatch.plain import _places, part_sizes
 from expertmesh.moe.experts.expert_mlp import ExpertMLP
 from expertmesh.sharding import Topology, local_tensor
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
@@ -168,7 +168,7 @@ def _products_in_backward(path: Path, case: Case) -> tuple[int, list[int]]:
     ("num_experts", "parts", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (3, 3, [1] * 3)]
 )
 def test_parts(num_experts: int, parts: int, sizes: list[int]) -> None:
-    assert _part_sizes(num_experts, parts) == sizes
+    assert part_sizes(num_experts, parts) == sizes
     places = _places(2 * num_experts, 2, sizes)
     # each expert's part, rank and number, by their places
     order = sorted(range(2 * num_experts), key=lambda expert: int(places[expert]))

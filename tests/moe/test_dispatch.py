@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe.dispatch.plain import _wait_for_counts, exchange_counts
+from expertmesh.moe.dispatch.plain import exchange_counts, wait_for_counts
 
 
 @pytest.mark.gpu
@@ -15,12 +15,12 @@ def test_counts_do_not_wait_for_what_is_queued_after_them() -> None:
         counts_E = torch.arange(8, device=device)
         group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         exchange_counts(counts_E, group, [8])  # communicators are made when first used
-        _wait_for_counts(device)
+        wait_for_counts(device)
         queued = torch.cuda.Event()
         received_E, splits_2S = exchange_counts(counts_E, group, [3, 5])
         torch.cuda._sleep(10**10)
         queued.record()
-        _wait_for_counts(device)
+        wait_for_counts(device)
         assert not queued.query(), "the wait was for the counts alone"
         assert splits_2S.tolist() == [[[3], [25]], [[3], [25]]]
         assert received_E.tolist() == counts_E.tolist()

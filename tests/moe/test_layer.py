@@ -104,11 +104,11 @@ def test_dispatch_gradients_by_finite_differences(has_padding: bool) -> None:
     dispatcher = LocalDispatcher(3)
 
     def there_and_back(x_TD: Tensor, weights_TK: Tensor) -> Tensor:
-        sent = dispatcher.send(x_TD, experts_TK, counts_E, has_padding)
+        sent = dispatcher.send(x_TD, experts_TK, weights_TK, counts_E, has_padding)
         rows, counts = sent.parts[0].arrive(sent.rows[0])
         scale = torch.arange(1, rows.shape[0] + 1, dtype=rows.dtype).unsqueeze(1)
         assert counts.sum() == rows.shape[0] == (4 if has_padding else 6)
-        return sent.combine([sent.parts[0].give_back(rows * scale)], weights_TK)
+        return sent.combine([sent.parts[0].give_back(rows * scale)])
 
     torch.manual_seed(0)
     x_TD = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)

@@ -1,12 +1,14 @@
 """The permutations' Triton kernels against plain torch, forward and backward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from expertmesh.moe.dispatch import permute
-from expertmesh.moe.dispatch.permute import ExpertOrder, RowsToTokens, TokensToRows
-from expertmesh.moe.dispatch.plain import _expert_order, _without_padding
+from expertmesh.moe.dispatch.destinations import sparse_order
+from expertmesh.moe.dispatch.permute import ExpertOrder, RowsToTokens, TokensToRows, expert_order, first_rows
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
 
@@ -29,10 +31,10 @@ def order_of(num_tokens: int, top_k: int, padding: float, device: str) -> Expert
     torch.manual_seed(num_tokens)
     experts_TK = torch.randint(E, (num_tokens, top_k))
     if padding == 0:
-        return _expert_order(experts_TK.to(device), None)
+        return expert_order(experts_TK.to(device), E, has_padding=False)
     experts_TK[round((1 - padding) * num_tokens) :] = E
     num_kept = int((experts_TK < E).sum())
-    return _without_padding(_expert_order(experts_TK.to(device), E), num_kept)
+    return first_rows(expert_order(experts_TK.to(device), E, has_padding=True), num_kept)
 
 
 def results(order: ExpertOrder, width: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -81,6 +83,39 @@ def test_equals_plain(
     check(found, results(order, width, dtype, "cpu"), tolerance)
 
 
+def sparse_order_of(num_tokens: int, top_k: int) -> ExpertOrder:
+    """Of each token's choices two thirds have no row, at random."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    experts_TK = torch.randint(3 * E, (num_tokens, top_k), generator=generator).clamp(max=E)
+    return sparse_order(experts_TK, E, int((experts_TK < E).sum()))
+
+
+@interpreted
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_choices_without_a_row(shape: tuple[int, int, int], fused: pytest.MonkeyPatch) -> None:
+    """By row, by choice and by the kernels."""
+    num_tokens, top_k, width = shape
+    order = sparse_order_of(num_tokens, top_k)
+    by_kernels = results(order, width, torch.float32, "cpu")
+    fused.undo()
+    by_row = results(order, width, torch.float32, "cpu")
+    check(by_row, results(replace(order, is_sparse=False), width, torch.float32, "cpu"), 1e-5)
+    check(by_kernels, by_row, 1e-5)
+
+
+@interpreted
+def test_sums_in_another_dtype(fused: pytest.MonkeyPatch) -> None:
+    order = sparse_order_of(9, 4)
+    rows_nD = torch.randn(order.source_n.numel(), 40).to(torch.bfloat16)
+    by_kernels = permute.gather_sum(rows_nD, order, None, torch.float32)
+    fused.undo()
+    in_fp32 = permute.gather_sum(rows_nD, order, None, torch.float32)
+    assert by_kernels.dtype == in_fp32.dtype == torch.float32
+    torch.testing.assert_close(by_kernels, in_fp32, rtol=1e-6, atol=1e-6)
+    assert torch.equal(permute.gather_sum(rows_nD, order, None), in_fp32.to(torch.bfloat16))
+    assert not torch.equal(in_fp32, in_fp32.to(torch.bfloat16).float())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
@@ -117,7 +152,7 @@ def test_weights_of_padding_may_be_anything() -> None:
 def test_rows_of_padding_are_left_alone() -> None:
     """Before an all-to-all they come last, and are cut off."""
     experts_TK = torch.tensor([[1, 0], [E, E], [0, 2]])
-    order = _expert_order(experts_TK, E)
+    order = expert_order(experts_TK, E, has_padding=True)
     x_TD = torch.arange(3.0).unsqueeze(1).expand(3, 4)
     assert permute.spread(x_TD, order)[:4, 0].tolist() == [0, 2, 0, 2]
     grad_nD = torch.full((6, 4), torch.nan).index_fill(0, torch.arange(4), 1.0)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.moe import KERNELS
-from expertmesh.moe.dispatch.permute import PermuteRows, TokensToRows
-from expertmesh.moe.dispatch.plain import _expert_order
+from expertmesh.moe.dispatch.permute import PermuteRows, TokensToRows, expert_order
 from expertmesh.moe.experts.quantised import Storage, quantise, stored_product
 from expertmesh.moe.kernels.expert_kernels import FP8
 from expertmesh.moe.kernels.expert_products import AddBias
@@ -146,7 +145,7 @@ def test_bias() -> None:
 
 def test_permutations() -> None:
     x_TD = torch.randn(5, 8, requires_grad=True)
-    order = _expert_order(torch.randint(4, (5, 2), generator=torch.Generator().manual_seed(0)), None)
+    order = expert_order(torch.randint(4, (5, 2), generator=torch.Generator().manual_seed(0)), 4, has_padding=False)
     to_rows = check(lambda needed: TokensToRows.apply(x_TD, order, needed), [x_TD])
     index = torch.tensor([3, 0, 4, 1, 2])
     permuted = check(lambda needed: PermuteRows.apply(x_TD, index, index.argsort(), needed), [x_TD])

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from expertmesh.moe import KERNEL_NAMES, ExpertMeshError, Precision, RopeScaling, check_kernel_name, read_rope_scaling
 from expertmesh.moe.base.parser import flag_of
 from expertmesh.moe.base.sizes import parse_size
-from expertmesh.sharding import Checkpointing, DenseShard, ScheduleName
+from expertmesh.sharding import Checkpointing, DenseShard, Dispatch, DispatchSums, ScheduleName
 from expertmesh.sharding.pipeline.schedule import schedule_without_queue
 from expertmesh.training.data import TEMPLATES, SampleBy, TrainOn
 
@@ -208,6 +208,22 @@ class ParallelSettings:
         1,
         "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off",
     )
+    dispatch: Dispatch = _flag(
+        "Parallelism",
+        "auto",
+        "How tokens travel to their experts: a row for each choice (plain), once to each rank with several of them, or "
+        "once to each node and on from there. auto: node if an EP group spans nodes, else plain",
+    )
+    dispatch_sums: DispatchSums = _flag(
+        "Parallelism",
+        "same",
+        "Dtype in which --dispatch rank and node send back sums over a token's experts: as everything else, or float32",
+    )
+    ranks_per_node: int | None = _flag(
+        "Parallelism",
+        None,
+        "Ranks of an EP group with fast links between them, for --dispatch (default: those on one host)",
+    )
     ddp_timeout: int = _flag(
         "Parallelism",
         1800,
@@ -218,6 +234,14 @@ class ParallelSettings:
         if self.overlap_chunks > 1 and self.ep_size == 1:
             raise ExpertMeshError(
                 f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 there is no all-to-all; leave it out"
+            )
+        if self.dispatch in ("rank", "node") and self.ep_size == 1:
+            raise ExpertMeshError(
+                f"--dispatch {self.dispatch}: at --ep-size 1 tokens do not travel to their experts; leave it out"
+            )
+        if self.dispatch_sums != "same" and self.dispatch == "plain":
+            raise ExpertMeshError(
+                f"--dispatch-sums {self.dispatch_sums}: --dispatch plain sends no sums; leave one of them out"
             )
         self._check_pipeline()
 

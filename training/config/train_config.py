@@ -115,6 +115,9 @@ class TrainConfig(
             self.reshard_after_forward,
             self.overlap_chunks,
             self.offload_activations,
+            self.dispatch,
+            self.ranks_per_node,
+            self.dispatch_sums == "float32",
         )
 
     @property
@@ -145,6 +148,7 @@ class TrainConfig(
 
 _AT_LEAST = {
     "overlap_chunks": 1,
+    "ranks_per_node": 1,
     "keep_expert_products": 0,
     "max_seq_length": 2,
     "ep_size": 1,

@@ -419,7 +419,7 @@ class _Measurement:
         with ExitStack() as stack:
             patches: list[Any] = [
                 mock.patch.object(expertmesh.moe.dispatch.plain, "exchange_counts", exchange),
-                mock.patch.object(expertmesh.moe.dispatch.plain, "_wait_for_counts", return_value=None),
+                mock.patch.object(expertmesh.moe.dispatch.plain, "wait_for_counts", return_value=None),
                 *(
                     mock.patch.object(m, "UnderWay", partial(_UnderWay, self))
                     for m in (expertmesh.moe.dispatch.exchange, expertmesh.sharding.comms.context_parallel)

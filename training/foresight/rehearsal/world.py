@@ -287,7 +287,7 @@ def _telling(config: TrainConfig, rows: int, shares: Sequence[tuple[float, ...]]
 
     with (
         mock.patch.object(expertmesh.moe.dispatch.plain, "exchange_counts", told),
-        mock.patch.object(expertmesh.moe.dispatch.plain, "_wait_for_counts", return_value=None),
+        mock.patch.object(expertmesh.moe.dispatch.plain, "wait_for_counts", return_value=None),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         never_tracing(),
     ):

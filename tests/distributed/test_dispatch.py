@@ -1,0 +1,401 @@
+"""Tokens that are sent once to each rank, or once to each node: losses, gradients and weights are those with a row for
+each choice, no more rows are sent than the routing implies, and bits do not depend on what is recomputed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expertmesh.moe import ExpertMeshError, Forward
+from expertmesh.moe.dispatch import exchange
+from expertmesh.moe.dispatch.destinations import first_choices
+from expertmesh.moe.dispatch.once import NodeGroups, OnceDispatcher, Tables
+from expertmesh.moe.dispatch.plain import AllToAllDispatcher
+from expertmesh.sharding import Topology, local_tensor
+from expertmesh.sharding.comms.node_groups import make_node_groups, ranks_per_node
+from expertmesh.sharding.place.dispatchers import resolve_dispatch
+from expertmesh.training.micro_batch import token_loss_sum
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import (
+    Case,
+    Figures,
+    hf_model,
+    my_batches,
+    ours,
+    random_samples,
+    reference,
+    sharded_model,
+)
+from tests.families.configs import TEXT_IDS, tiny_config
+from tests.families.test_parity import CANCELLED, WEIGHT_TOLERANCE, compare, has_auxiliary_loss
+from tests.tiers import REPRESENTATIVES
+from tests.tiny import relative_error, tiny_block
+
+TOLERANCE = 1e-5
+SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(16)], vocabulary=TEXT_IDS)
+RANK: dict[str, Any] = {"dispatch": "rank"}
+
+
+def node(ranks: int) -> dict[str, Any]:
+    return {"dispatch": "node", "ranks_per_node": ranks}
+
+
+LAYOUTS: dict[str, tuple[Topology, dict[str, Any], dict[str, Any]]] = {
+    "2 nodes of 2": (Topology(4, 4), node(2), dict(z=0.01, accumulation=2)),
+    "rank": (Topology(4, 4), RANK, dict(gradient_checkpointing="selective", kernel="torch-grouped")),
+    "2 nodes of 4": (Topology(8, 8), node(4), dict(gradient_checkpointing="full")),
+    "4 nodes of 2": (Topology(8, 8), node(2), dict(gradient_checkpointing="selective", kernel="torch-grouped")),
+    "2 replicas of 2 nodes": (Topology(8, 4), node(2), dict(balance=0.05, kernel="torch-grouped")),
+    "ranks with few sequences": (Topology(4, 4), node(2), dict(samples=SAMPLES[:3])),
+    "8 ranks": (Topology(8, 8), RANK, dict(z=0.01)),
+    "chunks": (Topology(4, 4), node(2) | {"overlap_chunks": 2}, dict(gradient_checkpointing="selective")),
+}
+"""A parallel layout, how tokens travel, and what else is switched on."""
+
+
+def case_of(family: str, name: str) -> Case:
+    """Eight experts, of which each token has three."""
+    settings = dict(LAYOUTS[name][2])
+    if not has_auxiliary_loss(family) and family != "mixtral":
+        settings |= {"balance": 0.0, "z": 0.0}
+    experts = next(key for key in ("num_local_experts", "n_routed_experts", "num_experts") if _has(family, key))
+    changes = {experts: 8, "num_experts_per_tok": 3}
+    if _has(family, "n_group"):
+        changes |= {"n_group": 1, "topk_group": 1}
+    return Case(**{"samples": SAMPLES, "family": family, "steps": 2, "changes": changes, **settings})
+
+
+def _has(family: str, key: str) -> bool:
+    return key in tiny_config(family).to_dict()
+
+
+@cache
+def expected(family: str, name: str) -> Figures:
+    return reference(case_of(family, name), seed=1)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
+    """Losses, gradients and, after two clipped updates by AdamW, weights."""
+    (topology, dispatch, _), case = LAYOUTS[name], case_of(family, name)
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    found = ranks.run(ours, topology.world_size, tmp_path, topology, replace(case, settings=dispatch))[0]
+    want = expected(family, name)
+    assert found.losses == pytest.approx(want.losses, rel=TOLERANCE)
+    assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
+    if case.balance:
+        assert found.balance_loss == pytest.approx(want.balance_loss, rel=TOLERANCE)
+    if case.z:
+        assert found.z_loss == pytest.approx(want.z_loss, rel=TOLERANCE)
+    compare(found.grads, want.grads, CANCELLED * want.grad_norms[0])
+    compare(found.weights, want.weights, 0.0, WEIGHT_TOLERANCE)
+
+
+KINDS: dict[str, tuple[Topology, Case]] = {
+    "grouped": (Topology(4, 4), Case(SAMPLES, kernel="torch-grouped")),
+    "biases": (Topology(4, 4), Case(SAMPLES, family="gpt_oss", kernel="torch-grouped")),
+    "shared experts": (Topology(4, 4), Case(SAMPLES, family="deepseek_v3")),
+    "adapters beside nf4": (Topology(4, 4), Case(SAMPLES, settings={"adapter": "lora", "base_dtype": "nf4"})),
+    "frozen": (Topology(4, 4), Case(SAMPLES, settings={"freeze": ["experts", "router"]})),
+    "bf16": (Topology(4, 4), Case(SAMPLES, compute_dtype=torch.bfloat16)),
+    "context parallelism": (Topology(4, 4, "full", 2), Case(SAMPLES)),
+    "hybrid": (Topology(8, 4, "hybrid"), Case(SAMPLES)),
+    "one expert per token": (Topology(4, 4), Case(SAMPLES, changes={"num_experts_per_tok": 1})),
+    "all experts": (Topology(4, 4), Case(SAMPLES, changes={"num_experts_per_tok": 8})),
+}
+MODES: list[dict[str, Any]] = [
+    {"gradient_checkpointing": "none"},
+    {"gradient_checkpointing": "full"},
+    {"gradient_checkpointing": "selective"},
+]
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("dispatch", ["rank", "node"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_a_row_for_each_choice(ranks: RankPool, tmp_path: Path, kind: str, dispatch: str) -> None:
+    """Losses and gradients; their bits are the same on every run, and whatever is recomputed."""
+    topology, case = KINDS[kind]
+    hf_model(replace(case, changes={"num_local_experts": 8, **case.changes}), seed=1).save_pretrained(tmp_path)
+    variants = [
+        {"dispatch": "plain"},
+        *({"dispatch": dispatch, "ranks_per_node": 2, **mode} for mode in (MODES[0], *MODES)),
+        {"dispatch": dispatch, "ranks_per_node": 2, "overlap_chunks": 2, **MODES[2]},
+    ]
+    if case.family == "mixtral" and case.kernel == "torch-grouped":
+        variants[4] |= {"keep_expert_products": 1}
+    tolerance = 5e-2 if case.compute_dtype == torch.bfloat16 else TOLERANCE
+    for plain, once, *same, chunked in ranks.run(_figures, topology.world_size, tmp_path, topology, case, variants):
+        norm = float(torch.stack([value.float().norm() for value in plain.values()]).norm())
+        for figures in (once, chunked):
+            compare(figures, plain, CANCELLED * norm, tolerance)
+        for other in same:
+            assert [name for name, figure in once.items() if not torch.equal(figure, other[name])] == []
+
+
+def _figures(path: Path, topology: Topology, case: Case, variants: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Loss and this rank's gradients by each variant."""
+    found = []
+    for settings in variants:
+        mode = settings.get("gradient_checkpointing", "none")
+        variant = replace(case, settings={**case.settings, **settings}, gradient_checkpointing=mode)
+        model, mesh, _ = sharded_model(path, topology, variant)
+        (batch,) = my_batches(variant, topology, dist.get_rank(), mesh.cp_group)
+        torch.manual_seed(0)
+        loss = token_loss_sum(model.train(), batch)
+        loss.backward()
+        grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.detach(), **grads})
+    return found
+
+
+# Routing by hand, on one layer
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A layer of 8 experts on 4 ranks, and each rank's tokens: out, gradients of tokens and weights, and the rows that
+    were sent over each group in forward and in backward, none of them to the rank itself."""
+
+    out_TD: Tensor
+    grad_x_TD: Tensor
+    grad_weights_TK: Tensor
+    sent: dict[str, list[list[list[int]]]]
+
+
+def _dispatcher(kind: str, nodes: NodeGroups, sum_dtype: torch.dtype | None = None) -> Any:
+    world: Any = dist.group.WORLD
+    if kind == "plain":
+        return AllToAllDispatcher(8, world)
+    return OnceDispatcher(8, world, 1, nodes if kind == "node" else None, sum_dtype)
+
+
+def _layer(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    layer = tiny_block(num_local_experts=8).experts.to(dtype)
+    for name, weight in list(layer.mlp.named_parameters()):
+        mine = (0.1 * torch.randn(weight.shape)).chunk(dist.get_world_size())[dist.get_rank()]
+        setattr(layer.mlp, name, torch.nn.Parameter(mine.to(dtype)))
+    return layer
+
+
+def _route(experts: list[Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Routed]:
+    nodes = make_node_groups(Topology(4, 4), 2, None)
+    experts_TK = experts[dist.get_rank()]
+    layer, found = _layer(dtype), {}
+    for kind in ("plain", "rank", "node"):
+        layer.dispatcher = _dispatcher(kind, nodes)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        size = layer.shape.model_width
+        x_TD = torch.randn(len(experts_TK), size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        weights_TK = torch.rand(experts_TK.shape, generator=generator, dtype=torch.float64).requires_grad_()
+        is_token_BS = (experts_TK[:, :1] < 8).t()
+        with _sent() as sent:
+            with Forward(is_token_BS=is_token_BS):
+                out_TD = layer(x_TD, experts_TK, weights_TK)
+            sent["forward"] = sent.pop("now")
+            sent["now"] = []
+            out_TD.backward(torch.ones_like(out_TD) * torch.arange(1, size + 1))
+            sent["backward"] = sent.pop("now")
+        assert x_TD.grad is not None
+        assert weights_TK.grad is not None
+        found[kind] = Routed(out_TD.detach(), x_TD.grad, weights_TK.grad, dict(sent))
+    return found
+
+
+@contextmanager
+def _sent() -> Iterator[dict[str, list[list[list[int]]]]]:
+    """Rows that go to each rank of the groups, in order of the exchanges of tokens' width."""
+    told: dict[str, list[list[list[int]]]] = {"now": []}
+    original = exchange.UnderWay
+
+    def begin(out: Tensor, rows: Tensor, received: Any, sent: Any, group: Any) -> Any:
+        if rows.shape[1] > 16:  # choices and their weights are narrower
+            told["now"].append([list(sent), dist.get_process_group_ranks(group)])
+        return original(out, rows, received, sent, group)
+
+    with mock.patch.object(exchange, "UnderWay", begin):
+        yield told
+
+
+ROUTINGS: dict[str, list[list[list[int]]]] = {
+    "spread": [[[0, 1, 2], [3, 5, 7], [6, 4, 0]], [[7, 6, 5]], [[2, 0, 4], [1, 3, 5]], [[4, 6, 2], [0, 7, 3]]],
+    "one node alone": [[[0, 1, 3], [2, 3, 1]], [[3, 0, 2]], [[1, 2, 0]], [[0, 3, 1], [2, 1, 0]]],
+    "one rank alone": [[[6, 7, 6]], [[7, 6, 7], [6, 7, 6]], [[6, 7, 6]], [[7, 6, 7]]],
+    "ranks without a token": [[], [[1, 4, 7]], [], [[0, 2, 6], [5, 4, 3], [1, 0, 7]]],
+    "padding": [[[0, 1, 2], [8, 8, 8]], [[8, 8, 8]], [[4, 5, 6], [7, 0, 1], [8, 8, 8]], [[3, 2, 7]]],
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_results_and_rows_follow_the_routing(ranks: RankPool, routing: str) -> None:
+    """Forward and backward, in fp64; the rows that cross are those the routing implies, one for each token and rank,
+    or token and node."""
+    experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS[routing]]
+    for rank, found in enumerate(ranks.run(_route, 4, experts)):
+        for kind in ("rank", "node"):
+            for name in ("out_TD", "grad_x_TD", "grad_weights_TK"):
+                ours_, theirs = getattr(found[kind], name), getattr(found["plain"], name)
+                torch.testing.assert_close(ours_, theirs, rtol=1e-12, atol=1e-12, msg=f"{kind}, {name}")
+        to_ranks = [{int(e) // 2 for e in row if e < 8} for row in experts[rank]]
+        by_rank = [sum(peer in each for each in to_ranks) for peer in range(4)]
+        by_node = [sum(any(peer // 2 == place for peer in each) for each in to_ranks) for place in range(2)]
+        # there; in backward the gradients of results, which take the same way
+        assert found["rank"].sent["forward"][0] == [by_rank, [0, 1, 2, 3]]
+        assert found["rank"].sent["backward"][0] == [by_rank, [0, 1, 2, 3]]
+        across = [rank % 2, rank % 2 + 2]
+        inside = [rank // 2 * 2, rank // 2 * 2 + 1]
+        # of all ranks of this place, the tokens with experts on each rank of this node
+        onward = [
+            sum(any(int(e) // 2 == peer for e in row if e < 8) for source in across for row in experts[source])
+            for peer in inside
+        ]
+        assert found["node"].sent["forward"][:2] == [[by_node, across], [onward, inside]]
+        assert found["node"].sent["backward"][:2] == [[by_node, across], [onward, inside]]
+        # and back as many as came
+        for direction in ("forward", "backward"):
+            assert len(found["rank"].sent[direction]) == 2
+            assert len(found["node"].sent[direction]) == 4
+
+
+def test_gradients_of_weights_by_finite_differences(ranks: RankPool) -> None:
+    experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS["spread"]]
+    for analytic, numeric in ranks.run(_differences, 4, experts):
+        torch.testing.assert_close(analytic, numeric, rtol=1e-6, atol=1e-8)
+
+
+def _differences(experts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Gradients of the sum of all ranks' squared results, by autograd and by central differences, of every weight of
+    every rank, by node."""
+    layer, rank = _layer(torch.float64), dist.get_rank()
+    layer.dispatcher = _dispatcher("node", make_node_groups(Topology(4, 4), 2, None))
+    generator = torch.Generator().manual_seed(rank)
+    size = layer.shape.model_width
+    x_TD = torch.randn(len(experts[rank]), size, generator=generator, dtype=torch.float64)
+    weights_TK = torch.rand(experts[rank].shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def value(weights_TK: Tensor) -> Tensor:
+        with Forward():
+            out_TD = layer(x_TD, experts[rank], weights_TK)
+        return out_TD.square().sum()
+
+    value(weights_TK).backward()
+    assert weights_TK.grad is not None
+    numeric_TK, step = torch.zeros_like(weights_TK), 1e-6
+    for owner, of_owner in enumerate(experts):
+        for index in range(of_owner.numel()):
+            values = []
+            for sign in (1, -1):
+                moved_TK = weights_TK.detach().clone()
+                if owner == rank:
+                    moved_TK.view(-1)[index] += sign * step
+                total = value(moved_TK).detach()
+                dist.all_reduce(total)
+                values.append(float(total))
+            if owner == rank:
+                numeric_TK.view(-1)[index] = (values[0] - values[1]) / (2 * step)
+    return weights_TK.grad, numeric_TK
+
+
+def test_sums_in_fp32(ranks: RankPool) -> None:
+    """They travel so in both directions, and spare a rounding."""
+    for dtypes, errors in ranks.run(_sums, 4):
+        assert dtypes["same"] == {torch.bfloat16}
+        assert dtypes["float32"] == {torch.bfloat16, torch.float32}
+        assert errors["float32"] < 0.8 * errors["same"]
+
+
+def _sums() -> tuple[dict[str, set[torch.dtype]], dict[str, float]]:
+    nodes = make_node_groups(Topology(4, 4), 2, None)
+    layer = _layer(torch.bfloat16)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x_TD = torch.randn(64, layer.shape.model_width, generator=generator).to(torch.bfloat16)
+    experts_TK = torch.stack([torch.randperm(8, generator=generator)[:6] for _ in range(64)])
+    weights_TK = torch.rand(experts_TK.shape, generator=generator)
+    dtypes: dict[str, set[torch.dtype]] = {}
+    outs: dict[str, tuple[Tensor, Tensor]] = {}
+    original = exchange.UnderWay
+    for name, sum_dtype in (("plain", None), ("same", None), ("float32", torch.float32)):
+        layer.dispatcher = _dispatcher("plain" if name == "plain" else "node", nodes, sum_dtype)
+        x = x_TD.clone().requires_grad_()
+        seen: set[torch.dtype] = set()
+
+        def begin(out: Tensor, rows: Tensor, *rest: Any, seen: set[torch.dtype] = seen) -> Any:
+            if rows.shape[1] > 16:
+                seen.add(rows.dtype)
+            return original(out, rows, *rest)
+
+        with mock.patch.object(exchange, "UnderWay", begin), Forward():
+            out_TD = layer(x, experts_TK, weights_TK)
+            out_TD.backward(torch.ones_like(out_TD))
+        assert x.grad is not None
+        dtypes[name], outs[name] = seen, (out_TD.detach().float(), x.grad.float())
+    # all of a token's experts summed up in fp32, as the plain dispatch does
+    error = {
+        name: sum(relative_error(mine, want) for mine, want in zip(outs[name], outs["plain"], strict=True))
+        for name in ("same", "float32")
+    }
+    return dtypes, error
+
+
+@pytest.mark.parametrize(("nodes", "ratio"), [(2, 4.0), (4, 2.2), (8, 1.5)])
+def test_rows_between_nodes_under_uniform_routing(nodes: int, ratio: float) -> None:
+    """Of 8 experts per token: fewer by (N-1)(1 - ((N-1)/N)^K) over K(N-1)/N, to 2 %; each choice drawn by itself."""
+    top_k, ranks_on_node = 8, 2
+    experts_TK = torch.randint(256, (20_000, top_k), generator=torch.Generator().manual_seed(0))
+    by_choice = int((experts_TK // (256 // nodes) != 0).sum())
+    tables = Tables.of(256, nodes, ranks_on_node, [256 // (nodes * ranks_on_node)])
+    once = first_choices(tables.node_E[experts_TK], nodes).destination_TK
+    sent_once = int(((once != 0) & (once != nodes)).sum())
+    rows = (nodes - 1) * (1 - ((nodes - 1) / nodes) ** top_k)
+    assert sent_once / len(experts_TK) == pytest.approx(rows, rel=0.02)
+    assert by_choice / sent_once == pytest.approx(top_k * (nodes - 1) / nodes / rows, rel=0.02)
+    assert by_choice / sent_once == pytest.approx(ratio, abs=0.06)
+
+
+# Which way is taken
+
+
+def test_auto_goes_by_which_ranks_share_a_node() -> None:
+    assert resolve_dispatch("auto", 8, 8, 2) == "plain"
+    assert resolve_dispatch("auto", 16, 8, 2) == "node"
+    assert resolve_dispatch("auto", 16, 8, 1) == "plain"
+    assert resolve_dispatch("auto", 4, 1, 2) == "rank"
+    assert resolve_dispatch("auto", 12, None, 2) == "rank"
+    assert resolve_dispatch("node", 8, 8, 2) == "rank"
+    assert resolve_dispatch("node", 12, None, 2) == "rank"
+    assert resolve_dispatch("rank", 16, 8, 2) == "rank"
+    assert resolve_dispatch("plain", 16, 8, 2) == "plain"
+
+
+def test_ranks_of_a_node() -> None:
+    assert ranks_per_node(["a"] * 8, 8) == 8
+    assert ranks_per_node(["a"] * 4 + ["b"] * 4, 8) == 4
+    assert ranks_per_node(["a"] * 4 + ["b"] * 4, 4) == 4
+    assert ranks_per_node(["a"] * 4 + ["b"] * 4, 2) == 2
+    assert ranks_per_node(["a"] * 6 + ["b"] * 2, 8) is None
+    assert ranks_per_node(["a"] * 6 + ["b"] * 2, 4) is None
+    assert ranks_per_node(["a", "b"] * 4, 8) is None
+    assert ranks_per_node(["a", "b", "c", "d"], 4) == 1
+
+
+def test_refused(ranks: RankPool, tmp_path: Path) -> None:
+    hf_model(Case(SAMPLES), seed=1).save_pretrained(tmp_path)
+    for error in ranks.run(_refused, 4, tmp_path):
+        assert error == "--ranks-per-node 3 does not divide the 4 ranks of --ep-size; nodes need as many each"
+
+
+def _refused(path: Path) -> str:
+    with pytest.raises(ExpertMeshError) as refused:
+        sharded_model(path, Topology(4, 4), Case(SAMPLES, settings=node(3)))
+    return str(refused.value)
