@@ -90,10 +90,10 @@ class OnceDispatcher:
         self.group = group
         self.nodes = nodes
         self.sum_dtype = sum_dtype
-        ep_size, self.ep_rank = dist.get_world_size(group), dist.get_rank(group)
+        ep_size, self.ep_rank = group.size(), group.rank()
         assert num_experts % ep_size == 0, (num_experts, ep_size)
         self.sizes = part_sizes(num_experts // ep_size, num_parts)
-        self.ranks_per_node = 1 if nodes is None else dist.get_world_size(nodes.inside)
+        self.ranks_per_node = 1 if nodes is None else nodes.inside.size()
         assert ep_size % self.ranks_per_node == 0, (ep_size, self.ranks_per_node)
         self.num_nodes = ep_size // self.ranks_per_node
         self._tables = Tables.of(num_experts, self.num_nodes, self.ranks_per_node, self.sizes)
@@ -169,22 +169,20 @@ class Tables:
     @staticmethod
     def of(num_experts: int, num_nodes: int, ranks_per_node: int, sizes: list[int]) -> "Tables":
         num_ranks = num_nodes * ranks_per_node
-        numbers = torch.arange(num_experts)
-        rank_E, local_E = numbers // sum(sizes), numbers % sum(sizes)
-        part_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-        size_of = torch.tensor(sizes).repeat_interleave(torch.tensor(sizes))
-        first_of = size_of.new_tensor([sum(sizes[:part]) for part in range(len(sizes))])[part_of]
-        part_E = part_of[local_E]
-        expert_E = (rank_E % ranks_per_node) * size_of[local_E] + local_E - first_of[local_E]
-
-        def with_padding(values_E: Tensor, padding: int) -> Tensor:
-            return torch.cat([values_E, values_E.new_tensor([padding])])
-
-        return Tables(
-            with_padding(part_E * num_nodes + rank_E // ranks_per_node, len(sizes) * num_nodes),
-            with_padding(part_E * num_ranks + rank_E, len(sizes) * num_ranks),
-            with_padding(expert_E, -1),
-        )
+        # part and number in it, of each of a rank's experts
+        numbered = [(part, number) for part, size in enumerate(sizes) for number in range(size)]
+        node_E, rank_E, expert_E = [], [], []
+        for expert in range(num_experts):
+            rank, local = divmod(expert, sum(sizes))
+            part, number = numbered[local]
+            node, place = divmod(rank, ranks_per_node)
+            node_E.append(part * num_nodes + node)
+            rank_E.append(part * num_ranks + rank)
+            expert_E.append(place * sizes[part] + number)
+        node_E.append(len(sizes) * num_nodes)
+        rank_E.append(len(sizes) * num_ranks)
+        expert_E.append(-1)
+        return Tables(torch.tensor(node_E), torch.tensor(rank_E), torch.tensor(expert_E))
 
     def to(self, device: torch.device) -> "Tables":
         if self.node_E.device == device:
@@ -287,7 +285,7 @@ def gather_counts(counts_C: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, T
     stream.wait_stream(device.current_stream())
     with device.stream(stream):
         # an all-gather, whose name differs between versions of torch; memory of this stream's own
-        told_SC = counts_C.repeat(dist.get_world_size(group), 1)
+        told_SC = counts_C.repeat(group.size(), 1)
         all_SC = torch.empty_like(told_SC)
         dist.all_to_all_single(all_SC, told_SC, group=group)
         return all_SC, all_SC.to("cpu", non_blocking=True)

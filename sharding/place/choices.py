@@ -10,6 +10,8 @@ Dispatch = Literal["auto", "plain", "rank", "node"]
 """How tokens travel to their experts: a row for each choice, once to each rank, or once to each node (see
 `sharding.place.dispatchers`)."""
 
+ResolvedDispatch = Literal["plain", "rank", "node"]
+
 DispatchSums = Literal["same", "float32"]
 """The dtype in which sums over a token's experts travel; same: the compute dtype."""
 
@@ -42,3 +44,20 @@ class Strategy:
     dispatch: Dispatch = "auto"
     ranks_per_node: int | None = None
     sums_in_fp32: bool = False
+
+
+def resolve_dispatch(asked: Dispatch, ep_size: int, ranks_per_node: int | None, top_k: int) -> ResolvedDispatch:
+    """ "plain", "rank" or "node".
+
+    Args:
+        asked: "auto" becomes "plain" inside a node, where links are fast, and with one expert per token, of which
+            nothing is sent twice; else "node".
+        ranks_per_node: of an ep group; None: nodes have unequally many. With one rank on each node, or all on one, once
+            to each node is once to each rank.
+    """
+    if asked in ("plain", "rank"):
+        return asked
+    spans_nodes = ranks_per_node is None or ranks_per_node < ep_size
+    if asked == "auto" and (top_k == 1 or not spans_nodes):
+        return "plain"
+    return "node" if ranks_per_node is not None and 1 < ranks_per_node < ep_size else "rank"

@@ -9,7 +9,7 @@ from expertmesh.moe.dispatch.once import OnceDispatcher
 from expertmesh.moe.dispatch.plain import AllToAllDispatcher, Dispatcher
 from expertmesh.sharding.comms.node_groups import find_ranks_per_node, make_node_groups
 from expertmesh.sharding.mesh import Mesh
-from expertmesh.sharding.place.choices import Dispatch, Strategy
+from expertmesh.sharding.place.choices import Strategy, resolve_dispatch
 
 MakeDispatcher = Callable[[int], Dispatcher]
 """Makes a layer's dispatcher, of its number of experts."""
@@ -42,20 +42,3 @@ def choose_dispatcher(mesh: Mesh, strategy: Strategy, top_k: int) -> MakeDispatc
         nodes = make_node_groups(mesh.topology, found, mesh.timeout)
     sum_dtype = torch.float32 if strategy.sums_in_fp32 else None
     return lambda num_experts: OnceDispatcher(num_experts, group, chunks, nodes, sum_dtype)
-
-
-def resolve_dispatch(asked: Dispatch, ep_size: int, ranks_per_node: int | None, top_k: int) -> Dispatch:
-    """ "plain", "rank" or "node".
-
-    Args:
-        asked: "auto" becomes "plain" inside a node, where links are fast, and with one expert per token, of which
-            nothing is sent twice; else "node".
-        ranks_per_node: of an ep group; None: nodes have unequally many. With one rank on each node, or all on one, once
-            to each node is once to each rank.
-    """
-    if asked in ("plain", "rank"):
-        return asked
-    spans_nodes = ranks_per_node is None or ranks_per_node < ep_size
-    if asked == "auto" and (top_k == 1 or not spans_nodes):
-        return "plain"
-    return "node" if ranks_per_node is not None and 1 < ranks_per_node < ep_size else "rank"

@@ -21,7 +21,7 @@ from expertmesh.moe.dispatch.once import NodeGroups, OnceDispatcher, Tables
 from expertmesh.moe.dispatch.plain import AllToAllDispatcher
 from expertmesh.sharding import Topology, local_tensor
 from expertmesh.sharding.comms.node_groups import make_node_groups, ranks_per_node
-from expertmesh.sharding.place.dispatchers import resolve_dispatch
+from expertmesh.sharding.place.choices import resolve_dispatch
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (

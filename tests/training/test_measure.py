@@ -109,6 +109,31 @@ def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+@pytest.mark.parametrize(
+    "flags",
+    [{"dispatch": "rank"}, {}, {"overlap_chunks": 2, "dispatch_sums": "float32"}],
+    ids=["rank", "node, by itself", "node in two chunks, sums in fp32"],
+)
+def test_memory_and_time_across_nodes(flags: dict[str, Any], checkpointing: str) -> None:
+    """With many small experts on two nodes."""
+    model_config, _ = read_config(str(CONFIGS / "qwen3-30b-a3b"))
+    model_config.num_hidden_layers = 4
+    settings: dict[str, Any] = {"ep_size": 16, "gradient_checkpointing": checkpointing, **flags}
+    config = flags_of(max_seq_length=4096, per_device_train_batch_size=2, **settings)
+    run = planned(config, model_config, 16, is_kept=False, trained=1 - 1 / 4096)
+    rehearsed = rehearse(config, model_config, 16)
+    account = ledger(rehearsed, 1, H100, gpus_per_node=8)
+    time = step_time(run, H100, gpus_per_node=8)
+    assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.01)
+    assert time.device == pytest.approx(account.device, rel=0.02)
+    assert time.all_to_alls == pytest.approx(account.all_to_alls, rel=0.02)
+    assert time.host == pytest.approx(account.host, rel=0.12)
+    sent = {traffic.group for traffic in step_traffic(run) if traffic.what == "rows"}
+    assert sent == ({"ep"} if flags.get("dispatch") == "rank" else {"ep across", "ep inside"})
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("world_size", "flags", "most"),
     [

@@ -28,6 +28,7 @@ from expertmesh.moe.base.whole import whole
 from expertmesh.sharding.life.torchrun import read_environment
 from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.schedule import ScheduleName
+from expertmesh.sharding.place.choices import Dispatch
 from expertmesh.sharding.topology import Topology, check_cp_size, check_ep_size, check_pp_size
 from expertmesh.training.foresight.planner.columns import Column, open_console, print_table
 from expertmesh.training.foresight.planner.forecast_table import print_plans, sweep_columns
@@ -79,6 +80,12 @@ def build_parser() -> Parser:
     plan.add_argument("--tf32", action="store_true", help="with --fp32: matmuls in TF32")
     plan.add_argument(
         "--overlap-chunks", type=int, default=1, help="chunks overlapping all-to-all with expert GEMMs, in EP layouts"
+    )
+    plan.add_argument(
+        "--dispatch",
+        choices=get_args(Dispatch),
+        default="auto",
+        help="how tokens travel to their experts, in EP layouts",
     )
     plan.add_argument(
         "--keep-expert-products",
@@ -189,7 +196,9 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         accumulation=arguments.gradient_accumulation_steps,
         tf32=arguments.tf32,
         overlap_chunks=arguments.overlap_chunks,
+        dispatch=arguments.dispatch,
         imbalance=arguments.imbalance,
+        ranks_per_node=config.ranks_per_node or arguments.gpus_per_node,
         pp_size=1,
         chunks=1,
         schedule="1f1b",

@@ -219,6 +219,8 @@ def launch_line(name: str, setting: Setting, gpus_per_node: int, further: Sequen
         flags["pipeline-layers"] = ",".join(map(str, setting.stage_layers))
     if setting.overlap_chunks > 1:
         flags["overlap-chunks"] = setting.overlap_chunks
+    if setting.dispatch != "auto" and setting.ep_size > 1:
+        flags["dispatch"] = setting.dispatch
     if setting.keep_expert_products:
         flags["keep-expert-products"] = setting.keep_expert_products
     if setting.offload_activations:

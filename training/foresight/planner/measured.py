@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from expertmesh.moe import ParameterCounts
 from expertmesh.sharding.pipeline.balance import crossing
-from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.place.choices import Checkpointing, ResolvedDispatch
 
 Mark = Literal["start", "use experts", "leave experts", "reduce experts"]
 """What comes before a span: nothing, or where FSDP's hooks on the layer's experts are called."""
@@ -98,6 +98,11 @@ class ModelCuts:
         return crossing(self.skips, cut)
 
 
+LayerGroup = Literal["ep", "ep across", "ep inside", "cp"]
+"""The groups in which a layer exchanges what it computes with: of an ep group, also the ranks of equal place on its
+nodes, and those of one node."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """What one rank computes for a micro-batch: all that a layer's figures depend on.
@@ -113,6 +118,9 @@ class Workload:
         offload_activations: whether layers' inputs go to host memory.
         keeps_casts: whether those experts keep their weights in the compute dtype.
         device: "cuda" for a GPU's ways of computing, "cpu" for a CPU's.
+        dispatch: how tokens travel to their experts (see `sharding.place.choices.resolve_dispatch`).
+        ranks_per_node: of an ep group, where that is once to each node; else 1.
+        sums_in_fp32: whether sums travel so; else as tokens do.
     """
 
     micro_batch: int
@@ -129,6 +137,9 @@ class Workload:
     has_gradients: bool
     keeps_casts: bool
     device: Literal["cuda", "cpu"]
+    dispatch: ResolvedDispatch = "plain"
+    ranks_per_node: int = 1
+    sums_in_fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,7 @@ class MeasuredRange:
     kernels: tuple[tuple[float, int, bool, int], ...]
     then: Literal["", "send", "arrive", "exchange"] = ""
     sent: float = 0.0
-    group: Literal["ep", "cp"] = "ep"
+    group: LayerGroup = "ep"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from math import sqrt
 from typing import Literal
 
 from expertmesh.sharding.pipeline.schedule import ScheduleName
-from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.place.choices import Checkpointing, Dispatch, resolve_dispatch
 from expertmesh.sharding.topology import DenseShard, Topology
 from expertmesh.training.foresight.planner.measured import ModelParameters, Workload
 
@@ -38,6 +38,8 @@ class Setting:
         device: "cuda" with nccl, or "cpu" with gloo.
         ep_across_nodes: whether neighbouring ranks are replicas, and those of an ep group dp_size apart. No run has
             that layout; a sweep asks what it would cost.
+        dispatch: how tokens travel to their experts; "auto" goes by `ranks_per_node`, those of a node. sums_in_fp32:
+            see `Strategy`.
     """
 
     world_size: int
@@ -64,6 +66,9 @@ class Setting:
     chunks: int = 1
     schedule: ScheduleName = "1f1b"
     stage_layers: tuple[int, ...] | None = None
+    dispatch: Dispatch = "auto"
+    ranks_per_node: int = 8
+    sums_in_fp32: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -102,6 +107,8 @@ class Setting:
         """What one rank computes for a micro-batch."""
         own = not self.experts_are_gathered
         is_cast = own and any(p.stored != p.computed for kind in model.kinds for p in kind.experts)
+        of_ep = None if self.ep_across_nodes or self.ep_size % self.ranks_of_ep else self.ranks_of_ep
+        dispatch = "plain" if self.ep_size == 1 else resolve_dispatch(self.dispatch, self.ep_size, of_ep, model.top_k)
         return Workload(
             self.micro_batch,
             self.seq_length,
@@ -117,7 +124,15 @@ class Setting:
             own and self.accumulation > 1,
             is_cast and not self.reshard_after_forward,
             self.device,
+            dispatch,
+            self.ranks_of_ep if dispatch == "node" else 1,
+            self.sums_in_fp32 and dispatch != "plain",
         )
+
+    @property
+    def ranks_of_ep(self) -> int:
+        """The ranks of an ep group on a node."""
+        return min(self.ranks_per_node, self.ep_size)
 
     def rows_received(self, num_experts: int, top_k: int) -> int:
         """Rows that the busiest rank's experts receive. As many as are sent where every expert is as busy as the mean.

@@ -19,8 +19,9 @@ from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedR
 from expertmesh.training.foresight.planner.units import Unit, unit
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
-GroupName = Literal["dp", "ep", "cp", "pp", "all", "world"]
-"""all: the ranks of a pp index. world: of all of them."""
+GroupName = Literal["dp", "ep", "ep across", "ep inside", "cp", "pp", "all", "world"]
+"""all: the ranks of a pp index. world: of all of them. Of an ep group also the ranks of equal place on its nodes, and
+those of a node."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,10 @@ def _of_act(act: Act, run: PlannedRun) -> Iterator[Traffic]:
         yield Traffic(what, "reduce-scatter", group, 1, reduce_scatter(unit))
         yield Traffic(what, "all-reduce", "dp", 1, all_reduce(unit.replicas, 4 * unit.trained))
     elif act.span is not None:
-        counts = 8 * run.model.num_experts * (1 - 1 / run.setting.ep_size)
         for stretch in act.span.stretches:
             if stretch.then in ("send", "exchange"):
-                of_ep = "counts" if stretch.sent == counts else "rows"
+                # nothing else of the experts' is waited for at once
+                of_ep = "counts" if stretch.then == "exchange" else "rows"
                 sent_what = "heads" if stretch.group == "cp" else of_ep
                 yield Traffic(sent_what, "all-to-all", stretch.group, 1, stretch.sent)
 
@@ -136,6 +137,10 @@ def group_ranks(group: GroupName, setting: Setting) -> range:
         return range(0, setting.world_size, setting.ranks_per_stage)
     if group == "cp":
         return range(setting.cp_size)
+    if group == "ep across":
+        return range(0, setting.ep_size, setting.ranks_of_ep)
+    if group == "ep inside":
+        return range(setting.ranks_of_ep)
     size, other = (setting.dp_size, setting.ep_size) if group == "dp" else (setting.ep_size, setting.dp_size)
     are_neighbours = (group == "ep") != setting.ep_across_nodes
     return range(size) if are_neighbours else range(0, setting.ranks_per_stage, other)

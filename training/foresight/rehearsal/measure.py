@@ -37,7 +37,8 @@ from expertmesh.moe import (
     store_frozen,
     take_stats,
 )
-from expertmesh.moe.dispatch.plain import AllToAllDispatcher, LocalDispatcher
+from expertmesh.moe.dispatch.once import NodeGroups, OnceDispatcher, Rows
+from expertmesh.moe.dispatch.plain import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from expertmesh.moe.experts.router_stats import RouterStats
 from expertmesh.moe.kernels.expert_products import even
 from expertmesh.moe.kernels.gpu import rehearsing_gpu
@@ -53,6 +54,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Batch, SplitSequences
 from expertmesh.training.engine import compute_dtype
 from expertmesh.training.foresight.planner.measured import (
+    LayerGroup,
     LayerParameters,
     Mark,
     MeasuredModel,
@@ -61,6 +63,7 @@ from expertmesh.training.foresight.planner.measured import (
     Parameter,
     Workload,
 )
+from expertmesh.training.foresight.rehearsal.dispatched import expected_rows, telling_rows
 from expertmesh.training.foresight.rehearsal.fake import FakeTensors
 from expertmesh.training.foresight.rehearsal.kinds import kinds_of_layers
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
@@ -234,14 +237,23 @@ class _Measurement:
                     made[whole].grad = torch.empty(shape, dtype=whole.dtype)
             module._parameters[name] = made[whole]
         for layer in moe_layers(self.model):
-            group: Any = _Group(self.workload.ep_size, "ep")
-            num_experts, chunks = self.of.num_experts, self.workload.overlap_chunks
-            is_alone = self.workload.ep_size == 1
-            layer.dispatcher = (
-                LocalDispatcher(num_experts) if is_alone else AllToAllDispatcher(num_experts, group, chunks)
-            )
+            layer.dispatcher = self._dispatcher()
             layer.mlp.working = type(layer.mlp.working)()
             layer.mlp.working.are_kept = self.workload.keeps_casts
+
+    def _dispatcher(self) -> Dispatcher:
+        w, num_experts = self.workload, self.of.num_experts
+        if w.ep_size == 1:
+            return LocalDispatcher(num_experts)
+        group: Any = _Group(w.ep_size, "ep")
+        if w.dispatch == "plain":
+            return AllToAllDispatcher(num_experts, group, w.overlap_chunks)
+        nodes = None
+        if w.dispatch == "node":
+            across: Any = _Group(w.ep_size // w.ranks_per_node, "ep across")
+            inside: Any = _Group(w.ranks_per_node, "ep inside")
+            nodes = NodeGroups(across, inside)
+        return OnceDispatcher(num_experts, group, w.overlap_chunks, nodes, torch.float32 if w.sums_in_fp32 else None)
 
     def run(self, parts: Iterable[Part]) -> dict[Part, SeenSpans]:
         """What each of these parts does."""
@@ -413,6 +425,17 @@ class _Measurement:
             self.recorder.all_to_all(group, counts_E)
             return torch.empty_like(counts_E), Splits(sent, received, sizes)
 
+        def told_once(dispatcher: OnceDispatcher) -> Rows:
+            tokens = w.seq_length // w.cp_size
+            most = w.rows_received / (w.micro_batch * tokens * K * w.ep_size)
+            shares = [most] + [(1 - most) / (w.ep_size - 1)] * (w.ep_size - 1)
+            return expected_rows(dispatcher, tokens, K, shares, w.micro_batch)
+
+        def exchange_all(counts_C: Tensor) -> None:
+            assert self.recorder is not None
+            told_SC = counts_C.new_empty(w.ep_size, counts_C.numel())
+            self.recorder.all_to_all(_Group(w.ep_size, "ep"), told_SC)
+
         def counts(counts_e: Tensor, num_rows: int) -> list[int]:
             return even(num_rows, counts_e.numel())
 
@@ -424,6 +447,7 @@ class _Measurement:
                     mock.patch.object(m, "UnderWay", partial(_UnderWay, self))
                     for m in (expertmesh.moe.dispatch.exchange, expertmesh.sharding.comms.context_parallel)
                 ),
+                telling_rows(told_once, exchange_all),
                 never_tracing(),
                 *(
                     mock.patch.object(m, "host_counts", counts)
@@ -446,6 +470,7 @@ class _Measurement:
 def _without_experts(workload: Workload) -> Workload:
     """The workload without what concerns experts."""
     local = replace(workload, ep_size=1, rows_received=0, overlap_chunks=1)
+    local = replace(local, dispatch="plain", ranks_per_node=1, sums_in_fp32=False)
     return replace(local, experts_gathered=False, has_gradients=False, keeps_casts=False)
 
 
@@ -739,10 +764,13 @@ class _Group:
     """Stands in for a process group, of which no more is needed."""
 
     ranks: int
-    group_name: Literal["ep", "cp"]
+    group_name: LayerGroup
 
     def size(self) -> int:
         return self.ranks
+
+    def rank(self) -> int:
+        return 0
 
 
 def _checkpoint(model: Any, workload: Workload) -> None:

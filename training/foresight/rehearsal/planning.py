@@ -1,5 +1,6 @@
 """A run's flags as the planner sees them."""
 
+import os
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -40,6 +41,9 @@ def setting_of(
         chunks=config.pipeline_chunks,
         schedule=config.schedule_name,
         stage_layers=None if config.layers_of_stages is None else tuple(config.layers_of_stages),
+        dispatch=config.dispatch,
+        ranks_per_node=config.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", Setting.ranks_per_node)),
+        sums_in_fp32=config.dispatch_sums == "float32",
     )
     return replace(setting, **changes)
 

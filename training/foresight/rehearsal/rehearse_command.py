@@ -96,7 +96,9 @@ def main(argv: Sequence[str]) -> int:
     accounts: list[Account] = []
     orders: dict[int, list[Call]] = {}
     for rank in ranks:
-        rehearsed = rehearse(config, model_config, arguments.gpus, rank, not arguments.every_layer, told)
+        rehearsed = rehearse(
+            config, model_config, arguments.gpus, rank, not arguments.every_layer, told, arguments.gpus_per_node
+        )
         account = account_of(rehearsed, config, hardware, arguments.gpus, arguments.gpus_per_node, rank)
         accounts.append(account)
         orders[rank] = calls(rehearsed.step.events)

@@ -5,8 +5,7 @@ What depends on data is given. Attention is a fused kernel's, as on a GPU.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from traceback import walk_tb
 from types import TracebackType
 from typing import Any
@@ -27,6 +26,7 @@ from expertmesh.moe import (
     moe_shape,
     store_frozen,
 )
+from expertmesh.moe.dispatch.once import OnceDispatcher, Rows
 from expertmesh.moe.experts.quantised import nf4_pairs
 from expertmesh.moe.kernels.gpu import rehearsing_gpu
 from expertmesh.moe.torch_private import FakeStore, ShardingPropagator
@@ -48,6 +48,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Batch, SplitSequences
 from expertmesh.training.engine import compute_dtype, topology_of
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
+from expertmesh.training.foresight.rehearsal.dispatched import expected_rows, split, telling_rows
 from expertmesh.training.foresight.rehearsal.fake import FakeTensors
 from expertmesh.training.foresight.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
@@ -96,6 +97,7 @@ def rehearse(
     rank: int = 0,
     shortened: bool = True,
     told: Told = EVEN,
+    gpus_per_node: int = 8,
 ) -> Rehearsed:
     """Dry-run one step of one rank, as `train_ep.py` with these flags would run it on GPUs: forward and backward of two
     micro-batches at most, as all after the first are alike, and the update. In a pipeline, of as many micro-batches as
@@ -105,10 +107,13 @@ def rehearse(
 
     Args:
         shortened: run one layer for all that are like it, and repeat what it does; with the same outcome.
+        gpus_per_node: for how tokens travel, where `config` does not say.
 
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
     """
+    if config.ranks_per_node is None:
+        config = replace(config, ranks_per_node=gpus_per_node)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with rehearsing_gpu():
@@ -162,7 +167,7 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
                 recorder.begin_update()
 
         with (
-            _telling(config, batch.num_tokens * moe_shape(model).top_k, shares, recorder),
+            _telling(config, batch.num_tokens, moe_shape(model).top_k, shares, recorder),
             _leaving_out_shapes(live, recorder),
             recording_triton(recorder),
             recording_waits(recorder),
@@ -176,7 +181,7 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         step = whole_step(recorder, stack)
         storages = kinds_of_storages(recorder, live, model, optimizer)
         memory = peak_memory(step, storages, model, optimizer)
-    figures = (batch.num_tokens, batch.num_targets, _groups(mesh))
+    figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model))
     return Rehearsed(step, recorder, stack, model, optimizer, memory, storages, counts, *figures)
 
 
@@ -191,7 +196,7 @@ def _shares_by_layer(model: Any, told: Told) -> list[tuple[float, ...]]:
     return shares
 
 
-def _groups(mesh: Mesh) -> dict[str, str]:
+def _groups(mesh: Mesh, model: Any) -> dict[str, str]:
     """The purpose of each process group, by its name; of several purposes, the one that has the most ranks."""
     groups = {
         mesh.exchange: "ep, tokens",
@@ -205,6 +210,10 @@ def _groups(mesh: Mesh) -> dict[str, str]:
         groups |= dict.fromkeys(mesh.pipeline.sharing.values(), "pp, shared weights")
     if mesh.cp_group is not None and mesh.cp_group.ranks is not None:
         groups[mesh.cp_group.ranks] = "cp, heads"
+    dispatchers = [layer.dispatcher for layer in moe_layers(model)]
+    for nodes in (each.nodes for each in dispatchers if isinstance(each, OnceDispatcher)):
+        if nodes is not None:
+            groups |= {nodes.across: "ep, tokens to nodes", nodes.inside: "ep, tokens inside"}
     return {group.group_name: name for group, name in groups.items() if group is not None}
 
 
@@ -262,30 +271,32 @@ class Splits:
 
     def __init__(self, sent: list[int], received: list[int], sizes: Sequence[int]):
         self.rows = [
-            [list(part) for part in zip(*(_split(n, sizes) for n in rows), strict=True)] for rows in (sent, received)
+            [list(part) for part in zip(*(split(n, sizes) for n in rows), strict=True)] for rows in (sent, received)
         ]
 
     def tolist(self) -> list[list[list[int]]]:
         return self.rows
 
 
-def _split(rows: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to `rows`."""
-    ends = [round(rows * sum(shares[: number + 1]) / sum(shares)) for number in range(len(shares))]
-    return [end - start for start, end in pairwise([0, *ends])]
-
-
 @contextmanager
-def _telling(config: TrainConfig, rows: int, shares: Sequence[tuple[float, ...]], recorder: Recorder) -> Iterator[None]:
+def _telling(
+    config: TrainConfig, tokens: int, top_k: int, shares: Sequence[tuple[float, ...]], recorder: Recorder
+) -> Iterator[None]:
     """Within it, what depends on data or on a GPU is given."""
+    rows = tokens * top_k
     ep_size, ep_rank = config.ep_size, dist.get_rank() % config.ep_size
 
     def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
         assert recorder.layer is not None
-        sent = _split(rows, shares[recorder.layer] or (1.0,) * ep_size)
+        sent = split(rows, shares[recorder.layer] or (1.0,) * ep_size)
         return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
 
+    def told_once(dispatcher: OnceDispatcher) -> Rows:
+        assert recorder.layer is not None
+        return expected_rows(dispatcher, tokens, top_k, shares[recorder.layer])
+
     with (
+        telling_rows(told_once),
         mock.patch.object(expertmesh.moe.dispatch.plain, "exchange_counts", told),
         mock.patch.object(expertmesh.moe.dispatch.plain, "wait_for_counts", return_value=None),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),

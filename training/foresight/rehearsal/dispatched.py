@@ -1,0 +1,79 @@
+"""How many rows are sent where each token goes once to a rank or a node: what ranks tell one another, for dry runs.
+
+Of K distinct experts of E, drawn evenly, some are among m of them with probability 1 - (1 - m/E)(1 - m/(E-1)) ...
+(1 - m/(E-K+1)); where a rank's share of the choices is told, m is that share of E.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from math import prod
+from unittest import mock
+
+from torch import Tensor
+
+import expertmesh.moe.dispatch.once
+from expertmesh.moe.dispatch.once import OnceDispatcher, Rows
+
+
+def expected_rows(
+    dispatcher: OnceDispatcher, tokens: int, top_k: int, shares: Sequence[float] = (), sequences: int = 1
+) -> Rows:
+    """Rows of a layer, all ranks having as many tokens.
+
+    Args:
+        dispatcher: of this rank.
+        tokens: of a sequence, without padding.
+        top_k: experts per token.
+        shares: of all choices, each ep rank's; none: equally much.
+        sequences: of each rank. Rounded for one, so that as many have as many times its rows.
+    """
+    N, L, sizes = dispatcher.num_nodes, dispatcher.ranks_per_node, dispatcher.sizes
+    shares = shares or [1 / (N * L)] * (N * L)
+    of_parts = [size / sum(sizes) for size in sizes]
+    node = dispatcher.ep_rank // L
+    of_nodes = [sum(shares[first : first + L]) for first in range(0, N * L, L)]
+    ranks = range(node * L, node * L + L)
+
+    def reached(share: float) -> float:
+        experts = share * dispatcher.num_experts
+        return 1 - prod(max(1 - experts / (dispatcher.num_experts - drawn), 0.0) for drawn in range(top_k))
+
+    def rows(share: float) -> int:
+        return sequences * round(tokens * reached(share))
+
+    computed = sequences * round(N * L * tokens * top_k * shares[dispatcher.ep_rank])
+    return Rows(
+        [[rows(part * share) for share in of_nodes] for part in of_parts],
+        [[rows(part * of_nodes[node])] * N for part in of_parts],
+        [[N * rows(part * shares[rank]) for rank in ranks] for part in of_parts],
+        [[N * rows(part * shares[dispatcher.ep_rank])] * L for part in of_parts],
+        split(computed, sizes),
+    )
+
+
+def split(rows: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `rows`."""
+    ends = [round(rows * sum(shares[: number + 1]) / sum(shares)) for number in range(len(shares))]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+@contextmanager
+def telling_rows(
+    rows: Callable[[OnceDispatcher], Rows], exchange: Callable[[Tensor], None] = lambda counts_C: None
+) -> Iterator[None]:
+    """Within it, nothing is told to other ranks, and `rows` says how many rows there are.
+
+    Args:
+        exchange: called with what would be told.
+    """
+
+    def gather(counts_C: Tensor, group: object) -> tuple[Tensor, None]:
+        exchange(counts_C)
+        return counts_C.new_empty(group.size(), counts_C.numel()), None  # type: ignore[attr-defined]
+
+    with ExitStack() as stack:
+        for name, instead in (("gather_counts", gather), ("wait_for_counts", lambda device: None)):
+            stack.enter_context(mock.patch.object(expertmesh.moe.dispatch.once, name, instead))
+        stack.enter_context(mock.patch.object(OnceDispatcher, "rows", lambda dispatcher, told: rows(dispatcher)))
+        yield
