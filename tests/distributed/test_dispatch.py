@@ -1,6 +1,7 @@
 """Tokens that are sent once to each rank, or once to each node: losses, gradients and weights are those with a row for
 each choice, no more rows are sent than the routing implies, and bits do not depend on what is recomputed."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe import ExpertMeshError, Forward
+from expertmesh.moe import ExpertMeshError, Forward, moe_layers
 from expertmesh.moe.dispatch import exchange
 from expertmesh.moe.dispatch.destinations import first_choices
 from expertmesh.moe.dispatch.once import NodeGroups, OnceDispatcher, Tables
@@ -387,6 +388,44 @@ def test_ranks_of_a_node() -> None:
     assert ranks_per_node(["a"] * 6 + ["b"] * 2, 4) is None
     assert ranks_per_node(["a", "b"] * 4, 8) is None
     assert ranks_per_node(["a", "b", "c", "d"], 4) == 1
+
+
+def test_nodes_are_found(ranks: RankPool, tmp_path: Path) -> None:
+    """By torchrun's number of a rank's node, and its host."""
+    hf_model(Case(SAMPLES), seed=1).save_pretrained(tmp_path)
+    for on_one, on_two in ranks.run(_taken, 4, tmp_path):
+        assert on_one is None
+        assert on_two == (2, 2)
+
+
+def _taken(path: Path) -> list[tuple[int, int] | None]:
+    """(nodes, ranks on each) that the model's tokens go to once, with ranks on one node and on two."""
+    found: list[tuple[int, int] | None] = []
+    for number in (0, dist.get_rank() // 2):
+        with mock.patch.dict(os.environ, GROUP_RANK=str(number)):
+            model, _, _ = sharded_model(path, Topology(4, 4), Case(SAMPLES))
+        dispatcher = moe_layers(model)[0].dispatcher
+        if isinstance(dispatcher, OnceDispatcher):
+            found.append((dispatcher.num_nodes, dispatcher.ranks_per_node))
+        else:
+            found.append(None)
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_in_a_pipeline(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+    """Of stages that span two nodes each, the first without experts."""
+    changes = {"num_hidden_layers": 3, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    case = Case(SAMPLES, family="deepseek_v3", accumulation=2, steps=2, changes=changes, kernel="torch-grouped")
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    settings = node(2) | {"pipeline_schedule": schedule, "pipeline_layers": "1,2"}
+    found = ranks.run(ours, 8, tmp_path, Topology(8, 4, pp_size=2), replace(case, settings=settings))[0]
+    want = reference(case, seed=1)
+    assert found.losses == pytest.approx(want.losses, rel=TOLERANCE)
+    assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
+    compare(found.grads, want.grads, CANCELLED * want.grad_norms[0])
+    compare(found.weights, want.weights, 0.0, WEIGHT_TOLERANCE)
 
 
 def test_refused(ranks: RankPool, tmp_path: Path) -> None:
