@@ -116,6 +116,7 @@ def run_training(
     training.check_schedule(config, num_steps, config.evaluates)
     training.check_profile(config, num_steps, ranks.world_size)
     memory = training.forecast(source, engine.topology, engine.kernel, config, inputs, ranks)
+    config = engine.config = memory.settled(config)
     if ranks.rank == 0:
         told = training.first_lines(engine, inputs, order, memory)
         print(folded(told), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
@@ -135,7 +136,7 @@ def run_training(
     if resume_from is not None and (changed := training.check_resumed(resume_from, config, facts, ranks)):
         log.line(f"warning: {changed}")
     engine.place(resume_from, watchdog.limit)
-    for line in (*training.pipeline_lines(engine), *training.dispatch_lines(engine)):
+    for line in (*training.pipeline_lines(engine, memory), *training.dispatch_lines(engine)):
         log.line(folded(line))
     if engine.untrained:
         log.line(engine.untrained)

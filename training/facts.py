@@ -44,8 +44,9 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
     return "\n".join(lines)
 
 
-def pipeline_lines(engine: Engine) -> list[str]:
-    """The stages of a model that is cut into some, and a warning where its ranks mostly wait; nothing of another."""
+def pipeline_lines(engine: Engine, memory: Forecast | NoForecast) -> list[str]:
+    """The stages of a model that is cut into some, why it has its schedule, and a warning where its ranks mostly wait;
+    nothing of another."""
     pipeline, config = pipeline_of(engine.model), engine.config
     if pipeline is None:
         return []
@@ -53,7 +54,8 @@ def pipeline_lines(engine: Engine) -> list[str]:
     *counts, last = (str(len(layers)) for layers in pipeline.stages.layers)
     idle = bubble(pipeline.schedule, pp_size, pipeline.chunks, micro_batches)
     stages = f"{pipeline.stages.number} stages of {', '.join(counts)} and {last} layers"
-    lines = [f"pipeline: {stages}, {pipeline.schedule}, bubble {idle:.0%}"]
+    why = "without a forecast" if memory.pipeline is None else memory.pipeline.why
+    lines = [f"pipeline: {stages}; {pipeline.schedule} ({why}), bubble {idle:.0%}"]
     if idle > MOST_BUBBLE:
         lines.append(
             f"warning: --pp-size {pp_size} with {micro_batches} micro-batch{'es' * (micro_batches > 1)}: ranks wait "

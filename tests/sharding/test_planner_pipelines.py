@@ -19,12 +19,13 @@ from expertmesh.training.facts import pipeline_lines
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.planner.cost import step_time, tokens_per_second
 from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
-from expertmesh.training.foresight.planner.peak_memory import _peak_of_rank, fullest, peak
+from expertmesh.training.foresight.planner.peak_memory import Memory, _peak_of_rank, fullest, peak
 from expertmesh.training.foresight.planner.pipelines import pipeline_seconds
 from expertmesh.training.foresight.planner.search import Cluster, Tried, search
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.step_order import Act, PlannedRun
 from expertmesh.training.foresight.planner.traffic import group_ranks, step_traffic
+from expertmesh.training.foresight.rank_memory import ChosenPipeline, Forecast, NoForecast
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
 from expertmesh.training.foresight.rehearsal.planning import setting_of
@@ -208,11 +209,17 @@ def engine_of(pp: int, micro_batches: int) -> Any:
 
 
 def test_what_a_run_says_of_its_stages() -> None:
-    assert pipeline_lines(engine_of(4, 8)) == ["pipeline: 4 stages of 2, 2, 2 and 2 layers, 1f1b, bubble 27%"]
-    _, warning = pipeline_lines(engine_of(4, 2))
+    unknown = NoForecast("no reason")
+    assert pipeline_lines(engine_of(4, 8), unknown) == [
+        "pipeline: 4 stages of 2, 2, 2 and 2 layers; 1f1b (without a forecast), bubble 27%"
+    ]
+    chosen = ChosenPipeline("1f1b", "by forecast zero-bubble gains less than 1%")
+    known = Forecast("update", Memory(), Memory(), 0.0, 1.0, chosen)
+    line, warning = pipeline_lines(engine_of(4, 2), known)
+    assert "; 1f1b (by forecast zero-bubble gains less than 1%), bubble " in line
     assert warning == (
         "warning: --pp-size 4 with 2 micro-batches: ranks wait for one another 60% of the time (the bubble); raise "
         "--gradient-accumulation-steps"
     )
     whole: Any = SimpleNamespace(model=object(), config=None)
-    assert pipeline_lines(whole) == []
+    assert pipeline_lines(whole, unknown) == []

@@ -191,7 +191,8 @@ class ParallelSettings:
     pipeline_schedule: ScheduleName | None = _flag(
         "Parallelism",
         None,
-        "Order of a stage's forwards and backwards (default: interleaved with --pipeline-chunks, else 1f1b)",
+        "Order of a stage's forwards and backwards (default: the fastest that fits by forecast: zero-bubble, or "
+        "1f1b, with --pipeline-chunks interleaved)",
     )
     pipeline_chunks: int = _flag("Parallelism", 1, "Stages per pipeline rank; more of them shorten the bubble")
     pipeline_layers: str | None = _flag(

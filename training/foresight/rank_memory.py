@@ -1,4 +1,5 @@
-"""What a rank will hold, forecast before the weights are read, and what it did hold."""
+"""What a rank will hold, forecast before the weights are read, and what it did hold. By the same forecast is chosen how
+a pipeline is run, where that was left open."""
 
 import os
 import resource
@@ -14,16 +15,33 @@ import torch.distributed as dist
 from expertmesh.checkpoints import ModelSource
 from expertmesh.moe import ExpertMeshError, KernelChoice
 from expertmesh.sharding import Ranks, Topology
+from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.forecast_table import memory_terms
 from expertmesh.training.foresight.planner.peak_memory import Memory, Peak, peak
+from expertmesh.training.foresight.planner.schedule_choice import choose_schedule
+from expertmesh.training.foresight.planner.search import Cluster
+from expertmesh.training.foresight.planner.step_order import PlannedRun
 from expertmesh.training.foresight.rehearsal.planning import planned
+from expertmesh.training.foresight.this_machine import this_machine
 from expertmesh.training.inputs import Inputs
 
 NEAR = 0.9
 """From this share of the memory on, a forecast that fits comes with a warning."""
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class ChosenPipeline:
+    """How a pipeline is run, by a forecast. why: this schedule, in a few words."""
+
+    schedule: ScheduleName
+    why: str
+
+    def settled(self, config: TrainConfig) -> TrainConfig:
+        """The settings with what they leave open."""
+        return replace(config, pipeline_schedule=self.schedule)
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class Forecast:
         least: the peak of what any batch needs, however short.
         before: what the process holds before its model is made; 0 on a GPU.
         available: what it may hold, `before` included.
+        pipeline: how it is run, where there is one.
     """
 
     when: str
@@ -43,10 +62,15 @@ class Forecast:
     least: Memory
     before: float
     available: float
+    pipeline: ChosenPipeline | None = None
 
     @property
     def total(self) -> float:
         return self.memory.total + self.before
+
+    def settled(self, config: TrainConfig) -> TrainConfig:
+        """The settings with what was chosen of what they leave open."""
+        return config if self.pipeline is None else self.pipeline.settled(config)
 
     def lines(self) -> list[str]:
         """The terms, and a warning where it will be close."""
@@ -88,6 +112,11 @@ class NoForecast:
     """why: there is none."""
 
     why: str
+    pipeline: None = None
+
+    def settled(self, config: TrainConfig) -> TrainConfig:
+        """The settings as they are."""
+        return config
 
     def lines(self) -> list[str]:
         return [f"memory per rank: no forecast: {self.why}"]
@@ -104,20 +133,29 @@ def forecast(
     told: list[Any] = [None]
     if ranks.rank == 0:
         try:
-            told = [_peak(source, topology, kernel, config, inputs, ranks)]
+            run = _planned(source, topology, kernel, config, inputs, ranks)
+            # without training there is no schedule to choose
+            is_open = topology.pp_size > 1 and inputs.training is not None
+            told = [_choose(run, kernel, config, ranks) if is_open else (peak(run), None)]
         except Exception as error:  # a run does not depend on it: what cannot be measured may still be trained
             told = [" ".join(f"{type(error).__name__}: {error}".split())[:200]]
     dist.broadcast_object_list(told, src=0)
     (found,) = told
     if isinstance(found, str):
         return NoForecast(found)
-    before = 0 if ranks.device.type == "cuda" else resident()
-    return Forecast(found.when, found.memory, found.least, before, available_memory(ranks.device, before))
+    held, pipeline = found
+    before = _before(ranks)
+    return Forecast(held.when, held.memory, held.least, before, available_memory(ranks.device, before), pipeline)
 
 
-def _peak(
+def _before(ranks: Ranks) -> float:
+    """Bytes that this process holds before its model is made."""
+    return 0.0 if ranks.device.type == "cuda" else resident()
+
+
+def _planned(
     source: ModelSource, topology: Topology, kernel: KernelChoice, config: TrainConfig, inputs: Inputs, ranks: Ranks
-) -> Peak:
+) -> PlannedRun:
     rows = inputs.training
     longest = 2 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())
     trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
@@ -128,8 +166,32 @@ def _peak(
         name = config.expert_kernel
     flags = replace(config, expert_kernel=name)
     device: Any = ranks.device.type
-    run = planned(flags, source.config, topology.world_size, device, seq_length=longest, trained=trained)
-    return peak(run)
+    return planned(flags, source.config, topology.world_size, device, seq_length=longest, trained=trained)
+
+
+def _choose(
+    run: PlannedRun, kernel: KernelChoice, config: TrainConfig, ranks: Ranks
+) -> tuple[Peak, ChosenPipeline | None]:
+    before = _before(ranks)
+    cluster = this_machine(config, ranks, NEAR * available_memory(ranks.device, before) - before)
+    # whose matmuls are another package's cannot leave their weight gradients for later
+    return choose_pipeline(run, cluster, config, can_queue=kernel.kernel.product is not None)
+
+
+def choose_pipeline(
+    run: PlannedRun, cluster: Cluster, config: TrainConfig, can_queue: bool = True
+) -> tuple[Peak, ChosenPipeline]:
+    """Choose what the settings of a pipeline leave open.
+
+    Args:
+        cluster: with the memory that a rank may take: what comes without a warning.
+        can_queue: whether the expert kernel can leave weight gradients for later.
+
+    Returns:
+        What the rank that holds the most holds then, and the choice.
+    """
+    chosen = choose_schedule(run, cluster, config.pipeline_schedule, can_queue)
+    return chosen.peak, ChosenPipeline(chosen.run.setting.schedule, chosen.why)
 
 
 def beside(forecast: Forecast | NoForecast, measured: float) -> str:

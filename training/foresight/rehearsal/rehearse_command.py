@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import Parser
@@ -21,6 +22,7 @@ from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.foresight.planner.hardware import Hardware, products_in
 from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
 from expertmesh.training.foresight.planner.model_config import read_config
+from expertmesh.training.foresight.planner.search import Cluster
 from expertmesh.training.foresight.rehearsal.told import Told, recorded, skewed
 
 _DESCRIPTION = """\
@@ -93,6 +95,8 @@ def main(argv: Sequence[str]) -> int:
 
     warnings.filterwarnings("ignore")
     started = time.time()
+    if config.pp_size > 1:
+        config = _settled(config, model_config, arguments, hardware)
     accounts: list[Account] = []
     orders: dict[int, list[Call]] = {}
     for rank in ranks:
@@ -149,6 +153,18 @@ def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
         memory = parse_size("--gpu-memory", arguments.gpu_memory)
         hardware = replace(hardware, device=replace(hardware.device, memory=memory))
     return products_in(hardware, config.bf16, config.tf32, config.expert_precision == "fp8")
+
+
+def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespace, hardware: Hardware) -> TrainConfig:
+    """The settings with what a run would choose of what they leave open, for full sequences of --max-seq-length."""
+    from expertmesh.training.foresight.rank_memory import NEAR, choose_pipeline
+    from expertmesh.training.foresight.rehearsal.planning import planned
+
+    if config.pipeline_schedule is not None:
+        return config
+    run = planned(config, model_config, arguments.gpus, imbalance=arguments.imbalance)
+    cluster = Cluster(hardware, arguments.gpus_per_node, NEAR * hardware.device.memory)
+    return choose_pipeline(run, cluster, config)[1].settled(config)
 
 
 def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:
