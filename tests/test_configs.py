@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,11 @@ from expertmesh.training.attention.packed_attention import check_packing, choose
 from expertmesh.training.foresight.planner.forecast_table import summary
 from expertmesh.training.foresight.planner.hardware import Hardware, preset
 from expertmesh.training.foresight.planner.model_config import find_config, read_config
+from expertmesh.training.foresight.planner.peak_memory import NEAR
 from expertmesh.training.foresight.planner.search import Cluster, Plan, forecast
+from expertmesh.training.foresight.planner.setting import Setting
+from expertmesh.training.foresight.planner.step_order import PlannedRun, planned_run
+from expertmesh.training.foresight.rank_memory import choose_pipeline
 from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
 from expertmesh.training.foresight.rehearsal.planning import setting_of
 from expertmesh.training.optim.low_bit import LARGEST_BLOCK, block_size
@@ -157,9 +162,19 @@ def planned_recipe(name: str, gpus: int, *flags: str, hardware: Hardware = H100)
     """On so many H100; the busiest expert has IMBALANCE times the mean."""
     config, file = config_of(name, *flags), find_config(str(published(name)))
     measure = CachedMeasure(config, file.content, file.load, "cuda")
-    plan = forecast(measure, setting_of(config, gpus, imbalance=IMBALANCE), Cluster(hardware, 8, H100.device.memory))
+    setting = setting_of(config, gpus, imbalance=IMBALANCE)
+    if setting.pp_size > 1:
+        # as a run of it does
+        setting = settled(config, planned_run(measure, setting), hardware)
+    plan = forecast(measure, setting, Cluster(hardware, 8, H100.device.memory))
     measure.save()
     return plan
+
+
+def settled(config: TrainConfig, run: PlannedRun, hardware: Hardware = H100) -> Setting:
+    """The run's setting with the schedule and the stages that `train_ep.py` chooses where they are left open."""
+    _, chosen = choose_pipeline(run, Cluster(hardware, 8, NEAR * H100.device.memory), config)
+    return replace(run.setting, schedule=chosen.schedule, stage_layers=chosen.layers)
 
 
 @pytest.mark.quick(1)

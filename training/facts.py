@@ -50,11 +50,16 @@ def pipeline_lines(engine: Engine, memory: Forecast | NoForecast) -> list[str]:
     pipeline, config = pipeline_of(engine.model), engine.config
     if pipeline is None:
         return []
+    chosen = memory.pipeline
+    if chosen is None:
+        balance = "as asked" if config.pipeline_layers else "balanced by floating point operations"
+    else:
+        balance = chosen.balance
+    why = "without a forecast" if chosen is None else chosen.why
     pp_size, micro_batches = pipeline.stages.pp_size, config.micro_batches(engine.topology.world_size)
     *counts, last = (str(len(layers)) for layers in pipeline.stages.layers)
     idle = bubble(pipeline.schedule, pp_size, pipeline.chunks, micro_batches)
-    stages = f"{pipeline.stages.number} stages of {', '.join(counts)} and {last} layers"
-    why = "without a forecast" if memory.pipeline is None else memory.pipeline.why
+    stages = f"{pipeline.stages.number} stages of {', '.join(counts)} and {last} layers ({balance})"
     lines = [f"pipeline: {stages}; {pipeline.schedule} ({why}), bubble {idle:.0%}"]
     if idle > MOST_BUBBLE:
         lines.append(

@@ -1,7 +1,11 @@
 """Which decoder layers each stage of a pipeline has. Pure arithmetic: no torch."""
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import numpy as np
 
 from expertmesh.moe import ExpertMeshError
 
@@ -29,6 +33,39 @@ class Cuttable(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StageCosts:
+    """What stages cost, in seconds, in bytes or in any unit: a sum over what is on them. Nothing is negative.
+
+    Attributes:
+        layers: of each stage, what each decoder layer would cost there.
+        beside: of each stage, what it costs beside its layers.
+    """
+
+    layers: Sequence[Sequence[float]]
+    beside: Sequence[float]
+
+    @staticmethod
+    def alike(number: int, layers: Sequence[float], first: float, last: float) -> "StageCosts":
+        """Of so many stages on which layers cost the same, with what the first and the last one cost beside them."""
+        beside = [0.0] * number
+        beside[0] += first
+        beside[-1] += last
+        return StageCosts([layers] * number, beside)
+
+    def of(self, stage: int, layers: range) -> float:
+        """The cost of a stage with these layers."""
+        return self.beside[stage] + sum(self.layers[stage][layer] for layer in layers)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that stages hold, and that one may hold at the most."""
+
+    costs: StageCosts
+    limit: float
+
+
 def crossing(skips: Collection[tuple[int, int]], cut: int) -> tuple[int, int] | None:
     """The first (from, to) that forbids to end a stage with layer `cut`: what layer `from` gives is used beyond the
     layer that follows it, and beyond the cut. None if it can be the last one of its stage.
@@ -40,13 +77,23 @@ def crossing(skips: Collection[tuple[int, int]], cut: int) -> tuple[int, int] | 
     return found[0] if found else None
 
 
-def cut_stages(model: Cuttable, pp_size: int, chunks: int, counts: Sequence[int] | None) -> tuple[range, ...]:
+def cut_stages(
+    model: Cuttable,
+    pp_size: int,
+    chunks: int,
+    counts: Sequence[int] | None,
+    seconds: StageCosts | None = None,
+    memory: StageMemory | None = None,
+) -> tuple[range, ...]:
     """The layers of each of pp_size x chunks stages.
 
     Args:
         model: that is cut.
-        counts: of layers, stage after stage; None: such that the stage that takes longest takes as short as can be, by
-            the floating point operations of each layer and of the head.
+        counts: of layers, stage after stage; None: such that the stage that takes longest takes as short as can be,
+            among the cuts whose every stage fits; where none does, such that the one that holds the most holds the
+            least.
+        seconds: that stages take; None: by the floating point operations of each layer and of the head.
+        memory: that they take; None: anything fits.
 
     Raises:
         ExpertMeshError: there are too few layers, or the family's forward cannot be cut there.
@@ -67,7 +114,9 @@ def cut_stages(model: Cuttable, pp_size: int, chunks: int, counts: Sequence[int]
             f"{flags}: {model.name} can be cut into {len(allowed) + 1} stages at most: what layer {i} gives "
             f"is used {_where(j, num_layers)}, beyond the layer that follows it"
         )
-    return _balanced(model.flops, allowed, number)
+    if seconds is None:
+        seconds = StageCosts.alike(number, model.flops[:-1], 0.0, model.flops[-1])
+    return balanced_stages(seconds, allowed, memory)
 
 
 def _as_told(model: Cuttable, counts: Sequence[int], number: int, flags: str) -> tuple[range, ...]:
@@ -91,31 +140,73 @@ def _where(place: int, num_layers: int) -> str:
     return "after the last layer" if place == num_layers else f"in layer {place}"
 
 
-def _balanced(costs: Sequence[float], allowed: Sequence[int], number: int) -> tuple[range, ...]:
-    """Stages with the least maximum of their costs.
+def balanced_stages(
+    seconds: StageCosts, allowed: Sequence[int], memory: StageMemory | None = None
+) -> tuple[range, ...]:
+    """Stages with the least maximum of seconds, and of those the least sum of squares, among those whose every stage
+    fits; where none does, the same of memory.
 
     Args:
-        costs: of each layer, then of what comes after the last.
-        allowed: the layers that may be the last of a stage that is not the last.
-        number: of stages.
+        allowed: the layers that may be the last of a stage that is not the last. They are enough.
     """
-    num_layers = len(costs) - 1
-    sums = [0.0]
-    for layer in range(num_layers):
-        sums.append(sums[-1] + costs[layer])
-    ends = [*(cut + 1 for cut in allowed), num_layers]
-    # best[end] = (largest cost, then the sum of squares, cuts) of the first stages, which end there
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for stage in range(number):
-        following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for start, (largest, squares, cuts) in best.items():
-            for end in ends:
-                if end <= start or (end == num_layers) != (stage == number - 1):
-                    continue
-                cost = sums[end] - sums[start] + (costs[-1] if end == num_layers else 0.0)
-                found = (max(largest, cost), squares + cost * cost, (*cuts, end))
-                if end not in following or found < following[end]:
-                    following[end] = found
-        best = following
-    _, _, cuts = best[num_layers]
-    return tuple(range(start, end) for start, end in zip((0, *cuts), cuts, strict=False))
+    number, num_layers = len(seconds.beside), len(seconds.layers[0])
+    ends = np.full(num_layers + 1, False)
+    ends[[cut + 1 for cut in allowed]] = True
+
+    def possible(costs: StageCosts) -> Callable[[int], Any]:
+        return lambda stage: np.where(_may_end(ends, stage == number - 1), _by_ends(costs, stage), np.inf)
+
+    in_time = possible(seconds)
+    if memory is None:
+        found = _least_maximum(in_time, number)
+    else:
+        held, limit = possible(memory.costs), memory.limit
+        found = _least_maximum(lambda stage: np.where(held(stage) <= limit, in_time(stage), np.inf), number)
+        found = found or _least_maximum(held, number)
+    assert found is not None, "there are as many stages as can be"
+    return found
+
+
+def _may_end(ends: Any, is_last: bool) -> Any:
+    """By (start, end) whether a stage may have the layers between."""
+    layers = np.arange(len(ends))
+    may = (layers == len(ends) - 1) if is_last else ends & (layers < len(ends) - 1)
+    return may & (layers[:, None] < layers)
+
+
+def _by_ends(costs: StageCosts, stage: int) -> Any:
+    """By (start, end) the cost of a stage with the layers between."""
+    sums = np.array([*accumulate(costs.layers[stage], initial=0.0)])
+    return costs.beside[stage] + sums - sums[:, None]
+
+
+def _least_maximum(cost: Callable[[int], Any], number: int) -> tuple[range, ...] | None:
+    """The stages whose largest cost is least and, of these, whose squares have the least sum; None where all cost
+    infinitely much.
+
+    Args:
+        cost: of a stage, by (start, end).
+    """
+    costs = [cost(stage) for stage in range(number)]
+    largest, _ = _least(costs, np.maximum)
+    if not np.isfinite(largest):
+        return None
+    # sums of the same layers differ by their roundings
+    within = [np.where(each <= largest * (1 + 1e-9), each, np.inf) for each in costs]
+    _, ends = _least([each * each for each in within], np.add)
+    return tuple(range(start, end) for start, end in pairwise((0, *ends)))
+
+
+def _least(costs: Sequence[Any], join: Callable[[Any, Any], Any]) -> tuple[float, list[int]]:
+    """The least that all stages' costs joined can be, and where each stage ends then."""
+    best = np.full(len(costs[0]), np.inf)
+    best[0] = 0.0
+    starts = []
+    for cost in costs:
+        joined = join(best[:, None], cost)
+        starts.append(joined.argmin(axis=0))
+        best = joined.min(axis=0)
+    ends = [len(best) - 1]
+    for start in reversed(starts[1:]):
+        ends.append(int(start[ends[-1]]))
+    return float(best[-1]), ends[::-1]

@@ -204,19 +204,22 @@ def test_mistakes(tmp_path: Any, capsys: pytest.CaptureFixture[str], arguments: 
 def engine_of(pp: int, micro_batches: int) -> Any:
     layers = tuple(range(2 * stage, 2 * stage + 2) for stage in range(pp))
     pipeline = SimpleNamespace(stages=SimpleNamespace(layers=layers, number=pp, pp_size=pp), schedule="1f1b", chunks=1)
-    config = SimpleNamespace(micro_batches=lambda world_size: micro_batches)
+    config = SimpleNamespace(micro_batches=lambda world_size: micro_batches, pipeline_layers=None)
     return SimpleNamespace(model=SimpleNamespace(pipeline=pipeline), config=config, topology=Topology(8, 1, pp_size=pp))
 
 
 def test_what_a_run_says_of_its_stages() -> None:
     unknown = NoForecast("no reason")
-    assert pipeline_lines(engine_of(4, 8), unknown) == [
-        "pipeline: 4 stages of 2, 2, 2 and 2 layers; 1f1b (without a forecast), bubble 27%"
-    ]
-    chosen = ChosenPipeline("1f1b", "by forecast zero-bubble gains less than 1%")
+    (line,) = pipeline_lines(engine_of(4, 8), unknown)
+    assert line == (
+        "pipeline: 4 stages of 2, 2, 2 and 2 layers (balanced by floating point operations); 1f1b (without a "
+        "forecast), bubble 27%"
+    )
+    why, balance = "by forecast zero-bubble gains less than 1%", "balanced by forecast seconds"
+    chosen = ChosenPipeline("1f1b", (2,) * 4, why, balance)
     known = Forecast("update", Memory(), Memory(), 0.0, 1.0, chosen)
     line, warning = pipeline_lines(engine_of(4, 2), known)
-    assert "; 1f1b (by forecast zero-bubble gains less than 1%), bubble " in line
+    assert f"2 layers ({balance}); 1f1b ({why}), bubble " in line
     assert warning == (
         "warning: --pp-size 4 with 2 micro-batches: ranks wait for one another 60% of the time (the bubble); raise "
         "--gradient-accumulation-steps"

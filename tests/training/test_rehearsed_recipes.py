@@ -2,6 +2,7 @@
 names."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.test_configs import (
     gpus_of,
     model_of,
     published,
+    settled,
     text_of,
 )
 
@@ -35,7 +37,9 @@ def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -
     config, model, gpus = config_of(name), model_of(name), gpus_of(name)
     flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--model", str(published(name)), "--gpus", str(gpus)]
     if config.pp_size > 1:
-        flags += ["--rank", str(fullest(planned(config, model.config, gpus)).pp_rank * gpus // config.pp_size)]
+        run = planned(config, model.config, gpus, imbalance=rows_over_mean(name))
+        chosen = replace(run, setting=settled(config, run))
+        flags += ["--rank", str(fullest(chosen).pp_rank * gpus // config.pp_size)]
     assert main(["rehearse", *flags, "--imbalance", str(rows_over_mean(name)), "--json"]) == 0
     (account,) = json.loads(capsys.readouterr().out)
     counts = count_parameters(model)

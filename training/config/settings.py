@@ -198,7 +198,8 @@ class ParallelSettings:
     pipeline_layers: str | None = _flag(
         "Parallelism",
         None,
-        "Decoder layers of each stage, as in 10,12,12,11 (default: such that all stages take equally long)",
+        "Decoder layers of each stage, as in 10,12,12,11 (default: by forecast such that the slowest is as fast as can "
+        "be, and all fit)",
         metavar="N,N...",
     )
     dense_shard: DenseShard = _flag(

@@ -18,7 +18,7 @@ from expertmesh.sharding import Ranks, Topology
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.forecast_table import memory_terms
-from expertmesh.training.foresight.planner.peak_memory import Memory, Peak, peak
+from expertmesh.training.foresight.planner.peak_memory import NEAR, Memory, Peak, peak
 from expertmesh.training.foresight.planner.schedule_choice import choose_schedule
 from expertmesh.training.foresight.planner.search import Cluster
 from expertmesh.training.foresight.planner.step_order import PlannedRun
@@ -26,22 +26,22 @@ from expertmesh.training.foresight.rehearsal.planning import planned
 from expertmesh.training.foresight.this_machine import this_machine
 from expertmesh.training.inputs import Inputs
 
-NEAR = 0.9
-"""From this share of the memory on, a forecast that fits comes with a warning."""
-
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class ChosenPipeline:
-    """How a pipeline is run, by a forecast. why: this schedule, in a few words."""
+    """How a pipeline is run, by a forecast. layers: of each stage. why: this schedule, and balance: these stages, in a
+    few words."""
 
     schedule: ScheduleName
+    layers: tuple[int, ...]
     why: str
+    balance: str
 
     def settled(self, config: TrainConfig) -> TrainConfig:
         """The settings with what they leave open."""
-        return replace(config, pipeline_schedule=self.schedule)
+        return replace(config, pipeline_schedule=self.schedule, pipeline_layers=",".join(map(str, self.layers)))
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,10 @@ def choose_pipeline(
         What the rank that holds the most holds then, and the choice.
     """
     chosen = choose_schedule(run, cluster, config.pipeline_schedule, can_queue)
-    return chosen.peak, ChosenPipeline(chosen.run.setting.schedule, chosen.why)
+    layers = chosen.run.setting.stage_layers
+    assert layers is not None
+    balance = "balanced by forecast seconds" if config.pipeline_layers is None else "as asked"
+    return chosen.peak, ChosenPipeline(chosen.run.setting.schedule, layers, chosen.why, balance)
 
 
 def beside(forecast: Forecast | NoForecast, measured: float) -> str:

@@ -176,7 +176,7 @@ def step_time(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> StepTi
     return replace(time, all_to_alls=time.all_to_alls + sums, update=update, bubble=bubble)
 
 
-def _rank_time(run: PlannedRun, stages: "Sequence[_MicroStep]", hardware: Hardware) -> StepTime:
+def _rank_time(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardware) -> StepTime:
     """Seconds of a step of one rank without what it waits for others."""
     often = run.setting.accumulation
     update_calls = (CLIPPING_CALLS + UPDATE_CALLS[run.setting.optimizer]) * sum(
@@ -194,21 +194,21 @@ def _rank_time(run: PlannedRun, stages: "Sequence[_MicroStep]", hardware: Hardwa
     )
 
 
-def _stage_times(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> "list[_MicroStep]":
+def _stage_times(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> "list[MicroStep]":
     """Forward and backward of one micro-batch, of every stage."""
-    found: dict[Hashable, _MicroStep] = {}
+    found: dict[Hashable, MicroStep] = {}
     stages = []
     for number, layers in enumerate(run.all_stages):
         each = replace(run, pp_rank=number % run.setting.pp_size)
         # stages of the same layers take as long
         key = tuple(run.model.layers[layer] for layer in layers), number == 0, each.units[ROOT]
         if key not in found:
-            found[key] = _MicroStep(each, number, hardware, gpus_per_node)
+            found[key] = MicroStep(each, number, hardware, gpus_per_node)
         stages.append(found[key])
     return stages
 
 
-def _costs(run: PlannedRun, stages: "Sequence[_MicroStep]", hardware: Hardware, gpus_per_node: int) -> Costs:
+def _costs(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardware, gpus_per_node: int) -> Costs:
     """What the timeline of a pipeline's schedule takes of each stage."""
     ranks = group_ranks("pp", run.setting)
     send = seconds_among("send", stage_output(run), ranks, hardware, gpus_per_node)
@@ -228,7 +228,7 @@ def _sharing_seconds(run: PlannedRun, hardware: Hardware, gpus_per_node: int) ->
     return seconds_among("all-reduce", sent, ranks, hardware, gpus_per_node) if sent else 0.0
 
 
-class _MicroStep:
+class MicroStep:
     """Forward and backward of one micro-batch of a stage on the clock.
 
     Attributes:

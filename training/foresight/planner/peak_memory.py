@@ -10,7 +10,7 @@ micro-batches keep the most.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from expertmesh.sharding.pipeline.schedule import Kind
@@ -30,6 +30,11 @@ PEER = 4 * 2**20
 
 FRAGMENTATION = 0.1
 """Assumed: what torch's allocator cannot use again, as a share of what comes and goes within a step."""
+
+
+NEAR = 0.9
+"""From this share of the memory on, a forecast that fits is close, and comes with a warning. Pipelines are cut, and
+their schedule is chosen, so that it does not come to that."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,16 @@ class Peak:
 
 def peak(run: PlannedRun) -> Peak:
     """What the rank holds that holds the most, when it does."""
-    peaks = [_peak_of_rank(each) for each in _unlike(run)]
+    return largest([held for _, held in peaks(run)])
+
+
+def peaks(run: PlannedRun) -> list[tuple[int, Peak]]:
+    """What ranks hold, of pp indices by their numbers: those of which others are like one."""
+    return [(each.pp_rank, _peak_of_rank(each)) for each in _unlike(run)]
+
+
+def largest(peaks: Sequence[Peak]) -> Peak:
+    """The largest of several ranks' peaks, and the largest of each figure beside."""
     most = max(peaks, key=lambda each: each.memory.total)
     least = max((each.least for each in peaks), key=lambda memory: memory.lasting + memory.gathered)
     return replace(most, least=least, tensors=max(each.tensors for each in peaks))

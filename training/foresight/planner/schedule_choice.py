@@ -1,12 +1,14 @@
-"""The schedule of a pipeline for which none was asked: the fastest by forecast of those that fit."""
+"""The schedule of a pipeline for which none was asked: the fastest by forecast of those that fit, each with its layers
+distributed over its stages."""
 
 from dataclasses import dataclass, replace
 
 from expertmesh.sharding.pipeline.schedule import ScheduleName, schedule_without_queue
 from expertmesh.training.foresight.planner.cost import step_time
-from expertmesh.training.foresight.planner.peak_memory import Peak, peak
+from expertmesh.training.foresight.planner.peak_memory import Peak
 from expertmesh.training.foresight.planner.pipelines import leaves_weights
 from expertmesh.training.foresight.planner.search import Cluster
+from expertmesh.training.foresight.planner.stage_costs import balanced
 from expertmesh.training.foresight.planner.step_order import PlannedRun
 
 LEAST_GAIN = 0.01
@@ -15,7 +17,7 @@ LEAST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class Chosen:
-    """run: with its schedule. peak: its memory. why: in a few words, this schedule."""
+    """run: with its schedule and stages. peak: its memory. why: in a few words, this schedule."""
 
     run: PlannedRun
     peak: Peak
@@ -29,22 +31,21 @@ def choose_schedule(
     Zero-bubble is taken only where weight gradients can wait, and that gains time.
 
     Args:
-        run: of any schedule.
+        run: of any schedule, which may leave its stages open.
         cluster: with the memory that the rank which holds the most may take.
         asked: that is to be taken.
         can_queue: whether the expert kernel can leave weight gradients for later.
     """
     if asked is not None:
-        of_asked = _scheduled(run, asked)
-        return Chosen(of_asked, peak(of_asked), "as asked")
+        return Chosen(*_balanced(_scheduled(run, asked), cluster), "as asked")
     plain = _scheduled(run, schedule_without_queue(run.setting.chunks))
     queued = _scheduled(run, "zero-bubble")
     if not can_queue or not leaves_weights(queued):
-        return Chosen(plain, peak(plain), "no expert weight gradients can wait for zero-bubble")
+        return Chosen(*_balanced(plain, cluster), "no expert weight gradients can wait for zero-bubble")
     both = [_Candidate.of(each, cluster) for each in (plain, queued)]
     fitting = [each for each in both if each.peak.memory.total <= cluster.memory]
     if not fitting:
-        return Chosen(plain, both[0].peak, "none fits by forecast, and this one holds the least")
+        return Chosen(both[0].run, both[0].peak, "none fits by forecast, and this one holds the least")
     # a queue has to be worth it, where there is a choice
     takes_queue = both[0] not in fitting or (
         both[1] in fitting and both[0].seconds > (1 + LEAST_GAIN) * both[1].seconds
@@ -63,7 +64,12 @@ class _Candidate:
 
     @staticmethod
     def of(run: PlannedRun, cluster: Cluster) -> "_Candidate":
-        return _Candidate(run, peak(run), step_time(run, cluster.hardware, cluster.gpus_per_node).total)
+        run, held = _balanced(run, cluster)
+        return _Candidate(run, held, step_time(run, cluster.hardware, cluster.gpus_per_node).total)
+
+
+def _balanced(run: PlannedRun, cluster: Cluster) -> tuple[PlannedRun, Peak]:
+    return balanced(run, cluster.hardware, cluster.gpus_per_node, cluster.memory)
 
 
 def _scheduled(run: PlannedRun, schedule: ScheduleName) -> PlannedRun:

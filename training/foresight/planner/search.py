@@ -12,8 +12,9 @@ from expertmesh.sharding.topology import DenseShard, divisors
 from expertmesh.training.foresight.planner.cost import StepTime, model_flops, step_time, tokens_per_second
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import Measure, ModelParameters
-from expertmesh.training.foresight.planner.peak_memory import Memory, peak
+from expertmesh.training.foresight.planner.peak_memory import NEAR, Memory
 from expertmesh.training.foresight.planner.setting import Setting
+from expertmesh.training.foresight.planner.stage_costs import balanced
 from expertmesh.training.foresight.planner.step_order import planned_run
 from expertmesh.training.foresight.planner.traffic import Traffic, by_link, step_traffic
 
@@ -61,6 +62,7 @@ class Plan:
             "pp": s.pp_size,
             "chunks": s.chunks,
             "schedule": s.schedule,
+            "stage_layers": s.stage_layers,
             "dp": s.dp_size,
             "ep": s.ep_size,
             "dense_shard": s.dense_shard,
@@ -86,8 +88,8 @@ class Plan:
 
 def forecast(measure: Measure, setting: Setting, cluster: Cluster) -> Plan:
     """What one setting takes."""
-    run = planned_run(measure, setting)
-    most = peak(run)
+    run, most = balanced(planned_run(measure, setting), cluster.hardware, cluster.gpus_per_node, NEAR * cluster.memory)
+    setting = run.setting
     # of a middle rank, which sends either way
     traffic = tuple(step_traffic(replace(run, pp_rank=setting.pp_size // 2)))
     time = step_time(run, cluster.hardware, cluster.gpus_per_node)

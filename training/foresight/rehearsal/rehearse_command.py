@@ -157,10 +157,11 @@ def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
 
 def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespace, hardware: Hardware) -> TrainConfig:
     """The settings with what a run would choose of what they leave open, for full sequences of --max-seq-length."""
-    from expertmesh.training.foresight.rank_memory import NEAR, choose_pipeline
+    from expertmesh.training.foresight.planner.peak_memory import NEAR
+    from expertmesh.training.foresight.rank_memory import choose_pipeline
     from expertmesh.training.foresight.rehearsal.planning import planned
 
-    if config.pipeline_schedule is not None:
+    if config.pipeline_schedule is not None and config.pipeline_layers is not None:
         return config
     run = planned(config, model_config, arguments.gpus, imbalance=arguments.imbalance)
     cluster = Cluster(hardware, arguments.gpus_per_node, NEAR * hardware.device.memory)
