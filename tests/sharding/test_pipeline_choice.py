@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, balanced_stages, cut_stages
+from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, balanced_ranks, balanced_stages, cut_stages
 from expertmesh.training import TrainConfig
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.planner.cost import step_time
@@ -131,6 +131,19 @@ def test_the_best_of_all_cuts(seed: int) -> None:
 
         as_good = [cut for cut in fitting or cuts if largest(by, cut) <= least + 1e-12]
         assert squares(found) == pytest.approx(min(map(squares, as_good)), abs=1e-9)
+
+
+def test_stages_of_a_rank_are_balanced_against_one_another() -> None:
+    """The rank of a dear head gets fewer layers in its other stage, and no stage takes longer for it."""
+
+    def slowest(cut: tuple[range, ...]) -> tuple[float, float]:
+        taken = [seconds.of(stage, layers) for stage, layers in enumerate(cut)]
+        return max(taken), max(sum(taken[rank::4]) for rank in range(4))
+
+    seconds = StageCosts.alike(8, [1.0] * 14, 0.0, 1.1)
+    found = balanced_ranks(seconds, range(13), None, 4)
+    assert slowest(found) == min(map(slowest, all_cuts(14, 8, range(13))))
+    assert (len(found[3]), len(found[7])) == (1, 1)
 
 
 def test_a_dear_head_leaves_its_stage_fewer_layers() -> None:
