@@ -48,6 +48,7 @@ from expertmesh.moe import (
     store_frozen,
     use_kernel,
 )
+from expertmesh.moe.kernels.c_compiler import check_c_compiler
 from expertmesh.sharding import (
     Mesh,
     Ranks,
@@ -240,6 +241,7 @@ class Engine:
         self.source, self.ranks = source, ranks
         self.facts = {"model": compare_models(config, source, ranks)}
         with raise_together():
+            check_c_compiler(ranks.device.type)
             assembled = assemble(config, source, ranks.device.type)
         self.model, self.kernel, self.trained = assembled.model, assembled.kernel, assembled.trained
         num_experts = moe_shape(self.model).num_experts
