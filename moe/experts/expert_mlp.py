@@ -19,7 +19,7 @@ from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.dispatch.plain import Part
 from expertmesh.moe.experts.activation import Activation
-from expertmesh.moe.experts.quantised import SCALES, storages_of, stored_product
+from expertmesh.moe.experts.quantised import SCALES, places_of_few, storages_of, stored_product
 from expertmesh.moe.experts.replay import keeping_products
 from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.experts.weight_gradients import ExpertsCall, deferrable
@@ -189,10 +189,11 @@ class ExpertMLP(nn.Module):
             w1, v1, w2 = (weights[name] for name in ("w1", "v1", "w2"))
             with keeping_products(self.keeps_products):
                 return self.kernel.fused(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
-        gate_RF = self._product("w1", rows_RD, counts_e, weights)
-        up_RF = self._product("v1", rows_RD, counts_e, weights) if self.layout.shape.has_gate else None
+        places = places_of_few(rows_RD, counts_e, weights, storages_of(self))
+        gate_RF = self._product("w1", rows_RD, counts_e, weights, places)
+        up_RF = self._product("v1", rows_RD, counts_e, weights, places) if self.layout.shape.has_gate else None
         hidden_RF = self.activation(gate_RF, up_RF)
-        return self._product("w2", hidden_RF, counts_e, weights, is_transposed=True, needs_output=needs_output)
+        return self._product("w2", hidden_RF, counts_e, weights, places, is_transposed=True, needs_output=needs_output)
 
     def _product(
         self,
@@ -200,6 +201,7 @@ class ExpertMLP(nn.Module):
         x_RI: Tensor,
         counts_e: Tensor,
         weights: Mapping[str, Tensor],
+        places: Sequence[slice],
         is_transposed: bool = False,
         needs_output: bool = True,
     ) -> Tensor:
@@ -208,8 +210,8 @@ class ExpertMLP(nn.Module):
         with keeping_products(self.keeps_products and name != "w2"):
             if (storage := storages_of(self).get(name)) is not None:
                 codes, scales = weights[name], weights[name + SCALES]
-                product = self.kernel.product
-                out_RO = stored_product(x_RI, counts_e, codes, scales, storage, product, is_transposed, needs_output)
+                how = (storage, self.kernel.product, is_transposed, needs_output, places)
+                out_RO = stored_product(x_RI, counts_e, codes, scales, *how)
             else:
                 weight_eOI = _by_expert(weights[name], counts_e)
                 weight_eOI = weight_eOI.transpose(1, 2) if is_transposed else weight_eOI

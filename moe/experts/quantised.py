@@ -11,7 +11,7 @@ experts, a few at a time.
 Shape suffixes: M tokens, O and I the output and input widths of a matrix, e experts on this rank, R rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.cpu.matmul import matmul, pad_rows
-from expertmesh.moe.experts.replay import kept_product, placeholder
+from expertmesh.moe.experts.replay import kept, kept_product, placeholder
 from expertmesh.moe.kernels.expert_products import host_counts, runs
 from expertmesh.moe.kernels.gpu import computes_on_cpu, takes_triton
 
@@ -46,6 +46,8 @@ WORD = 4
 _FP8_MAX = 448.0
 _STRIP = 2**20
 _WIDENED_BYTES = 64 * 2**20
+_WIDENED_BYTES_ON_GPU = 2**30
+"""Of dequantized experts' weights at a time. On a GPU the host has to wait for the counts where this takes several."""
 
 
 @dataclass(frozen=True)
@@ -194,14 +196,39 @@ def stored_product(
     product: Product,
     is_transposed: bool,
     needs_output: bool = True,
+    places: Sequence[slice] = (),
 ) -> Tensor:
     """`product` (see `moe.kernels.expert_products`) of experts whose weights (e · rows, columns) are quantized.
 
     Args:
         is_transposed: whether an expert multiplies by the transpose of its rows.
+        places: what `places_of_few` gives.
     """
-    out_RO: Tensor = _StoredProduct.apply(x_RI, counts_e, codes, scales, storage, product, is_transposed, needs_output)
+    how = (storage, product, is_transposed, needs_output, places)
+    out_RO: Tensor = _StoredProduct.apply(x_RI, counts_e, codes, scales, *how)
     return out_RO
+
+
+def places_of_few(
+    x_RD: Tensor, counts_e: Tensor, weights: Mapping[str, Tensor], storages: Mapping[str, Storage]
+) -> Sequence[slice]:
+    """Each expert's rows, for which the host waits, once for all matrices of a layer and for backward; none where each
+    matrix of all experts is dequantized at once.
+
+    Args:
+        weights: codes, by name.
+    """
+    num_experts = counts_e.numel()
+    if all(_few(weights[name], num_experts, storage, x_RD) >= num_experts for name, storage in storages.items()):
+        return ()
+    places: Sequence[slice] = kept("experts' rows", lambda: runs(host_counts(counts_e, x_RD.shape[0])))
+    return places
+
+
+def _few(codes: Tensor, num_experts: int, storage: Storage, x: Tensor) -> int:
+    """As many experts as may be dequantized at once."""
+    room = _WIDENED_BYTES if computes_on_cpu(x) else _WIDENED_BYTES_ON_GPU
+    return max(1, room // (codes.shape[0] // num_experts * storage.columns * x.dtype.itemsize))
 
 
 class _StoredProduct(torch.autograd.Function):
@@ -216,13 +243,14 @@ class _StoredProduct(torch.autograd.Function):
         product: Product,
         is_transposed: bool,
         needs_output: bool,
+        places: Sequence[slice],
     ) -> Tensor:
         ctx.save_for_backward(counts_e, codes, scales)
-        ctx.storage, ctx.product, ctx.is_transposed = storage, product, is_transposed
+        ctx.storage, ctx.product, ctx.is_transposed, ctx.places = storage, product, is_transposed, places
         if not needs_output:
             width = storage.columns if is_transposed else codes.shape[0] // counts_e.numel()
             return placeholder(x_RI, x_RI.shape[0], width)
-        return kept_product(lambda: _by_few(x_RI, counts_e, codes, scales, storage, product, is_transposed))
+        return kept_product(lambda: _by_few(x_RI, counts_e, codes, scales, storage, product, is_transposed, places))
 
     @staticmethod
     @once_differentiable
@@ -230,8 +258,8 @@ class _StoredProduct(torch.autograd.Function):
         counts_e, codes, scales = ctx.saved_tensors
         # with interleaved gate and up it is not contiguous, which grouped_mm does not take
         grad_RO = grad_RO.contiguous()
-        grad_x_RI = _by_few(grad_RO, counts_e, codes, scales, ctx.storage, ctx.product, not ctx.is_transposed)
-        return grad_x_RI, None, None, None, None, None, None, None
+        how = (ctx.storage, ctx.product, not ctx.is_transposed, ctx.places)
+        return _by_few(grad_RO, counts_e, codes, scales, *how), *(None,) * 8
 
 
 @torch.no_grad()
@@ -243,13 +271,14 @@ def _by_few(
     storage: Storage,
     product: Product,
     is_transposed: bool,
+    places: Sequence[slice],
 ) -> Tensor:
     """The product, of as many experts at a time as may be dequantized at once."""
     num_experts = counts_e.numel()
     rows_an_expert = codes.shape[0] // num_experts
-    few = max(1, _WIDENED_BYTES // (rows_an_expert * storage.columns * x_RI.dtype.itemsize))
+    few = _few(codes, num_experts, storage, x_RI)
+    assert places or few >= num_experts, "the host does not know which rows are whose"
     outputs = []
-    places = runs(host_counts(counts_e, x_RI.shape[0])) if few < num_experts else []
     for first in range(0, num_experts, few):
         last = min(first + few, num_experts)
         rows = slice(first * rows_an_expert, last * rows_an_expert)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe import KERNELS
+from expertmesh.moe import KERNELS, Forward, build_model, moe_layers, store_frozen
 from expertmesh.moe.experts.quantised import (
     BLOCK,
     NF4,
@@ -13,13 +13,17 @@ from expertmesh.moe.experts.quantised import (
     Storage,
     fill,
     nf4_pairs,
+    places_of_few,
     quantise,
     stored_linear,
     stored_product,
     widen,
 )
-from expertmesh.moe.kernels.expert_products import looped_product
+from expertmesh.moe.kernels.expert_products import host_counts, looped_product
+from expertmesh.moe.kernels.gpu import rehearsing_gpu
+from expertmesh.sharding.place.recompute import checkpoint_layers
 from tests.interpreter import interpreted
+from tests.tiny import in_memory, tiny_config
 
 KINDS: list[Any] = ["fp8", "nf4"]
 
@@ -106,13 +110,53 @@ def test_experts_a_few_at_a_time(
     x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
     product = KERNELS[kernel].product
     assert product is not None
-    out = stored_product(x_1, counts_e, codes, scales, storage, product, is_transposed)
+    places = places_of_few(x, counts_e, {"w": codes}, {"w": storage})
+    assert bool(places) == (few < 5)
+    out = stored_product(x_1, counts_e, codes, scales, storage, product, is_transposed, places=places)
     want = looped_product(x_2, counts_e, weight_eOI)
     torch.testing.assert_close(out, want)
     grad = torch.randn(out.shape, generator=generator)
     out.backward(grad)
     want.backward(grad)
     torch.testing.assert_close(x_1.grad, x_2.grad)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_the_host_waits_once_a_layer(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a few experts at a time are dequantized: for three matrices, forward and backward; selective checkpointing
+    keeps what was read."""
+    waits = []
+
+    def read(counts_e: torch.Tensor, num_rows: int) -> list[int]:
+        waits.append(num_rows)
+        return host_counts(counts_e, num_rows)
+
+    monkeypatch.setattr("expertmesh.moe.experts.quantised._WIDENED_BYTES", 1)
+    monkeypatch.setattr("expertmesh.moe.experts.quantised.host_counts", read)
+    model: Any = build_model(tiny_config(), "eager")
+    model.requires_grad_(False)
+    store_frozen(model, "nf4")
+    in_memory(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.get_input_embeddings().requires_grad_(True)
+    checkpoint_layers(model, mode)
+    model.train()
+    with Forward():
+        loss = model(input_ids=torch.arange(6).view(1, 6)).logits.sum()
+    layers = len(list(moe_layers(model)))
+    assert len(waits) == layers
+    loss.backward()
+    assert len(waits) == layers * (1 if mode == "selective" else 2)
+
+
+def test_on_a_gpu_more_experts_are_dequantized_at_once() -> None:
+    storage = Storage("nf4", 2**12)
+    codes, x = torch.empty(2**15, 1, device="meta"), torch.empty(3, 2**12, dtype=torch.bfloat16)
+    counts_e = torch.tensor([1, 2])
+    assert places_of_few(x, counts_e, {"w": codes}, {"w": storage}) == [slice(0, 1), slice(1, 3)]
+    with rehearsing_gpu():
+        assert places_of_few(x, counts_e, {"w": codes}, {"w": storage}) == ()
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
