@@ -115,7 +115,7 @@ def run_training(
         data_facts = training.compare_data(inputs, prompts, num_steps, ranks)
     training.check_schedule(config, num_steps, config.evaluates)
     training.check_profile(config, num_steps, ranks.world_size)
-    memory = training.forecast(source, engine.topology, engine.kernel, config, inputs, ranks)
+    memory = training.forecast(source, engine.topology, engine.kernel, config, inputs, ranks, engine.padding)
     config = engine.config = memory.settled(config)
     if ranks.rank == 0:
         told = training.first_lines(engine, inputs, order, memory)

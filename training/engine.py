@@ -67,6 +67,7 @@ from expertmesh.sharding import (
 )
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
 from expertmesh.training.attention.packed_attention import check_packing, choose_attention
+from expertmesh.training.attention.padded_lengths import padding_of
 from expertmesh.training.change.compiling import compile_layers
 from expertmesh.training.change.freezing import freeze
 from expertmesh.training.change.lora_targets import adapt, lora_of, unquantized_lines
@@ -224,6 +225,7 @@ class Engine:
         source, ranks: what the model is read from, and where it is.
         model: transformers' own class, with our experts in it.
         kernel: what computes the experts. trained: what is trained, in words, where it is not everything.
+        padding: how long the sequences of a batch become.
         balance: how the experts' load is kept even.
         counts: of its parameters. topology: of its ranks.
         facts: of what the run has read, to be compared on resume.
@@ -249,6 +251,7 @@ class Engine:
         if config.elastic:
             config, self.changes = fit_to_ranks(config, num_experts, ranks)
         self.config = config
+        self.padding = padding_of(self.model, config, ranks.device.type)
         with raise_together():
             check_pp_size(config.pp_size, ranks.world_size)
             check_ep_size(config.ep_size, ranks.world_size // config.pp_size, num_experts)
@@ -476,12 +479,12 @@ class Engine:
         if isinstance(given, Batch):
             return given
         if given is None:
-            return collate([], self.mesh.cp_group).to(self.ranks.device)
+            return collate([], self.mesh.cp_group, self.padding).to(self.ranks.device)
         if not isinstance(given, Mapping):
             raise ExpertMeshError(
                 f"a batch is a {type(given).__name__}; it must be a dict of input_ids, labels and attention_mask"
             )
-        return batch_of(given, self.config.packing, self.mesh.cp_group).to(self.ranks.device)
+        return batch_of(given, self.config.packing, self.mesh.cp_group, self.padding).to(self.ranks.device)
 
     # ---- between steps ----
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.sharding import Mesh, pipeline_of
-from expertmesh.training.data import Batch, Rows, collate, share_out
+from expertmesh.training.data import Batch, Padding, Rows, collate, share_out
 from expertmesh.training.inference import inference
 from expertmesh.training.micro_batch import token_loss_sum
 from expertmesh.training.pipelined import pipelined_loss_sum
@@ -37,7 +37,7 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-def evaluate(model: Any, rows: Rows, per_device: int, mesh: Mesh) -> Evaluation:
+def evaluate(model: Any, rows: Rows, per_device: int, mesh: Mesh, padding: Padding) -> Evaluation:
     """The loss over all sequences; all ranks call it together, and get the same.
 
     A sum of token losses over a number of tokens, so it depends neither on how sequences are distributed over ranks and
@@ -46,7 +46,8 @@ def evaluate(model: Any, rows: Rows, per_device: int, mesh: Mesh) -> Evaluation:
     order = rows.lengths.sort(descending=True, stable=True).indices.tolist()
     device, topology = torch.device(mesh.grid.device_type), mesh.topology
     mine = share_out(order, topology.data_size, per_device, topology.data_index(dist.get_rank()))
-    return mean_loss(model, (collate([rows[row] for row in forward], mesh.cp_group) for forward in mine), device)
+    batches = (collate([rows[row] for row in forward], mesh.cp_group, padding) for forward in mine)
+    return mean_loss(model, batches, device)
 
 
 def mean_loss(model: Any, batches: Iterable[Batch], device: torch.device) -> Evaluation:

@@ -11,7 +11,7 @@ from expertmesh.moe import ExpertMeshError, moe_layers, moe_shape
 from expertmesh.sharding import Ranks, Watchdog, check_replicas
 from expertmesh.training.change.compiling import Compilation, compilation
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch, DataOrder, Rows, collate
+from expertmesh.training.data import Batch, DataOrder, Padding, Rows, collate
 from expertmesh.training.engine import Engine
 from expertmesh.training.evaluate import Best, evaluate
 from expertmesh.training.generate import generate
@@ -41,6 +41,11 @@ class Run:
     @property
     def config(self) -> TrainConfig:
         return self.engine.config
+
+    @property
+    def padding(self) -> Padding:
+        """How long the sequences of a batch become: those of our data are no longer than --max-seq-length."""
+        return self.engine.padding.within(self.config.max_seq_length)
 
     @property
     def model(self) -> Any:
@@ -208,7 +213,8 @@ def _had_enough(config: TrainConfig, best: Best) -> bool:
 def _batches(run: Run, step: int) -> list[Batch]:
     assert run.inputs.training is not None
     rows, cp_group = run.order.micro_batches(step, run.engine.data_rank), run.engine.mesh.cp_group
-    return [collate([run.inputs.training[row] for row in forward], cp_group).to(run.ranks.device) for forward in rows]
+    data, padding = run.inputs.training, run.padding
+    return [collate([data[row] for row in forward], cp_group, padding).to(run.ranks.device) for forward in rows]
 
 
 def _is_due(done: int, every: int, run: Run) -> bool:
@@ -240,7 +246,8 @@ def _write_profile(run: Run, profiler: StepProfiler) -> None:
 def _evaluate(run: Run, done: int) -> float:
     assert run.inputs.evaluation is not None
     run.watchdog.at("evaluation")
-    found = evaluate(run.model, run.inputs.evaluation, run.config.per_device_eval_batch_size, run.engine.mesh)
+    rows, per_device = run.inputs.evaluation, run.config.per_device_eval_batch_size
+    found = evaluate(run.model, rows, per_device, run.engine.mesh, run.padding)
     run.log.event(
         {
             "step": done,

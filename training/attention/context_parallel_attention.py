@@ -70,7 +70,7 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool) -> None:
         AttentionMaskInterface.register(CP_PREFIX + inner, partial(full_sequence_mask, inner))
     model.config._attn_implementation = CP_PREFIX + inner
     for module in model.modules():
-        if _looks_for_longest(module):
+        if looks_for_longest(module):
             module.register_forward_pre_hook(_with_full_positions, with_kwargs=True)
             module.register_forward_hook(_cut_to_this_rank)
     _try(model, inner, cp_size, packing)
@@ -83,7 +83,7 @@ def _refused(model: Any, which: str) -> ExpertMeshError:
     )
 
 
-def _looks_for_longest(module: nn.Module) -> bool:
+def looks_for_longest(module: nn.Module) -> bool:
     """Whether it gives rotary positions of a kind, or of a scale, that depends on the longest position of a forward."""
     types = getattr(module, "rope_type", None)
     if types is None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from expertmesh.moe.base.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from expertmesh.training.data.batch import IGNORED, Batch, SplitSequences, batch_of, collate
+    from expertmesh.training.data.batch import IGNORED, Batch, Padding, SplitSequences, batch_of, collate
     from expertmesh.training.data.cache import cache_directory, cached_bytes
     from expertmesh.training.data.chat import TrainOn, set_chat_template
     from expertmesh.training.data.data_files import SampleBy, parse_datasets
@@ -35,6 +35,7 @@ __all__ = [
     "DataOptions",
     "DataOrder",
     "Origin",
+    "Padding",
     "Rows",
     "Sample",
     "SampleBy",

@@ -31,6 +31,26 @@ class SplitSequences:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """The lengths that sequences are padded to: that of a batch's longest one, rounded up to a `multiple`, but not
+    beyond `limit`. Padding has no loss and is not routed."""
+
+    multiple: int = 1
+    limit: int | None = None
+
+    def length(self, longest: int) -> int:
+        rounded = -(-longest // self.multiple) * self.multiple
+        return rounded if self.limit is None else max(longest, min(rounded, self.limit))
+
+    def within(self, limit: int) -> "Padding":
+        """The same, not beyond this limit either."""
+        return replace(self, limit=limit if self.limit is None else min(limit, self.limit))
+
+
+AS_LONG_AS_LONGEST = Padding()
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro-batch on one rank: sequences padded on the right or, where a CP group splits them, this rank's part of
     each.
@@ -67,16 +87,19 @@ class Batch:
         return replace(self, **moved)
 
 
-def collate(rows: Sequence[Sequence[Sample]], cp_group: CPGroup | None = None) -> Batch:
-    """Each sequence's samples one after the other, padded on the right to the longest sequence. No sequence at all
-    gives one position of padding, for a rank that has nothing to do but must take part in the collectives.
+def collate(
+    rows: Sequence[Sequence[Sample]], cp_group: CPGroup | None = None, padding: Padding = AS_LONG_AS_LONGEST
+) -> Batch:
+    """Each sequence's samples one after the other, padded on the right. No sequence at all gives as much padding as one
+    position takes, for a rank that has nothing to do but must take part in the collectives.
 
     Args:
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
+        padding: how long sequences become.
     """
     lengths = [[len(sample.tokens) for sample in row] for row in rows]
     longest = max(map(sum, lengths), default=1)
-    tokens_BS = torch.zeros(max(len(rows), 1), _length(longest, cp_group), dtype=torch.int64)
+    tokens_BS = torch.zeros(max(len(rows), 1), _length(longest, cp_group, padding), dtype=torch.int64)
     positions_BS = torch.zeros_like(tokens_BS)
     is_token_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
     targets_BS = torch.full_like(tokens_BS, IGNORED)
@@ -101,7 +124,12 @@ _NEEDLESS = frozenset(
 """What collators of transformers and trl add to a batch that positions, or counting, tell already."""
 
 
-def batch_of(inputs: Mapping[str, Any], packing: bool, cp_group: CPGroup | None = None) -> Batch:
+def batch_of(
+    inputs: Mapping[str, Any],
+    packing: bool,
+    cp_group: CPGroup | None = None,
+    padding: Padding = AS_LONG_AS_LONGEST,
+) -> Batch:
     """One micro-batch as transformers' and trl's data collators make it.
 
     Padding may be on either side of a sequence. Several samples in one sequence begin anew at position 0 each; across
@@ -113,6 +141,7 @@ def batch_of(inputs: Mapping[str, Any], packing: bool, cp_group: CPGroup | None 
             position i has the token to be predicted there.
         packing: whether the model keeps several samples in one sequence apart.
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
+        padding: how long sequences become; what they are padded with already is taken off first.
 
     Raises:
         ExpertMeshError: it has something else, or of another shape; or several samples in a sequence without `packing`.
@@ -150,7 +179,7 @@ def batch_of(inputs: Mapping[str, Any], packing: bool, cp_group: CPGroup | None 
             "was loaded with packing keeps apart; give packing=True to expertmesh.load"
         )
     longest = max(counts, default=1)
-    padded = _length(longest, cp_group)
+    padded = _length(longest, cp_group, padding)
     tokens_BS, targets_BS, is_token_BS = (
         torch.nn.functional.pad(part[:, :longest], (0, padded - min(longest, part.shape[1])), value=value)
         for part, value in ((tokens_BS, 0), (targets_BS, IGNORED), (is_token_BS, False))
@@ -222,10 +251,10 @@ def _lengths(positions_BS: Tensor, counts: Sequence[int]) -> list[list[int]]:
     return lengths
 
 
-def _length(longest: int, cp_group: CPGroup | None) -> int:
+def _length(longest: int, cp_group: CPGroup | None, padding: Padding) -> int:
     """Positions per sequence, such that it can be cut into parts of equal length."""
     runs = 1 if cp_group is None else cp_group.size
-    return -(-max(longest, 1) // runs) * runs
+    return -(-padding.length(max(longest, 1)) // runs) * runs
 
 
 def _batch(

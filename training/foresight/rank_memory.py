@@ -17,6 +17,7 @@ from expertmesh.moe import ExpertMeshError, KernelChoice
 from expertmesh.sharding import Ranks, Topology
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import Padding
 from expertmesh.training.foresight.planner.forecast_table import memory_terms
 from expertmesh.training.foresight.planner.peak_memory import NEAR, Memory, Peak, peak
 from expertmesh.training.foresight.planner.schedule_choice import choose_schedule
@@ -126,14 +127,20 @@ class NoForecast:
 
 
 def forecast(
-    source: ModelSource, topology: Topology, kernel: KernelChoice, config: TrainConfig, inputs: Inputs, ranks: Ranks
+    source: ModelSource,
+    topology: Topology,
+    kernel: KernelChoice,
+    config: TrainConfig,
+    inputs: Inputs,
+    ranks: Ranks,
+    padding: Padding,
 ) -> Forecast | NoForecast:
-    """Forecast the memory of the rank that holds the most, for sequences as long as the longest (packed ones:
+    """Forecast the memory of the rank that holds the most, for sequences as long as the longest becomes (packed ones:
     --max-seq-length). Rank 0 measures the model for all; all ranks call it together."""
     told: list[Any] = [None]
     if ranks.rank == 0:
         try:
-            run = _planned(source, topology, kernel, config, inputs, ranks)
+            run = _planned(source, topology, kernel, config, inputs, ranks, padding)
             # without training there is no schedule to choose
             is_open = topology.pp_size > 1 and inputs.training is not None
             told = [_choose(run, kernel, config, ranks) if is_open else (peak(run), None)]
@@ -154,10 +161,17 @@ def _before(ranks: Ranks) -> float:
 
 
 def _planned(
-    source: ModelSource, topology: Topology, kernel: KernelChoice, config: TrainConfig, inputs: Inputs, ranks: Ranks
+    source: ModelSource,
+    topology: Topology,
+    kernel: KernelChoice,
+    config: TrainConfig,
+    inputs: Inputs,
+    ranks: Ranks,
+    padding: Padding,
 ) -> PlannedRun:
     rows = inputs.training
     longest = 2 if rows is None else config.max_seq_length if config.packing else int(rows.lengths.max())
+    longest = padding.within(config.max_seq_length).length(longest)
     trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
     # MegaBlocks' kernels run on GPUs alone; torch's grouped ones keep as much, but for the product in the activation
     name = "torch-grouped" if kernel.name.startswith("megablocks") else kernel.name
