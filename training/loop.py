@@ -1,17 +1,21 @@
 """The training loop: data in, steps, evaluations, sample generations, checkpoints and figures out."""
 
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from expertmesh.checkpoints import Progress, Saver, load_best_model
 from expertmesh.moe import ExpertMeshError, moe_layers, moe_shape
 from expertmesh.sharding import Ranks, Watchdog, check_replicas
 from expertmesh.training.change.compiling import Compilation, compilation
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch, DataOrder, Padding, Rows, collate
+from expertmesh.training.data import Batch, DataOrder, Padding, PinnedBatch, Rows, collate, made_ahead
 from expertmesh.training.engine import Engine
 from expertmesh.training.evaluate import Best, evaluate
 from expertmesh.training.generate import generate
@@ -117,12 +121,13 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> bool:
     guard, alarms = NonFiniteGuard(config, run.model, log), Alarms(config, engine.balance, top_k, groups, log)
     meter = Meter(engine.counts, run.model.config.get_text_config(), top_k, run.ranks.device, config.bf16)
     profiler = StepProfiler(config, run.model, run.ranks, log.output_dir, log.line)
-    with StopRequest() as stop, SteadyCollector() as collector, profiler:
-        for step in log.steps(log.num_steps if enough else first_step):
+    begin = log.num_steps if enough else first_step
+    with StopRequest() as stop, SteadyCollector() as collector, profiler, _batches(run, begin) as following:
+        for step in log.steps(begin):
             done = step + 1
             watchdog.at("reading the batch", done)
             learning_rate = scheduler.get_last_lr()[0]
-            batches = _batches(run, step)
+            batches = next(following)
             with profiler.step(done):
                 result = engine.train_step(batches, at=watchdog.at)
             guard.check(done, result)
@@ -210,11 +215,28 @@ def _had_enough(config: TrainConfig, best: Best) -> bool:
     return 0 < config.early_stopping_patience <= best.since
 
 
-def _batches(run: Run, step: int) -> list[Batch]:
+@contextmanager
+def _batches(run: Run, first_step: int) -> Iterator[Iterator[list[Batch]]]:
+    """This rank's micro-batches of each step from one on, on its device; for a GPU they are made by a thread, which has
+    the next steps' in pinned memory before they are asked for."""
+    device, steps = run.ranks.device, range(first_step, run.log.num_steps)
+    if device.type != "cuda":
+        yield ([batch.to(device) for batch in _collated(run, step)] for step in steps)
+        return
+
+    def pinned(step: int) -> list[PinnedBatch]:
+        return [batch.pinned() for batch in _collated(run, step)]
+
+    # each thread has a current GPU of its own, on which pinning would else make a context
+    with made_ahead(pinned, steps, partial(torch.cuda.set_device, device)) as ahead:
+        yield ([batch.to(device) for batch in batches] for batches in ahead)
+
+
+def _collated(run: Run, step: int) -> list[Batch]:
     assert run.inputs.training is not None
     rows, cp_group = run.order.micro_batches(step, run.engine.data_rank), run.engine.mesh.cp_group
     data, padding = run.inputs.training, run.padding
-    return [collate([data[row] for row in forward], cp_group, padding).to(run.ranks.device) for forward in rows]
+    return [collate([data[row] for row in forward], cp_group, padding) for forward in rows]
 
 
 def _is_due(done: int, every: int, run: Run) -> bool:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from expertmesh.moe.base.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from expertmesh.training.data.batch import IGNORED, Batch, Padding, SplitSequences, batch_of, collate
+    from expertmesh.training.data.batch import IGNORED, Batch, Padding, PinnedBatch, SplitSequences, batch_of, collate
     from expertmesh.training.data.cache import cache_directory, cached_bytes
     from expertmesh.training.data.chat import TrainOn, set_chat_template
     from expertmesh.training.data.data_files import SampleBy, parse_datasets
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from expertmesh.training.data.digest import explain_samples, samples_facts
     from expertmesh.training.data.formats import Columns
     from expertmesh.training.data.packing import Rows, make_rows, pack
+    from expertmesh.training.data.prefetch import made_ahead
     from expertmesh.training.data.preview import describe, print_preview
     from expertmesh.training.data.samples import (
         DataOptions,
@@ -36,6 +37,7 @@ __all__ = [
     "DataOrder",
     "Origin",
     "Padding",
+    "PinnedBatch",
     "Rows",
     "Sample",
     "SampleBy",
@@ -50,6 +52,7 @@ __all__ = [
     "explain_samples",
     "hold_out",
     "load_samples",
+    "made_ahead",
     "make_rows",
     "pack",
     "parse_datasets",

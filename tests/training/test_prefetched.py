@@ -1,0 +1,147 @@
+"""Batches that a thread makes ahead of the steps, in pinned memory, are those that would have been made."""
+
+import threading
+import traceback
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from expertmesh.sharding import CPGroup
+from expertmesh.training import loop
+from expertmesh.training.data import Batch, DataOrder, Padding, PinnedBatch, Sample, collate, made_ahead
+from expertmesh.training.data import batch as batch_module
+from tests.distributed.reference import random_samples
+from tests.training.test_batches import assert_same
+
+ROWS = [[sample] for sample in random_samples([9, 30, 17, 5, 8, 21, 3])]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        collate(ROWS[:3]),
+        collate(ROWS[:1]),
+        collate([]),
+        collate([[ROWS[0][0], ROWS[1][0]], ROWS[2]]),
+        collate(ROWS[:3], CPGroup(2, 1, None)),
+        collate([[Sample([5], [True])]]),
+    ],
+    ids=["padded", "alone", "nothing", "packed", "shared", "no target"],
+)
+def test_one_buffer_holds_a_batch(batch: Batch) -> None:
+    sizes = []
+
+    def allocate(number: int) -> torch.Tensor:
+        sizes.append(number)
+        return torch.full((number,), 0xEE, dtype=torch.uint8)
+
+    moved = batch.pinned(allocate).to(CPU)
+    assert len(sizes) == 1
+    assert_same(moved, batch)
+    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert {field.name for field in fields(moved)} == {field.name for field in fields(batch)}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    batch = collate(ROWS[:3])
+    moved = batch.to(torch.device("cuda"))
+    assert moved.tokens_BS.is_cuda
+    assert moved.to(torch.device("cuda")).tokens_BS.data_ptr() == moved.tokens_BS.data_ptr()
+    assert batch.pinned().buffer.is_pinned()
+    assert_same(moved.to(CPU), batch)
+
+
+def loops_run(device: str) -> Any:
+    engine = SimpleNamespace(data_rank=0, mesh=SimpleNamespace(cp_group=None))
+    return SimpleNamespace(
+        engine=engine,
+        inputs=SimpleNamespace(training=ROWS),
+        order=DataOrder(len(ROWS), 1, 2, 2, seed=0),
+        padding=Padding(4),
+        log=SimpleNamespace(num_steps=6),
+        ranks=SimpleNamespace(device=torch.device(device)),
+    )
+
+
+def test_the_loop_gets_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a thread as without one, into the fourth epoch."""
+    threads: set[threading.Thread] = set()
+    devices: list[torch.device] = []
+
+    def unpinned(number: int) -> torch.Tensor:
+        threads.add(threading.current_thread())
+        return torch.empty(number, dtype=torch.uint8)
+
+    onto = PinnedBatch.to
+    monkeypatch.setattr(batch_module, "_pinned_bytes", unpinned)
+    monkeypatch.setattr(PinnedBatch, "to", lambda self, device: onto(self, CPU))
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    before = set(threading.enumerate())
+    with loop._batches(loops_run("cpu"), 1) as following:
+        expected = list(following)
+        assert set(threading.enumerate()) == before
+    with loop._batches(loops_run("cuda:1"), 1) as following:
+        found = list(following)
+    assert len(found) == len(expected) == 5
+    for ours, theirs in zip(found, expected, strict=True):
+        for batch, other in zip(ours, theirs, strict=True):
+            assert_same(batch, other)
+    assert devices == [torch.device("cuda:1")]
+    assert len(threads) == 1
+    assert threads.isdisjoint(before)
+    assert not threads.pop().is_alive()
+
+
+def test_no_more_than_two_are_made_ahead() -> None:
+    made: list[int] = []
+    two = threading.Event()
+
+    def make(number: int) -> int:
+        made.append(number)
+        if number == 2:
+            two.set()
+        return number
+
+    with made_ahead(make, range(100)) as following:
+        assert next(following) == 0
+        assert two.wait(20)
+        assert made == [0, 1, 2]
+    assert len(made) <= 4
+    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+def test_an_error_is_raised_where_its_batch_is_taken() -> None:
+    def make(number: int) -> int:
+        if number == 2:
+            raise KeyError("in the data")
+        return number
+
+    taken: list[int] = []
+
+    def take_all() -> None:
+        with made_ahead(make, range(5)) as following:
+            for number in following:
+                taken.append(number)
+
+    with pytest.raises(KeyError, match="in the data") as raised:
+        take_all()
+    assert taken == [0, 1]
+    assert "make" in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+def test_an_error_of_the_loop_ends_the_thread() -> None:
+    def fail() -> None:
+        with made_ahead(str, range(10**9)) as following:
+            next(following)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
