@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_utils import SchedulerType
 
 from expertmesh.checkpoints import Progress
@@ -14,6 +15,8 @@ from expertmesh.training import TrainConfig, check_schedule
 from expertmesh.training.optim.low_bit import (
     AdamW8bit,
     AdamWBf16,
+    Update,
+    _AdamW,
     block_size,
     dynamic_map,
     position_bits,
@@ -99,6 +102,72 @@ def test_block_sizes() -> None:
     expert's vector."""
     shapes = [(4, 2880), (4, 1408), (4, 512), (4, 64), (4, 63), (4, 257), (2880,), (4, 256, 256)]
     assert [block_size(torch.Size(shape)) for shape in shapes] == [240, 176, 256, 64, None, None, None, None]
+
+
+def low_bit(kind: str, parameters: list[torch.Tensor]) -> Any:
+    groups: list[dict[str, Any]] = [{"params": parameters, "weight_decay": 0.1}]
+    if kind == "8bit":
+        return AdamW8bit(groups, **SETTINGS)
+    rows = {parameter: (number, range(len(parameter))) for number, parameter in enumerate(parameters)}
+    return AdamWBf16(groups, **SETTINGS, rows=rows, seed=3)
+
+
+def trained_together(kind: str, steps: int) -> list[torch.Tensor]:
+    """Parameters of which the later ones have had fewer updates."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    parameters: list[torch.Tensor] = [torch.nn.Parameter(torch.randn(4, 64).to(dtype)) for _ in range(5)]
+    together = low_bit(kind, parameters)
+    for step in range(steps):
+        for number, parameter in enumerate(parameters):
+            parameter.grad = torch.randn_like(parameter) if step >= number else None
+        together.step()
+    assert [int(together.state[p]["step"]) for p in parameters] == [max(0, steps - n) for n in range(5)]
+    return parameters
+
+
+@pytest.mark.parametrize("kind", ["8bit", "bf16"])
+def test_parameters_are_updated_together_as_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = trained_together(kind, 7)
+
+    def one_by_one(self: Any, parameters: list[torch.Tensor], group: dict[str, Any]) -> list[Update]:
+        updates = []
+        for parameter in parameters:
+            self.state[parameter]["step"] += 1
+            step = self.state[parameter]["step"].double()
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            corrections = 1 - beta1**step, 1 - beta2**step
+            updates.append(Update(1 - beta1, 1 - beta2, *corrections, lr, 1 - lr * 0.1, group["eps"]))
+        return updates
+
+    monkeypatch.setattr(_AdamW, "_updates", one_by_one)
+    for ours, theirs in zip(found, trained_together(kind, 7), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["8bit", "bf16"])
+def test_corrections_take_a_few_operators_for_all_parameters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the updates themselves are left out."""
+
+    class Calls(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.number += not operator.is_view
+            return operator(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(_AdamW, "_update", lambda *given: None)
+    numbers = []
+    for size in (1, 40):
+        parameters: list[torch.Tensor] = [torch.nn.Parameter(torch.randn(2, 64)) for _ in range(size)]
+        optimizer = low_bit(kind, parameters)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        with Calls() as calls:
+            optimizer.step()
+        numbers.append(calls.number)
+    assert numbers[0] == numbers[1] > 0
 
 
 def test_8bit_adamw_stays_near_fp32() -> None:

@@ -8,7 +8,7 @@ On a GPU a step is one Triton kernel per parameter, which reads and writes each 
 (`training.optim.low_bit_triton`); where tensors are not contiguous, and on a CPU, it is torch's own operators, each of
 which does.
 
-Shape suffixes: R rows of a parameter on this rank, D its columns, B blocks per row.
+Shape suffixes: P parameters, R rows of a parameter on this rank, D its columns, B blocks per row.
 """
 
 from dataclasses import dataclass
@@ -66,21 +66,39 @@ class _AdamW(Optimizer):
         """One update of every parameter that has a gradient; no rank waits for another."""
         assert closure is None
         for group in self.param_groups:
+            on_device: dict[torch.device, list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    on_device.setdefault(self._step_of(parameter).device, []).append(parameter)
+            for parameters in on_device.values():
+                for parameter, update in zip(parameters, self._updates(parameters, group), strict=True):
+                    self._update(parameter, update)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step_of(self, parameter: Tensor) -> Tensor:
+        """How many updates a parameter has had, scalar; its state is made if it has none."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)
             state.update(self._no_moments(parameter))
-        state["step"] += 1
+        step: Tensor = state["step"]
+        return step
+
+    def _updates(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Update]:
+        """Count one more update of each parameter; what these take. A few operators for all parameters, whose counts
+        lie on one device: for one at a time, launching them would take longer than the update."""
+        steps = [self._step_of(parameter) for parameter in parameters]
+        torch._foreach_add_(steps, 1)
         # kept on the device, in double: a float of it would wait for the device, and 1 - 0.999 in fp32 is 1e-5 off
-        step = state["step"].double()
+        steps_P = torch.stack(steps).double()
         beta1, beta2 = group["betas"]
-        decay = 1 - group["lr"] * group["weight_decay"]
-        update = Update(1 - beta1, 1 - beta2, 1 - beta1**step, 1 - beta2**step, group["lr"], decay, group["eps"])
+        # two by two, so that each lies as its counterparts do: Triton compiles a kernel anew for another alignment
+        corrections = torch.stack([1 - beta1**steps_P, 1 - beta2**steps_P], dim=1)
+        lr, eps, decay = group["lr"], group["eps"], 1 - group["lr"] * group["weight_decay"]
+        pairs = (pair.unbind() for pair in corrections.unbind())
+        return [Update(1 - beta1, 1 - beta2, of_mean, of_square, lr, decay, eps) for of_mean, of_square in pairs]
+
+    def _update(self, parameter: Tensor, update: Update) -> None:
+        state = self.state[parameter]
         local = {name: local_tensor(tensor) for name, tensor in state.items()}
         weight, grad = local_tensor(parameter), local_tensor(parameter.grad)  # type: ignore[arg-type]
         if takes_kernel(weight, grad, *local.values()):

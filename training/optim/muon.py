@@ -114,13 +114,14 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of all parameters. All ranks call it together."""
         assert closure is None
-        for parameter in self.matrix_group["params"]:
-            if parameter.grad is None:
-                continue
+        trained = [parameter for parameter in self.matrix_group["params"] if parameter.grad is not None]
+        for parameter in trained:
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            local_tensor(state["momentum_buffer"]).lerp_(local_tensor(parameter.grad), 1 - MOMENTUM)
+        momenta = [local_tensor(self.state[parameter]["momentum_buffer"]) for parameter in trained]
+        if trained:
+            torch._foreach_lerp_(momenta, [local_tensor(parameter.grad) for parameter in trained], 1 - MOMENTUM)
         for lot, group in self.rounds:
             # what nothing is learned of has no gradient on any rank
             matrices = [matrix for matrix in lot if matrix.parameter.grad is not None]
