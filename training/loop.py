@@ -167,6 +167,8 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> bool:
             if is_saving:
                 with meter.paused():
                     _save(run, engine.progress(_order_facts(run), best.state()))
+            elif run.saver is not None:
+                run.saver.prepare(run.model, engine.optimizer)
             if stopping or enough:
                 break
         _write_profile(run, profiler)

@@ -17,13 +17,15 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import MixtralForCausalLM
 
 from benchmarks.chaos import is_complete
 from expertmesh import train_ep, training
 from expertmesh.checkpoints import Saver
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.checkpoints.state import saving
 from expertmesh.checkpoints.state.marker import whole_checkpoints
 from expertmesh.checkpoints.storage.checksums import seal
 from expertmesh.moe.base.command import INTERRUPTED
@@ -179,6 +181,50 @@ def test_nothing_changes_before_it_is_copied(
     assert len(saved) == 3
     for name in saved:
         both = [str(tmp_path / variant / "checkpoints" / name) for variant in ("plain", "late")]
+        assert checkpoints_main(["verify", *both]) == 0
+
+
+def run_as_on_a_gpu(argv: list[str]) -> list[int]:
+    """A run whose saver takes this for a GPU, but for pinning; how many tensors each staging found no memory for."""
+    made: list[int] = []
+    stage, new = StateDictStager.stage, StateDictStager._stage_untyped_storage
+
+    def count_stage(self: Any, *given: Any, **settings: Any) -> Any:
+        made.append(0)
+        return stage(self, *given, **settings)
+
+    def count_new(self: Any, storage: Any, *given: Any, **settings: Any) -> Any:
+        made[-1] += storage not in self._cached_storage_mapping
+        return new(self, storage, *given, **settings)
+
+    def options(use_async_staging: bool, **others: bool) -> StagingOptions:
+        assert others == {"use_pinned_memory": True, "use_shared_memory": False, "use_non_blocking_copy": True}
+        return StagingOptions(False, False, use_async_staging, False)
+
+    with (
+        mock.patch.object(StateDictStager, "stage", count_stage),
+        mock.patch.object(StateDictStager, "_stage_untyped_storage", count_new),
+        mock.patch.object(saving, "_is_on_gpu", return_value=True),
+        mock.patch.object(saving, "StagingOptions", options),
+        mock.patch.object(torch.cuda, "synchronize"),
+    ):
+        assert run_main(argv)[0] == 0
+    return made
+
+
+def test_memory_for_copies_is_made_before_the_first_checkpoint(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """After the first step, when it is copied into for nothing; a checkpoint then finds all but the random state's."""
+    common = [*shares(1), "--save-steps", "2", "--max-steps", "4", "--no-export"]
+    run(ranks, 1, flags(tiny_model, tiny_data, tmp_path / "plain", *common))
+    argv = flags(tiny_model, tiny_data, tmp_path / "prepared", *common)
+    (made,) = ranks.run(run_as_on_a_gpu, 1, argv, join_group=False)
+    assert len(made) == 3
+    assert made[0] > 50
+    assert made[1:] == [1, 1]
+    for name in ("step-00000002", "step-00000004"):
+        both = [str(tmp_path / variant / "checkpoints" / name) for variant in ("plain", "prepared")]
         assert checkpoints_main(["verify", *both]) == 0
 
 
