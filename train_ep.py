@@ -129,7 +129,7 @@ def run_training(
     if inputs.training is not None and not config.force:
         with sharding.raise_together():
             memory.check(ranks.world_size)
-    log = training.RunLog(config, output_dir, num_steps, ranks, products)
+    log = training.RunLog(config, output_dir, num_steps, ranks, products, engine.flash_attention_3)
     watchdog.at("loading the model", limited=False)
     resume_from = find_resume(config, output_dir, ranks)
     facts = engine.facts | data_facts

@@ -66,6 +66,7 @@ from expertmesh.sharding import (
     set_parameter_dtype,
 )
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
+from expertmesh.training.attention.flash_3 import use_flash_attention_3
 from expertmesh.training.attention.packed_attention import check_packing, choose_attention
 from expertmesh.training.attention.padded_lengths import padding_of
 from expertmesh.training.change.compiling import compile_layers
@@ -226,6 +227,7 @@ class Engine:
         model: transformers' own class, with our experts in it.
         kernel: what computes the experts. trained: what is trained, in words, where it is not everything.
         padding: how long the sequences of a batch become.
+        flash_attention_3: whether it is used, in words; None where it is not installed.
         balance: how the experts' load is kept even.
         counts: of its parameters. topology: of its ranks.
         facts: of what the run has read, to be compared on resume.
@@ -257,6 +259,7 @@ class Engine:
             check_ep_size(config.ep_size, ranks.world_size // config.pp_size, num_experts)
             check_cp_size(config.cp_size, ranks.world_size // config.pp_size)
             self.balance: Balance = choose_balance(config, self.model, source.config)
+        self.flash_attention_3 = use_flash_attention_3(self.model, config, ranks)
         self.counts: ParameterCounts = count_parameters(self.model)
         self.topology = topology_of(config, ranks.world_size)
         self.saver: Saver | None = None

@@ -34,6 +34,7 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
         + (", compiled attention and norms" if config.compile else "")
         + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing")
         + (", activation offloading" if config.offload_activations else ""),
+        *([] if engine.flash_attention_3 is None else [engine.flash_attention_3]),
         *_rope(config, source),
         engine.balance.line(),
         *engine.trained,

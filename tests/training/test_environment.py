@@ -23,12 +23,23 @@ ALWAYS = {
     "ranks",
     "devices",
 }
-SOMETIMES = {"expertmesh", "megablocks", "commit", "cuda", "nccl", "cpu", "cpu_cores", "cpu_matmul", "os"}
+SOMETIMES = {
+    "expertmesh",
+    "megablocks",
+    "commit",
+    "cuda",
+    "nccl",
+    "cpu",
+    "cpu_cores",
+    "cpu_matmul",
+    "flash_attention_3",
+    "os",
+}
 
 
 def facts_of_a_rank(output_dir: Path) -> dict[str, str | int]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
-    facts = environment(ranks, 16, "onednn")
+    facts = environment(ranks, 16, "onednn", "flash attention 3 is not used: why")
     if ranks.rank == 0:
         write_environment(output_dir, facts)
     return facts

@@ -34,7 +34,7 @@ def go_on(out: Path, step: int, failing: bool = False) -> str:
     """What a run says that goes on after `step`: it logs an event and the next step, and looks for its file."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
     config = TrainConfig(model="m", dataset=["d"], output_dir=str(out), resume="auto")
-    log = RunLog(config, out, STEPS, ranks, None)
+    log = RunLog(config, out, STEPS, ranks, None, None)
     replace = Path.replace
 
     def or_fail(path: Path, target: Any) -> Path:

@@ -33,13 +33,20 @@ class RunLog:
     """
 
     def __init__(
-        self, config: TrainConfig, output_dir: Path, num_steps: int, ranks: Ranks, products: MatmulLibraries | None
+        self,
+        config: TrainConfig,
+        output_dir: Path,
+        num_steps: int,
+        ranks: Ranks,
+        products: MatmulLibraries | None,
+        flash_attention_3: str | None,
     ):
         self.trackers = Trackers(config, output_dir / TRACKERS, ranks, self.line)
         self.is_main = ranks.rank == 0
         self.config = config
         self.ranks = ranks
         self.products = products
+        self.flash_attention_3 = flash_attention_3
         self.output_dir = output_dir
         self.path = output_dir / "metrics.jsonl"
         self.num_steps = num_steps
@@ -52,7 +59,8 @@ class RunLog:
 
     def __enter__(self) -> "RunLog":
         matmul = None if self.products is None else str(self.products)
-        facts = environment(self.ranks, self.config.sequences_per_step(self.ranks.world_size), matmul)
+        batch = self.config.sequences_per_step(self.ranks.world_size)
+        facts = environment(self.ranks, batch, matmul, self.flash_attention_3)
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 sweep_reports(self.output_dir)

@@ -1,0 +1,88 @@
+"""Flash attention 3 in the place of torch's own kernel, flash attention 2, where its package is installed.
+
+torch replaces the very operators that `training.attention.flash` and sdpa call, forward and backward, windows included.
+"""
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.torch_private import SUPPORTED
+from expertmesh.sharding import Ranks
+from expertmesh.training.config.train_config import TrainConfig
+
+_MODULE, _PACKAGE, _NAME = "flash_attn_interface", "flash_attn_3", "FA3"
+_HOPPER = 9
+
+
+def use_flash_attention_3(model: Any, config: TrainConfig, ranks: Ranks) -> str | None:
+    """Have torch compute flash attention with flash attention 3, from here on, if every rank can. All ranks call it
+    together, before a model attends.
+
+    Returns:
+        What was done, or why it was not, for the first lines of the log; None on a CPU, and where no rank has the
+        package.
+
+    Raises:
+        ExpertMeshError: on all ranks, when torch could not take it after all.
+    """
+    if ranks.device.type != "cuda":
+        return None
+    obstacles: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(obstacles, _obstacle(model, config))
+    if all(obstacle == _NOT_INSTALLED for obstacle in obstacles):
+        return None
+    if (first := next((rank for rank, obstacle in enumerate(obstacles) if obstacle), None)) is not None:
+        where = "" if all(obstacles) else f"on rank {first} "
+        return f"flash attention 3 is not used: {where}{obstacles[first]}"
+    _activate()
+    return f"flash attention 3 ({_MODULE}{_version()}) computes flash attention"
+
+
+_NOT_INSTALLED = f"{_MODULE} is not installed"
+
+
+def _obstacle(model: Any, config: TrainConfig) -> str:
+    """Why it cannot be used here; empty if it can."""
+    if find_spec(_MODULE) is None:
+        return _NOT_INSTALLED
+    major, minor = torch.cuda.get_device_capability()
+    if major != _HOPPER:
+        return f"it is for GPUs of compute capability {_HOPPER}.0 (Hopper), and this one has {major}.{minor}"
+    if dropout := getattr(model.config.get_text_config(), "attention_dropout", 0):
+        return f"it has no dropout, and this model's attention_dropout is {dropout:g}"
+    if config.deterministic:
+        return "--deterministic takes torch's own, which has been verified to be"
+    try:
+        importlib.import_module(_MODULE)
+    except Exception as error:  # built for another torch or CUDA it fails in many ways
+        return f"{_MODULE} cannot be imported: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}"
+    if missing := [name for name in ("fwd", "bwd") if not hasattr(torch.ops.flash_attn_3, name)]:
+        return f"{_MODULE} has no operator flash_attn_3::{missing[0]}, which torch calls"
+    if _NAME not in torch.nn.attention.list_flash_attention_impls():
+        return f"torch {torch.__version__} does not know it (expertmesh was tested with torch {SUPPORTED})"
+    return ""
+
+
+def _activate() -> None:
+    if torch.nn.attention.current_flash_attention_impl() == _NAME:
+        return
+    try:
+        torch.nn.attention.activate_flash_attention_impl(_NAME)
+    except (AttributeError, RuntimeError, ImportError) as error:
+        raise ExpertMeshError(
+            f"torch {torch.__version__} cannot use the flash attention 3 that is installed: {error}; uninstall "
+            f"{_PACKAGE}, or install one that was built for this torch"
+        ) from error
+
+
+def _version() -> str:
+    try:
+        return f" {version(_PACKAGE)}"
+    except PackageNotFoundError:
+        return ""
