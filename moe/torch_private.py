@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch._C import _current_autograd_node as _current_autograd_node
     from torch._C import _current_graph_task_id as _current_graph_task_id
     from torch._C import _distributed_c10d as _distributed_c10d
+    from torch._C import _get_sm_carveout_experimental as _get_sm_carveout_experimental
+    from torch._C import _set_sm_carveout_experimental as _set_sm_carveout_experimental
     from torch._C import _storage_Use_Count as _storage_Use_Count
     from torch._C._autograd import _get_sequence_nr as _get_sequence_nr
     from torch._C._profiler import _EventType as _EventType

@@ -1,13 +1,17 @@
 """The device mesh: (pp, dp, ep), its parts, and the groups of ranks beside it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from expertmesh.moe.torch_private import _set_pg_timeout
 from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.sharding.comms.nccl import few_blocks
 from expertmesh.sharding.comms.pipeline_groups import PipelineGroups, make_pipeline_groups
 from expertmesh.sharding.topology import Topology
 
@@ -57,21 +61,31 @@ class Mesh:
         return group
 
 
-def build_mesh(device_type: str, topology: Topology, timeout_seconds: int | None = None) -> Mesh:
+def build_mesh(
+    device_type: str, topology: Topology, timeout_seconds: int | None = None, overlaps: bool = False
+) -> Mesh:
     """The meshes of a topology; the process group must have `topology.world_size` ranks.
 
     Args:
         timeout_seconds: after which a collective in one of the groups fails; default: torch's.
+        overlaps: whether all-to-alls run beside expert GEMMs: NCCL is then kept to few blocks in the groups of rows and
+            of parameters, none of which is the default group.
     """
+    options = partial(few_blocks, device_type if overlaps else "cpu")
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     shape, axes = (topology.dp_size, topology.ep_size), ("dp", "ep")
+    overrides = _overrides(axes, options)
     if topology.pp_size == 1:
-        grid = init_device_mesh(device_type, shape, mesh_dim_names=axes)
+        grid = init_device_mesh(device_type, shape, mesh_dim_names=axes, backend_override=overrides)
     else:
-        grid = init_device_mesh(device_type, (topology.pp_size, *shape), mesh_dim_names=("pp", *axes))[axes]
-    exchange, cp_group = _exchange_group(topology, grid["ep"]), _cp_group(topology)
+        names = ("pp", *axes)
+        grid = init_device_mesh(
+            device_type, (topology.pp_size, *shape), mesh_dim_names=names, backend_override=overrides
+        )[axes]
+    exchange, cp_group = _exchange_group(topology, grid["ep"], options()), _cp_group(topology)
     pipeline = make_pipeline_groups(topology, device_type, timeout)
-    mesh = Mesh(topology, grid, grid._flatten("fsdp"), exchange, cp_group, pipeline, timeout)
+    all_ranks = grid._flatten("fsdp", backend_override=options())
+    mesh = Mesh(topology, grid, all_ranks, exchange, cp_group, pipeline, timeout)
     if timeout is not None:
         groups = [*(part.get_group() for part in (mesh.dp, mesh.ep, mesh.all_ranks)), exchange]
         if cp_group is not None and cp_group.ranks is not None:
@@ -84,12 +98,18 @@ def build_mesh(device_type: str, topology: Topology, timeout_seconds: int | None
     return mesh
 
 
-def _exchange_group(topology: Topology, ep: DeviceMesh) -> dist.ProcessGroup:
+def _overrides(axes: tuple[str, ...], options: Callable[[], Any]) -> dict[int | str, Any] | None:
+    """Options for the groups of a mesh's axes; None: those of the default group, which may then be one of them."""
+    overrides: dict[int | str, Any] = {axis: options() for axis in axes}
+    return overrides if all(overrides.values()) else None
+
+
+def _exchange_group(topology: Topology, ep: DeviceMesh, options: Any) -> dist.ProcessGroup:
     """A separate group where FSDP uses that of `ep` too: there NCCL would make rows wait for gathered parameters, and
     the other way round, as it runs the collectives of one group one after the other."""
     if topology.ep_size == 1 or (topology.ep_size < topology.ranks_per_stage and topology.dense_shard == "full"):
         return ep.get_group()
-    return _group_of_adjacent_ranks(topology, topology.ep_size, "ep")
+    return _group_of_adjacent_ranks(topology, topology.ep_size, "ep", options)
 
 
 def _cp_group(topology: Topology) -> CPGroup | None:
@@ -101,9 +121,9 @@ def _cp_group(topology: Topology) -> CPGroup | None:
     return CPGroup(topology.cp_size, index, _group_of_adjacent_ranks(topology, topology.cp_size, "cp"))
 
 
-def _group_of_adjacent_ranks(topology: Topology, size: int, axis: str) -> dist.ProcessGroup:
+def _group_of_adjacent_ranks(topology: Topology, size: int, axis: str, options: Any = None) -> dist.ProcessGroup:
     groups = [list(range(start, start + size)) for start in range(0, topology.world_size, size)]
     # named as torch names those of a mesh, which is what is told of their collectives
-    group, _ = dist.new_subgroups_by_enumeration(groups, group_desc=f"mesh_{axis}")
+    group, _ = dist.new_subgroups_by_enumeration(groups, pg_options=options, group_desc=f"mesh_{axis}")
     assert group is not None
     return group

@@ -278,7 +278,8 @@ class Engine:
             ExpertMeshError: on all ranks, where the model's files are damaged or do not fit.
         """
         config, ranks = self.config, self.ranks
-        self.mesh = build_mesh(ranks.device.type, self.topology, collectives_limit(limit))
+        overlaps = config.overlap_chunks > 1
+        self.mesh = build_mesh(ranks.device.type, self.topology, collectives_limit(limit), overlaps)
         checkpoint = place(config, self.model, self.source, self.mesh, ranks.device, resume_from)
         if self.balance.bias_rate:
             checkpoint = checkpoint.exporting(correction_biases(self.model), "F32")

@@ -25,6 +25,7 @@ from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.experts.weight_gradients import ExpertsCall, deferrable
 from expertmesh.moe.experts.working import WorkingWeights, local_part
 from expertmesh.moe.forward import current_forward
+from expertmesh.moe.kernels.carve_out import beside_all_to_alls
 from expertmesh.moe.kernels.expert_kernels import LOOP, ExpertKernel
 from expertmesh.moe.kernels.expert_products import AddBias
 
@@ -168,7 +169,7 @@ class ExpertMLP(nn.Module):
         returned = []
         call = self._deferrable_call()
         by_part = self._weights(sent[0].dtype, [part.num_experts for part in parts], call is not None)
-        with deferrable(call):
+        with deferrable(call), beside_all_to_alls(len(parts) > 1 and sent[0].is_cuda):
             for rows_RD, part, weights in zip(sent, parts, by_part, strict=True):
                 out_RD = self._compute(*part.arrive(rows_RD), weights, needs_output)
                 returned.append(part.give_back(out_RD if finish is None else finish(out_RD)))

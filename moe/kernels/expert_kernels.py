@@ -29,6 +29,7 @@ from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.cpu.matmul import matmul, pad_rows
 from expertmesh.moe.experts.replay import kept_product, placeholder
 from expertmesh.moe.experts.weight_gradients import deferral_of, now_or_later
+from expertmesh.moe.kernels.carve_out import leaving_room
 from expertmesh.moe.kernels.expert_products import (
     Product,
     compute_dtype,
@@ -192,7 +193,7 @@ def _grouped_mm(counts_e: Tensor) -> GroupedMatmul:
             product.masked_fill_((counts_e == 0)[:, None, None], 0)
         return product
 
-    return GroupedMatmul(gmm)
+    return GroupedMatmul(leaving_room(gmm))
 
 
 def _leaves_empty_groups(device: torch.device) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.cpu.matmul import matmul, pad_rows
+from expertmesh.moe.kernels.carve_out import leaving_room
 from expertmesh.moe.kernels.expert_products import host_counts, runs
 from expertmesh.moe.kernels.gpu import computes_on_cpu, takes_triton
 from expertmesh.moe.kernels.grouped import GroupedMatmul
@@ -84,7 +85,7 @@ def fp8_products(counts_e: Tensor, num_rows: int) -> GroupedMatmul:
             b = cast(b, trans_a) if trans_a else cast_rows(b) if trans_b else cast_columns(b)
         return _multiply(a, b, padded.padded_ends_e if trans_a else padded.ends_e)
 
-    return GroupedMatmul(gmm, cast)
+    return GroupedMatmul(leaving_room(gmm), cast)
 
 
 def cast_rows(x: Tensor) -> Scaled:

@@ -3,12 +3,17 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from expertmesh.moe.kernels.carve_out import LEFT
 from expertmesh.sharding import Mesh, Topology, build_mesh
 from expertmesh.sharding.life.flight_recorder import recorded_collectives
 from tests.distributed.pool import RankPool
@@ -57,6 +62,45 @@ def test_rows_are_shared_by_neighbours(topology: Topology) -> None:
         assert dist.get_process_group_ranks(mesh.cp_group.ranks) == list(range(first, first + topology.cp_size))
         others = [mesh.exchange, mesh.ep.get_group(), mesh.all_ranks.get_group()]
         assert mesh.cp_group.ranks.group_name not in [group.group_name for group in others]
+
+
+class Options(_distributed_c10d.Backend.Options):
+    """In the place of `ProcessGroupNCCL.Options`, which a build for CPUs does not have."""
+
+    def __init__(self) -> None:
+        super().__init__("nccl")
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+@pytest.mark.parametrize("topology", [*TOPOLOGIES[2:], Topology(8, 2, "full", 1, 2)], ids=str)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_beside_gemms_nccl_has_few_blocks(topology: Topology, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all groups of rows and of parameters, each with options of its own."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr("expertmesh.sharding.mesh.make_pipeline_groups", lambda *given: None)
+    new_group = distributed_c10d.new_group
+
+    def recording(*given: Any, pg_options: Any = None, **settings: Any) -> Any:
+        group = new_group(*given, **settings)
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            made[group.group_name] = pg_options
+        return group
+
+    monkeypatch.setattr(distributed_c10d, "new_group", recording)
+    monkeypatch.setattr(device_mesh, "new_group", recording)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    dist.init_process_group("fake", rank=5, world_size=topology.world_size, store=FakeStore())
+    try:
+        mesh = build_mesh("cuda", topology, overlaps=overlaps)
+        groups = [mesh.exchange, mesh.dp.get_group(), mesh.ep.get_group(), mesh.all_ranks.get_group()]
+        found: list[Any] = [made.get(name) for name in {group.group_name for group in groups}]
+    finally:
+        dist.destroy_process_group()
+    if not overlaps:
+        assert found == [None] * len(found)
+        return
+    assert [options.config.max_ctas for options in found] == [LEFT] * len(found)
+    assert len({id(options) for options in found}) == len(found)
 
 
 def test_its_time_limit_and_its_name(ranks: RankPool) -> None:

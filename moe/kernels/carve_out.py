@@ -1,0 +1,58 @@
+"""Multiprocessors that expert GEMMs leave to NCCL, where all-to-alls are under way beside them.
+
+torch's grouped GEMMs are persistent kernels, a block on every multiprocessor, and a block of NCCL's does not share one:
+beside an all-to-all such a GEMM waits for it, or takes twice as long (pytorch#143988).
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from expertmesh.moe.base.declared import StepPart
+
+STEP_PART: StepPart = None
+
+LEFT = 16
+"""Multiprocessors that are left; as many blocks as NCCL may take then (see `sharding.comms.nccl`)."""
+
+_IS_BESIDE: ContextVar[bool] = ContextVar("_IS_BESIDE", default=False)
+
+
+@contextmanager
+def beside_all_to_alls(is_beside: bool) -> Iterator[None]:
+    """Sets whether all-to-alls are under way beside the GEMMs that are made within it, in forward and backward."""
+    token = _IS_BESIDE.set(is_beside)
+    try:
+        yield
+    finally:
+        _IS_BESIDE.reset(token)
+
+
+def leaving_room(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A grouped GEMM that leaves `LEFT` multiprocessors free if it is made within `beside_all_to_alls`, wherever it is
+    called: backward has a thread of its own."""
+    if not _IS_BESIDE.get():
+        return multiply
+    _silence()
+    from expertmesh.moe.torch_private import _get_sm_carveout_experimental, _set_sm_carveout_experimental
+
+    def multiply_on_fewer(*arguments: Any, **options: Any) -> Tensor:
+        before = _get_sm_carveout_experimental()
+        _set_sm_carveout_experimental(LEFT)
+        try:
+            return multiply(*arguments, **options)
+        finally:
+            _set_sm_carveout_experimental(before)
+
+    return multiply_on_fewer
+
+
+@cache
+def _silence() -> None:
+    """torch warns that the setting is experimental; that it is there is tested before it is used."""
+    warnings.filterwarnings("ignore", "Setting the SM carveout")

@@ -1,0 +1,89 @@
+"""Where all-to-alls run beside grouped GEMMs these leave multiprocessors free, in forward and backward."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from expertmesh.moe import KERNELS
+from expertmesh.moe.experts import expert_mlp
+from expertmesh.moe.kernels.carve_out import LEFT, beside_all_to_alls
+from tests.tiny import tiny_block
+
+get_left: Any = torch._C._get_sm_carveout_experimental
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """What each grouped GEMM was told."""
+    told: list[int | None] = []
+    grouped_mm = F.grouped_mm
+
+    def record(*given: Any, **settings: Any) -> torch.Tensor:
+        told.append(get_left())
+        return grouped_mm(*given, **settings)
+
+    monkeypatch.setattr(F, "grouped_mm", record)
+    return told
+
+
+@pytest.mark.parametrize("name", ["fused", "product"])
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_forward_and_backward(left: list[int | None], name: str, is_beside: bool) -> None:
+    x, counts_e = torch.randn(5, 8, requires_grad=True), torch.tensor([2, 3])
+    w1, v1, w2 = (torch.randn(2 * 4, 8, requires_grad=True) for _ in range(3))
+    kernel = KERNELS["torch-grouped"]
+    assert kernel.fused is not None
+    assert kernel.product is not None
+    with beside_all_to_alls(is_beside):
+        if name == "fused":
+            out = kernel.fused(x, counts_e, w1, v1, w2)
+        else:
+            out = kernel.product(x, counts_e, w1.view(2, 4, 8))
+    out.sum().backward()
+    assert len(left) == (9 if name == "fused" else 3)
+    assert set(left) == {LEFT if is_beside else None}
+    assert get_left() is None
+
+
+def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any, **settings: Any) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(F, "grouped_mm", fail)
+    product = KERNELS["torch-grouped"].product
+    assert product is not None
+    with pytest.raises(RuntimeError, match="no memory"), beside_all_to_alls(True):
+        product(torch.randn(5, 8), torch.tensor([2, 3]), torch.randn(2, 4, 8))
+    assert get_left() is None
+
+
+def test_on_a_cpu_and_in_one_chunk_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def record(is_beside: bool) -> Any:
+        asked.append(is_beside)
+        return beside_all_to_alls(is_beside)
+
+    monkeypatch.setattr(expert_mlp, "beside_all_to_alls", record)
+    tiny_block("torch-grouped")(torch.randn(1, 5, 32))
+    assert asked == [False]
+
+
+@pytest.mark.gpu
+def test_results_on_a_gpu_do_not_depend_on_it() -> None:
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("needs a GPU with a kernel for grouped_mm")
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight = (
+        torch.randn(size, generator=generator, device="cuda").bfloat16() for size in ((512, 256), (4, 128, 256))
+    )
+    counts_e = torch.tensor([100, 0, 300, 112], device="cuda")
+    product = KERNELS["torch-grouped"].product
+    assert product is not None
+    found = []
+    for is_beside in (False, True):
+        with beside_all_to_alls(is_beside):
+            found.append(product(x, counts_e, weight))
+    assert torch.equal(*found)
