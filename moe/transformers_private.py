@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -91,19 +91,29 @@ def replacing_attention(around: Callable[[Any, Callable[..., Any]], Callable[...
     Raises:
         ExpertMeshError: models ask otherwise.
     """
-    get_interface = getattr(ALL_ATTENTION_FUNCTIONS, "get_interface", None)
-    if get_interface is None or len(inspect.signature(get_interface).parameters) != 2:
-        raise changed("ALL_ATTENTION_FUNCTIONS.get_interface(name, default) is gone, or takes something else")
-    own = get_interface
+    _check_interface()
+    attributes = vars(ALL_ATTENTION_FUNCTIONS)
+    # within another replacement it is that one's
+    own, outer = ALL_ATTENTION_FUNCTIONS.get_interface, attributes.get("get_interface")
 
     def get(name: Any, default: Any) -> Callable[..., Any]:
         return around(name, own(name, default))
 
-    ALL_ATTENTION_FUNCTIONS.get_interface = get  # type: ignore[method-assign,assignment]
+    attributes["get_interface"] = get
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS.get_interface
+        if outer is None:
+            del attributes["get_interface"]
+        else:
+            attributes["get_interface"] = outer
+
+
+@cache
+def _check_interface() -> None:
+    get_interface = getattr(ALL_ATTENTION_FUNCTIONS, "get_interface", None)
+    if get_interface is None or len(inspect.signature(get_interface).parameters) != 2:
+        raise changed("ALL_ATTENTION_FUNCTIONS.get_interface(name, default) is gone, or takes something else")
 
 
 def wrap_checkpointing(model: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -126,6 +136,13 @@ def _calls_checkpointing(kind: type) -> bool:
     """Whether a class's own code, or that of a base class, calls its checkpointing function."""
     methods = [vars(base).get(name) for base in kind.__mro__ for name in ("__call__", "forward")]
     return any(_mentions(method.__code__, _CHECKPOINT) for method in methods if inspect.isfunction(method))
+
+
+def calls(kind: type, name: str) -> bool:
+    """Whether the code of a class of modules, or that of a base class, looks up a global or an attribute of this name
+    (but for what all modules have)."""
+    own = (value for base in kind.__mro__ if base not in nn.Module.__mro__ for value in vars(base).values())
+    return any(_mentions(inspect.unwrap(value).__code__, name) for value in own if inspect.isfunction(value))
 
 
 def _mentions(code: CodeType, name: str) -> bool:

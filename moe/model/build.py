@@ -56,7 +56,7 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     model.head_is_last = seen.head_is_last
     model.masks_by_position = seen.masks_by_position
     model.read_weights, model.uncalled = seen.read_weights, seen.uncalled
-    model.attention = seen.attention
+    model.attention, model.draws = seen.attention, seen.draws
     give_forwards(model)
     for layer in decoder_layers(model):
         use_linear(layer)

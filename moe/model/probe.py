@@ -46,6 +46,7 @@ class Probed:
     read_weights: paths of linear layers whose weight, or its dtype, is read by other code than their own forward.
     uncalled: paths of linear layers whose own forward is not called.
     attention: layers by what their tokens see, in ascending order of windows.
+    draws: whether it draws random numbers in training.
     """
 
     experts: dict[str, SeenExperts]
@@ -54,6 +55,7 @@ class Probed:
     read_weights: frozenset[str]
     uncalled: frozenset[str]
     attention: tuple[Attention, ...]
+    draws: bool
 
 
 def probe(model: Any) -> Probed:
@@ -79,7 +81,8 @@ def probe(model: Any) -> Probed:
         tokens = dict(input_ids=tokens_BS, position_ids=positions_BS, use_cache=False)
         try:
             # kernels that are for training alone may take weights of several layers at once
-            model.train()(**tokens)
+            with _NoteRandom() as random:
+                model.train()(**tokens)
             for path, module in model.named_modules():
                 stack.enter_context(_returns(module, path, returned, arguments, with_keywords))
             looked_at_positions = stack.enter_context(_looks_at_positions(model))
@@ -110,6 +113,7 @@ def probe(model: Any) -> Probed:
         frozenset(read_weights),
         frozenset(uncalled),
         tuple(Attention(window, width) for window, width in sorted(widths.items())),
+        random.are_drawn,
     )
 
 
@@ -135,6 +139,21 @@ class _CheckProducts(TorchDispatchMode):
         dtypes = {factor.dtype for factor in args if isinstance(factor, Tensor)}
         if operator.name() in _PRODUCTS and len(dtypes) > 1:
             raise TypeError(f"{operator.name()} of {dtypes}")
+        return operator(*args, **(kwargs or {}))
+
+
+class _NoteRandom(TorchDispatchMode):
+    """are_drawn: whether an operator was called that draws random numbers; of one with a dropout, above zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_drawn = False
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            names = [argument.name for argument in operator._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            self.are_drawn |= given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0) > 0
         return operator(*args, **(kwargs or {}))
 
 

@@ -1,19 +1,21 @@
 """Activation checkpointing: what a decoder layer keeps from forward for its backward, and what it recomputes."""
 
 import warnings
-from collections.abc import Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from expertmesh.moe import ExpertMeshError, current_forward, moe_layers
+from expertmesh.moe import DroplessExperts, ExpertMeshError, current_forward, decoder_layers, moe_layers
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.experts.replay import KEEPER, Keeper
 from expertmesh.moe.forward import Forward
+from expertmesh.moe.transformers_private import calls, replacing_attention
 from expertmesh.sharding.place.choices import Checkpointing
 
 STEP_PART: StepPart = None
@@ -44,8 +46,9 @@ def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
     """
     if mode == "none":
         return
-    # preserve_rng_state, torch's default, makes jitter and dropout repeat, and with them the routing
-    arguments: dict[str, Any] = {"use_reentrant": False, "context_fn": _full_contexts}
+    # the random state is set back so that jitter and dropout repeat, and with them the routing; which takes time
+    draws = _draws(model)
+    arguments: dict[str, Any] = {"use_reentrant": False, "context_fn": _full_contexts, "preserve_rng_state": draws}
     if mode == "selective":
         # Dropout's random numbers must be drawn again, or whatever draws after it would get them; and compiled code is
         # free to write over the memory of what it has computed.
@@ -53,10 +56,19 @@ def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
         keeps_attention = not getattr(model.config.get_text_config(), "attention_dropout", 0) and not is_compiled
         kept = _ROUTING | _ATTENTION if keeps_attention else _ROUTING
         arguments["context_fn"] = partial(_selective_contexts, kept)
+        for layer in decoder_layers(model):
+            watch_choices(layer)
     with warnings.catch_warnings():
         # its name in the earliest transformers that is supported; later ones warn that they have another for it
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+
+def _draws(model: Any) -> bool:
+    """Whether its layers, as their build saw, or its adapters draw random numbers in training. Of a model that is not
+    from `moe.build_model` that is not known."""
+    low_rank = (getattr(module, "low_rank", None) for module in model.modules())
+    return getattr(model, "draws", True) or any(adapter is not None and adapter.dropout > 0 for adapter in low_rank)
 
 
 def keep_products(model: Any, num_layers: int) -> None:
@@ -92,62 +104,118 @@ def _again() -> Forward:
     return forward.again()
 
 
-def _selective_contexts(operators: Set[str]) -> tuple["_Keep", "_Reuse"]:
+def _selective_contexts(operators: Set[str]) -> tuple["_Keeping", "_Keeping"]:
     """As `_full_contexts`.
 
     Not torch's `create_selective_checkpoint_contexts`, which demands (since 2.13) that recomputation calls no operator
     more often than the forward has: those of FSDP's hooks on the experts, it may.
     """
     first = Keeper(is_replaying=False)
-    return _Keep(operators, first), _Reuse(operators, Keeper(is_replaying=True, results=first.results), _again())
+    return _Keeping(operators, first), _Keeping(operators, Keeper(is_replaying=True, results=first.results), _again())
 
 
-class _Keep(TorchDispatchMode):
-    """Keeps the results of some operators, and what a forward itself asks to have kept (see `moe.experts.replay`)."""
+class _Keeping:
+    """Current in one call of a layer: results of some operators are kept, and what a forward itself asks to have kept
+    (see `moe.experts.replay`); or, in its recomputation, returned instead of calling these operators. What only they
+    would have read is not computed.
 
+    Operators are looked at only where those in question may be called, as each then takes Python's time, several times
+    what it takes else: in attention functions (`_in_attention`), and in modules that choose (`watch_choices`).
+    """
+
+    def __init__(self, operators: Set[str], keeper: Keeper, again: Forward | None = None):
+        self.watch = _Watch(operators, keeper)
+        self.keeper = keeper
+        self.again = again
+        self.keeps_attention = not operators.isdisjoint(_ATTENTION)
+        self.depth = 0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            if self.again is not None:
+                stack.enter_context(self.again)
+            stack.callback(KEEPER.reset, KEEPER.set(self.keeper))
+            stack.callback(_CURRENT.reset, _CURRENT.set(self))
+            if self.keeps_attention:
+                stack.enter_context(replacing_attention(self._in_attention))
+            # of choices whose module did not come to its end: recomputation ends with an exception
+            stack.callback(self.stop_watching)
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+
+    def _in_attention(self, name: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            self.enter_watch()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave_watch()
+
+        return attention
+
+    def enter_watch(self) -> None:
+        """Look at operators until as many calls of `leave_watch`."""
+        if self.depth == 0:
+            self.watch.__enter__()
+        self.depth += 1
+
+    def leave_watch(self) -> None:
+        if self.depth == 1:
+            self.watch.__exit__(None, None, None)
+        self.depth = max(0, self.depth - 1)
+
+    def stop_watching(self) -> None:
+        if self.depth:
+            self.watch.__exit__(None, None, None)
+        self.depth = 0
+
+
+_CURRENT: ContextVar[_Keeping | None] = ContextVar("_CURRENT", default=None)
+
+
+def watch_choices(layer: nn.Module) -> None:
+    """Have selective checkpointing keep what a layer's modules choose, in place: look at the operators of those whose
+    own code calls `topk`, up to where experts begin, which have been chosen by then."""
+    roots = [module for module in layer.modules() if module._compiled_call_impl is not None]
+    compiled = {part for root in roots for part in root.modules()}
+    for module in layer.modules():
+        if isinstance(module, DroplessExperts):
+            module.register_forward_pre_hook(_stop_watching)
+        elif module not in compiled and calls(type(module), "topk"):
+            module.register_forward_pre_hook(_enter_watch)
+            module.register_forward_hook(_leave_watch)
+
+
+def _enter_watch(*_: Any) -> None:
+    if (keeping := _CURRENT.get()) is not None:
+        keeping.enter_watch()
+
+
+def _leave_watch(*_: Any) -> None:
+    if (keeping := _CURRENT.get()) is not None:
+        keeping.leave_watch()
+
+
+def _stop_watching(*_: Any) -> None:
+    if (keeping := _CURRENT.get()) is not None:
+        keeping.stop_watching()
+
+
+class _Watch(TorchDispatchMode):
     def __init__(self, operators: Set[str], keeper: Keeper):
         super().__init__()
         self.operators = operators
         self.keeper = keeper
 
-    def __enter__(self) -> Self:
-        self.token = KEEPER.set(self.keeper)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        KEEPER.reset(self.token)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: compiled code stays compiled in this mode, instead of being run operator by operator."""
-        return True
-
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operator.name()
+        if name not in self.operators:
+            return operator(*args, **(kwargs or {}))
+        if self.keeper.is_replaying:
+            return self.keeper.take(name)
         found = operator(*args, **(kwargs or {}))
-        if operator.name() in self.operators:
-            is_changed = operator.name() in _ROUTING
-            self.keeper.keep(operator.name(), tree_map_only(Tensor, Tensor.clone, found) if is_changed else found)
+        self.keeper.keep(name, tree_map_only(Tensor, Tensor.clone, found) if name in _ROUTING else found)
         return found
-
-
-class _Reuse(_Keep):
-    """Returns what was kept, instead of calling those operators. What only they would have read is not computed (see
-    `moe.experts.replay`)."""
-
-    def __init__(self, operators: Set[str], keeper: Keeper, again: Forward):
-        super().__init__(operators, keeper)
-        self.again = again
-
-    def __enter__(self) -> Self:
-        self.again.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.again.__exit__(*error)
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator.name() in self.operators:
-            return self.keeper.take(operator.name())
-        return operator(*args, **(kwargs or {}))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from expertmesh.moe import Forward, take_stats
 from expertmesh.moe.dispatch.plain import AllToAllDispatcher
 from expertmesh.sharding import Checkpointing, Topology, local_tensor
-from expertmesh.sharding.place.recompute import _ROUTING, _selective_contexts
+from expertmesh.sharding.place.recompute import _ROUTING, _selective_contexts, watch_choices
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, my_batches, random_samples, sharded_model
@@ -177,6 +177,7 @@ def _norm_behind_each_expert() -> list[dict[str, Tensor]]:
     found = []
     for run in (lambda layer, x: layer(x), partial(checkpoint, use_reentrant=False, context_fn=contexts)):
         layer = tiny_block()
+        watch_choices(layer)
         for name, weight in list(layer.experts.mlp.named_parameters()):
             mine = weight.detach().chunk(world.size())[world.rank()].clone()
             setattr(layer.experts.mlp, name, torch.nn.Parameter(mine))

@@ -38,6 +38,7 @@ def _tested_anew() -> Iterator[None]:
 
     def forget() -> None:
         transformers_private._check_sample_search.cache_clear()
+        transformers_private._check_interface.cache_clear()
         flash_operator.cache_clear()
         for name in NAMES:
             vars(torch_private).pop(name, None)
@@ -200,6 +201,13 @@ def test_how_models_ask_for_attention_has_changed(monkeypatch: pytest.MonkeyPatc
         ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", otherwise)
     ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", otherwise)
     assert asked == ["sdpa"]
+    with replacing_attention(around):
+        with replacing_attention(around):
+            ALL_ATTENTION_FUNCTIONS.get_interface("eager", otherwise)
+        ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", otherwise)
+    ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", otherwise)
+    assert asked == ["sdpa", "eager", "eager", "sdpa"]
+    transformers_private._check_interface.cache_clear()
     monkeypatch.setattr(type(ALL_ATTENTION_FUNCTIONS), "get_interface", lambda self, name: None)
     with pytest.raises(ExpertMeshError, match=r"get_interface\(name, default\) is gone"), replacing_attention(around):
         pass
