@@ -1,12 +1,14 @@
 """Which way tokens take to their experts, by what a run asks for and by which ranks share a node."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.dispatch.once import OnceDispatcher
 from expertmesh.moe.dispatch.plain import AllToAllDispatcher, Dispatcher
+from expertmesh.sharding.comms.nccl import few_blocks
 from expertmesh.sharding.comms.node_groups import find_ranks_per_node, make_node_groups
 from expertmesh.sharding.mesh import Mesh
 from expertmesh.sharding.place.choices import Strategy, resolve_dispatch
@@ -39,6 +41,7 @@ def choose_dispatcher(mesh: Mesh, strategy: Strategy, top_k: int) -> MakeDispatc
     nodes = None
     if kind == "node":
         assert found is not None
-        nodes = make_node_groups(mesh.topology, found, mesh.timeout)
+        options = partial(few_blocks, mesh.grid.device_type if chunks > 1 else "cpu")
+        nodes = make_node_groups(mesh.topology, found, mesh.timeout, options)
     sum_dtype = torch.float32 if strategy.sums_in_fp32 else None
     return lambda num_experts: OnceDispatcher(num_experts, group, chunks, nodes, sum_dtype)

@@ -16,6 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from expertmesh.moe.kernels.carve_out import LEFT
 from expertmesh.sharding import Mesh, Topology, build_mesh
 from expertmesh.sharding.life.flight_recorder import recorded_collectives
+from expertmesh.sharding.place.choices import Strategy
+from expertmesh.sharding.place.dispatchers import choose_dispatcher
 from tests.distributed.pool import RankPool
 
 TOPOLOGIES = [
@@ -93,6 +95,10 @@ def test_beside_gemms_nccl_has_few_blocks(topology: Topology, overlaps: bool, mo
     try:
         mesh = build_mesh("cuda", topology, overlaps=overlaps)
         groups = [mesh.exchange, mesh.dp.get_group(), mesh.ep.get_group(), mesh.all_ranks.get_group()]
+        if topology.ep_size > 2:
+            strategy = Strategy(dispatch="node", ranks_per_node=2, overlap_chunks=2 if overlaps else 1)
+            dispatcher: Any = choose_dispatcher(mesh, strategy, top_k=2)(2 * topology.ep_size)
+            groups += [dispatcher.nodes.across, dispatcher.nodes.inside]
         found: list[Any] = [made.get(name) for name in {group.group_name for group in groups}]
     finally:
         dist.destroy_process_group()
