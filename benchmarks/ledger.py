@@ -126,14 +126,14 @@ def print_forecast(account: Ledger, hardware: Hardware, tokens: int) -> None:
     waits = {
         "kernels": account.computing,
         "all-to-alls and sums": account.all_to_alls,
-        "FSDP waited for": account.exposed,
+        "added by FSDP": account.exposed,
+        "waited for the host": account.launching,
     }
     made_of = ", ".join(f"{name} {seconds * 1e3:,.0f} ms" for name, seconds in waits.items())
     print(
         f"forecast: {account.seconds * 1e3:,.0f} ms per step, {tokens / account.seconds:,.0f} tokens/s per GPU, "
-        f"{account.share_of_peak(hardware):.1%} MFU; the GPU {account.device * 1e3:,.0f} ms ({made_of}; FSDP's "
-        f"collectives together {account.sharding * 1e3:,.0f}), the host {account.host * 1e3:,.0f} ms"
-        f"{': it sets the pace' if account.host > account.device else ''}"
+        f"{account.share_of_peak(hardware):.1%} MFU ({made_of}; FSDP's collectives alone "
+        f"{account.sharding * 1e3:,.0f}, the host's calls {account.host * 1e3:,.0f})"
     )
 
 

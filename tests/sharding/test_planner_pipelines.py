@@ -34,7 +34,7 @@ from tests.tiny import tiny_config
 
 EIGHT_LAYERS: dict[str, Any] = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 128}
 # so slow that nothing but matmuls counts
-SLOW = Hardware("slow", Device(1e7, 1e6, 1e11, 8e10), Link(1e12, 0), Link(1e12, 0), 1.0, 1.0, 1.0)
+SLOW = Hardware("slow", Device(1e7, 1e6, 1e11, 8e10), Link(1e12, 0), Link(1e12, 0))
 
 
 def run_of(world_size: int, sizes: dict[str, Any] | None = None, **flags: Any) -> PlannedRun:
@@ -97,7 +97,7 @@ def test_ranks_wait_as_long_as_the_bubble_says(pp: int, chunks: int) -> None:
     run = run_of(pp, {"vocab_size": 16}, pp_size=pp, pipeline_chunks=chunks)
     time = step_time(run, SLOW, 8)
     schedule: Any = "1f1b" if chunks == 1 else "interleaved"
-    assert time.bubble / time.device == pytest.approx(bubble(schedule, pp, chunks, 8), abs=0.03)
+    assert time.bubble / time.total == pytest.approx(bubble(schedule, pp, chunks, 8), abs=0.03)
     alone = step_time(run_of(1, {"vocab_size": 16}), SLOW, 8)
     assert time.matrices == pytest.approx(alone.matrices / pp, rel=0.05)
     # as many tokens, by more ranks
@@ -143,7 +143,7 @@ def tiny_search(tried: Tried, between: float, accumulation: int = 16) -> list[Se
     config = flags_of(bf16=True, gradient_accumulation_steps=accumulation)
     model_config = tiny_config(**EIGHT_LAYERS)
     measure = CachedMeasure(config, model_config.to_dict(), lambda: model_config, "cuda", is_kept=False)
-    machine = Hardware("two nodes", Device(1e12, 1e12, 1e12, 8e10), Link(1e12, 0), Link(between, 0), 1.0, 1.0, 1.0)
+    machine = Hardware("two nodes", Device(1e12, 1e12, 1e12, 8e10), Link(1e12, 0), Link(between, 0))
     plans = search(measure, setting_of(config, 4), tried, Cluster(machine, 2, 8e10))
     return [plan.setting for plan in plans]
 

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from expertmesh.moe import training_flops
 from expertmesh.training import TrainConfig
-from expertmesh.training.foresight.planner.cost import LAUNCH
 from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
 from expertmesh.training.foresight.planner.model_config import read_config
 from expertmesh.training.foresight.rehearsal.kinds import whole_stack
@@ -22,7 +21,7 @@ from expertmesh.training.foresight.rehearsal.world import Rehearsed, _fused_atte
 from tests.published.models import CONFIGS
 
 TOKENS = 512
-HARDWARE = Hardware("a card", Device(1e12, 1e11, 1e9, 0), Link(1e8, 0), Link(1e8, 0), 1.0, 1.0, 1.0)
+HARDWARE = Hardware("a card", Device(1e12, 1e11, 1e9, 0), Link(1e8, 0), Link(1e8, 0))
 
 
 class Anywhere:
@@ -173,7 +172,7 @@ def test_a_step_in_fp8() -> None:
     """As many FLOPs, of which the experts' are faster; rows are cast once for all products that take them so."""
     (step, config), hardware = rehearsed("mixtral-8x7b", expert_precision="fp8"), replace(HARDWARE.device, fp8=2e12)
     events = [event for event in step.recorder.events if event.place.part == "expert GEMMs"]
-    products = [event for event in events if event.is_fp8]
+    products = [event for event in events if event.work.operator == "grouped matmul fp8"]
     casts = [event.name for event in events if event.name in ("_rows_kernel", "_columns_kernel")]
     # of two layers and micro-batches: three products, two when recomputed, six in backward
     assert len(products) == 2 * 2 * (3 + 2 + 6)
@@ -244,10 +243,10 @@ def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:
     def seconds(*events: Event) -> tuple[float, float]:
         made: Any = Fixed(*events)
         of = ledger(made, 1, HARDWARE, gpus_per_node=4)
-        assert of.seconds == of.device  # the host has called nothing
+        assert of.launching == 0  # the host has called nothing
         return round(of.seconds, 3), round(of.exposed, 3)
 
-    assert event_seconds(kernel, HARDWARE) == pytest.approx(0.3 + LAUNCH)
+    assert event_seconds(kernel, HARDWARE) == pytest.approx(0.3 + HARDWARE.rates.launch)
     assert seconds(gather, kernel, use, kernel) == (0.6, 0.0)
     assert seconds(kernel, gather, use, kernel) == (0.8, 0.2)
     assert seconds(kernel, exchange, kernel) == (0.7, 0.0)

@@ -155,7 +155,7 @@ def measured_hardware(speeds: Sequence[GroupSpeed], gpus_per_node: int, device: 
     inside = [s for s in speeds if not _crosses(s, gpus_per_node)]
     between = [s for s in speeds if _crosses(s, gpus_per_node)]
     links = [_link(some or speeds) for some in (inside, between)]
-    return Hardware("measured", measure_device(device), links[0], links[1], 1.0, 1.0, 1.0)
+    return Hardware("measured", measure_device(device), links[0], links[1])
 
 
 def _crosses(speed: GroupSpeed, gpus_per_node: int) -> bool:

@@ -1,8 +1,9 @@
 """How long a step takes.
 
 Three things overlap, as on a GPU's streams: kernels, one after the other; all-to-alls, which kernels wait for where
-their rows are needed; and FSDP's gathering and reducing. A layer's kernels wait until its parameters are
-gathered. Before all of it comes the host, which calls every operator: where it is slower, it sets the pace.
+their rows are needed; and FSDP's gathering and reducing, each slower than alone while others run beside it. A layer's
+kernels wait until its parameters are gathered, and until the host has called them; where the host has to know how many
+rows come to a layer's experts, it waits for the kernels.
 
 In a pipeline that is done for each stage, and its schedule run with the seconds of their forwards and backwards: a rank
 waits for the others.
@@ -10,12 +11,12 @@ waits for the others.
 Left out: stragglers, data loading, and in a pipeline that different collectives meet on a link.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from expertmesh.sharding.pipeline.timeline import Costs
+from expertmesh.training.foresight.planner.clock import Clock, Transfer
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import MeasuredRange
 from expertmesh.training.foresight.planner.pipelines import expert_spans, leaves_weights, pipeline_seconds
@@ -34,11 +35,8 @@ from expertmesh.training.foresight.planner.traffic import (
     stage_output,
 )
 from expertmesh.training.foresight.planner.units import Unit
+from expertmesh.training.foresight.rates import MEMORY, Work
 
-LAUNCH = 2e-6
-"""Seconds between the end of one kernel and the start of the next on an H100, where the host is ahead (assumed)."""
-HOST = 5e-6
-"""Seconds that the host takes for an operator, views included (assumed)."""
 UNIT_CALLS = {"gather": (6, 0), "use": (2, 1), "reduce": (5, 1)}
 """Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""
 CLIPPING_CALLS = 2
@@ -56,11 +54,11 @@ class StepTime:
     Attributes:
         matrices: kernels with matmuls.
         elementwise: all others.
-        all_to_alls: waited for, and sums over all ranks.
-        sharding: all-gathers, reduce-scatters and all-reduces in all.
-        exposed: the part of `sharding` that does not hide behind the three above.
+        all_to_alls: waited for, or by which kernels beside them take longer; and sums over all ranks.
+        sharding: all-gathers, reduce-scatters and all-reduces in all, alone.
+        exposed: what these add to a step: waited for, or by which kernels beside them take longer.
         update: clipping and the optimizer's step.
-        host: what the host takes to call all operators.
+        host: what the host takes to call all operators; launching: the part of it that kernels wait for.
         bubble: waited for other stages of a pipeline.
     """
 
@@ -71,75 +69,24 @@ class StepTime:
     exposed: float
     update: float
     host: float
+    launching: float
     bubble: float = 0.0
 
     @property
-    def device(self) -> float:
-        """Seconds of a step where the host is ahead."""
-        return self.matrices + self.elementwise + self.all_to_alls + self.exposed + self.update + self.bubble
-
-    @property
     def total(self) -> float:
-        return max(self.device, self.host)
+        kernels = self.matrices + self.elementwise + self.update
+        return kernels + self.all_to_alls + self.exposed + self.launching + self.bubble
 
 
-class Clock:
-    """The time on a rank's streams.
-
-    Attributes:
-        now: time of the kernels' stream. computing, waiting: the parts of it for kernels, and for waiting for
-            all-to-alls and sums.
-        sharding: seconds of FSDP's collectives. exposed: the part of these that is waited for.
-    """
-
-    def __init__(self) -> None:
-        self.now = self.computing = self.waiting = self.sharding = self.exposed = 0.0
-        self._free = 0.0
-        self._sent: dict[Hashable, deque[float]] = defaultdict(deque)
-
-    def kernel(self, seconds: float) -> None:
-        self.now += seconds
-        self.computing += seconds
-
-    def wait(self, seconds: float) -> None:
-        """Add a collective that kernels wait for at once."""
-        self.now += seconds
-        self.waiting += seconds
-
-    def send(self, ranks: Hashable, seconds: float) -> float:
-        """Queue an all-to-all that overlaps with kernels, behind earlier ones among these ranks; returns when it is
-        done."""
-        sent = self._sent[ranks]
-        done = max(self.now, sent[-1] if sent else 0.0) + seconds
-        sent.append(done)
-        return done
-
-    def arrive(self, ranks: Hashable) -> float:
-        """Wait for the oldest of these not yet waited for; returns for how long."""
-        waited = max(0.0, self._sent[ranks].popleft() - self.now)
-        self.waiting += waited
-        self.now += waited
-        return waited
-
-    def shard(self, seconds: float) -> float:
-        """Queue one of FSDP's collectives behind earlier ones; returns when it is done."""
-        self._free = max(self._free, self.now) + seconds
-        self.sharding += seconds
-        return self._free
-
-    def until(self, done: float) -> None:
-        """Let kernels wait for one of FSDP's collectives."""
-        self.exposed += max(0.0, done - self.now)
-        self.now = max(self.now, done)
-
-    def end(self) -> None:
-        """Wait until all is done."""
-        self.until(self._free)
-
-
-def kernel_seconds(flops: float, moved: float, rate: float, hardware: Hardware) -> float:
-    """Seconds of a kernel: of its matmuls, at `rate`, or of its memory traffic, whichever is longer, and its launch."""
-    return max(flops / rate, moved / (hardware.device.memory_bandwidth * hardware.memory_share)) + LAUNCH
+def kernel_seconds(flops: float, moved: float, work: Work, hardware: Hardware) -> float:
+    """Seconds of a kernel: of its matmuls or of its memory traffic, whichever is longer, and its launch."""
+    device, rates = hardware.device, hardware.rates
+    operator = work.operator if work.operator == "update" else "memory"
+    memory = moved / (device.memory_bandwidth * rates.share(operator, max(moved, 1.0)))
+    if flops == 0:
+        return memory + rates.launch
+    rate = device.fp8 if work.operator == "grouped matmul fp8" else device.matrix
+    return max(flops / (rate * rates.share(*work)), memory) + rates.launch
 
 
 def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardware, gpus_per_node: int) -> float:
@@ -147,29 +94,31 @@ def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardwa
     latencies: n - 1 in a ring inside a node; across nodes the number of nodes less one, beside those inside; an
     all-to-all sends all at once."""
     away = share_away(kind, ranks, gpus_per_node)
-    inside, between = hardware.inside, hardware.between
+    inside, between, rates = hardware.inside, hardware.between, hardware.rates
+    here = ranks_a_node(ranks, gpus_per_node)
+    nodes = -(-len(ranks) // here)
+    is_direct = kind in ("all-to-all", "send", "receive")
+    share_inside = rates.share("all-to-all inside" if is_direct else "ring inside", here)
+    share_between = rates.share("all-to-all between" if is_direct else "ring between", nodes)
     transfer = max(
-        sent * (1 - away) / (inside.bandwidth * hardware.link_share),
-        sent * away / (between.bandwidth * hardware.link_share),
+        sent * (1 - away) / (inside.bandwidth * share_inside), sent * away / (between.bandwidth * share_between)
     )
     if kind in ("all-to-all", "send"):
         return transfer + (between.latency if away > 0 else inside.latency)
-    here = ranks_a_node(ranks, gpus_per_node)
-    hops_between = -(-len(ranks) // here) - 1
     rounds = 2 if kind == "all-reduce" else 1
-    return transfer + rounds * ((here - 1) * inside.latency + hops_between * between.latency)
+    return transfer + rounds * ((here - 1) * inside.latency + (nodes - 1) * between.latency)
 
 
 def step_time(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> StepTime:
     """Seconds of a step, by what they are spent on. hardware: from `products_in`."""
     stages = _stage_times(run, hardware, gpus_per_node)
     ranks = [_rank_time(each, [stages[stage] for stage in each.stages], hardware) for each in run.by_pp_rank]
-    slowest = max(range(len(ranks)), key=lambda pp_rank: ranks[pp_rank].device)
+    slowest = max(range(len(ranks)), key=lambda pp_rank: ranks[pp_rank].total)
     time, update = ranks[slowest], max(each.update for each in ranks)
     bubble = 0.0
     if run.setting.pp_size > 1:
         seconds = pipeline_seconds(run.setting, _costs(run, stages, hardware, gpus_per_node))
-        bubble = max(0.0, seconds - (time.device - time.update))
+        bubble = max(0.0, seconds - (time.total - time.update))
     world = range(run.setting.world_size)
     sums = SUMS * seconds_among("all-reduce", 0.0, world, hardware, gpus_per_node) if len(world) > 1 else 0.0
     sums += _sharing_seconds(run, hardware, gpus_per_node)
@@ -183,14 +132,16 @@ def _rank_time(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardwar
         unit.num_trained for unit in run.units.values()
     )
     clocks = [stage.clock for stage in stages]
+    call = hardware.rates.call
     return StepTime(
         often * sum(stage.matrices for stage in stages),
         often * sum(stage.clock.computing - stage.matrices for stage in stages),
         often * sum(clock.waiting for clock in clocks),
         often * sum(clock.sharding for clock in clocks),
         often * sum(clock.exposed for clock in clocks),
-        _update_seconds(run, hardware, update_calls),
-        HOST * (often * sum(stage.calls for stage in stages) + update_calls),
+        max(_update_seconds(run, hardware, update_calls), call * update_calls),
+        call * (often * sum(stage.calls for stage in stages) + update_calls),
+        often * sum(clock.launching for clock in clocks),
     )
 
 
@@ -239,21 +190,18 @@ class MicroStep:
         self.run, self.stage = run, stage
         self.hardware = hardware
         self.gpus_per_node = gpus_per_node
-        self.rate = hardware.device.matrix * hardware.matrix_share
-        self.fp8_rate = hardware.device.fp8 * hardware.matrix_share
-        self.clock = Clock()
+        self.clock = Clock(hardware.rates)
         self.matrices = 0.0
-        self.calls = 0
-        self.done: dict[Name, float] = {}
+        self.calls = 0.0
+        self.done: dict[Name, Transfer] = {}
         self.known: dict[int, tuple[float, float]] = {}
         forward, backward = run.acts_of(stage)
         for act in forward:
             self.do(act)
-        turn, calls = self.clock.now, self.calls
+        self.forward = self.clock.now
         for act in backward:
             self.do(act)
-        self.forward = max(turn, HOST * calls)
-        self.backward = max(self.clock.now - turn, HOST * (self.calls - calls))
+        self.backward = self.clock.now - self.forward
 
     @cached_property
     def weights(self) -> float:
@@ -266,7 +214,7 @@ class MicroStep:
     def do(self, act: Act) -> None:
         unit = self.run.units[act.unit]
         each, a_parameter = UNIT_CALLS.get(act.doing, (0, 0))
-        self.calls += each + a_parameter * unit.num_parameters
+        self._call(each + a_parameter * unit.num_parameters)
         match act.doing:
             case "compute":
                 self._compute(act)
@@ -285,40 +233,50 @@ class MicroStep:
                 if unit.replicas > 1:
                     self._shard("all-reduce", all_reduce(unit.replicas, 4 * unit.trained), None, unit.replicas)
                 if self.run.setting.accumulation > 1:
+                    self._call(unit.num_trained)
                     self._move(3 * unit.gradient)
-                    self.calls += unit.num_trained
             case "end":
                 self.clock.end()
 
+    def _call(self, operators: float) -> None:
+        self.calls += operators
+        self.clock.call(operators * self.hardware.rates.call)
+
     def _compute(self, act: Act) -> None:
         assert act.span is not None
-        self.calls += act.span.calls
-        for stretch in act.span.stretches:
+        stretches = act.span.stretches
+        # the host's calls are counted for all stretches together: as many for each kernel
+        kernels = [1 + sum(times for *_, times in stretch.kernels) for stretch in stretches]
+        for stretch, number in zip(stretches, kernels, strict=True):
+            self._call(act.span.calls * number / sum(kernels))
             products, others = self._seconds(stretch)
             self.matrices += products
             self.clock.kernel(products + others)
+            self.clock.launch()
             if stretch.then == "send":
                 self.clock.send(stretch.group, self._among("all-to-all", stretch.sent, stretch.group))
             elif stretch.then == "arrive":
                 self.clock.arrive(stretch.group)
             elif stretch.then == "exchange":
                 self.clock.wait(self._among("all-to-all", stretch.sent, stretch.group))
+            if stretch.is_read:
+                self.clock.read()
 
     def _seconds(self, stretch: MeasuredRange) -> tuple[float, float]:
         """Returns the seconds of kernels with matmuls, and of all others."""
         # layers of one kind have theirs in common
         if id(stretch) not in self.known:
             products = others = 0.0
-            for flops, moved, is_fp8, times in stretch.kernels:
-                rate = self.fp8_rate if is_fp8 else self.rate
-                seconds = times * kernel_seconds(flops, moved, rate, self.hardware)
+            for flops, moved, work, times in stretch.kernels:
+                seconds = times * kernel_seconds(flops, moved, work, self.hardware)
                 products, others = products + seconds * (flops > 0), others + seconds * (flops == 0)
             self.known[id(stretch)] = (products, others)
         return self.known[id(stretch)]
 
     def _move(self, moved: float) -> None:
         if moved:
-            self.clock.kernel(kernel_seconds(0.0, moved, self.rate, self.hardware))
+            self.clock.launch()
+            self.clock.kernel(kernel_seconds(0.0, moved, MEMORY, self.hardware))
 
     def _reduce_scatter(self, name: Name, unit: Unit) -> None:
         if unit.ranks > 1 and name.kind == "experts" and leaves_weights(self.run):
@@ -327,9 +285,9 @@ class MicroStep:
         else:
             self._shard("reduce-scatter", reduce_scatter(unit), name, unit.ranks)
 
-    def _shard(self, kind: str, sent: float, name: Name | None, ranks: int) -> float:
+    def _shard(self, kind: str, sent: float, name: Name | None, ranks: int) -> Transfer:
         if ranks == 1 or sent == 0:
-            return self.clock.now
+            return self.clock.shard(0.0)
         group: GroupName = "dp" if name is None else group_of(name, self.run.setting)
         return self.clock.shard(self._among(kind, sent, group))
 
@@ -362,4 +320,5 @@ def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: int) -> float:
     gradients, state = sum(unit.gradient for unit in units), sum(unit.state for unit in units)
     # a trained parameter has its gradient's dtype
     moved = 4 * gradients + 2 * gradients + 2 * state
-    return moved / (hardware.device.memory_bandwidth * hardware.memory_share) + kernels * LAUNCH
+    bandwidth = hardware.device.memory_bandwidth * hardware.rates.share("update", moved)
+    return moved / bandwidth + kernels * hardware.rates.launch

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from expertmesh.moe.base.terminal import folded
 from expertmesh.training.foresight.planner.columns import Column, print_table
-from expertmesh.training.foresight.planner.hardware import Hardware
+from expertmesh.training.foresight.planner.hardware import Hardware, attained
 from expertmesh.training.foresight.planner.measured import ModelParameters
 from expertmesh.training.foresight.planner.peak_memory import Memory
 from expertmesh.training.foresight.planner.search import VARIANTS, Cluster, Plan, Point
@@ -94,11 +94,7 @@ def assumptions(
     return [
         f"{name}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active per token",
         f"{setting.world_size} GPUs, {cluster.gpus_per_node} per node, {cluster.memory / GIB:,.1f} GiB each",
-        f"{hardware.name}, attained: "
-        f"{hardware.device.matrix * hardware.matrix_share / 1e12:,.4g} TFLOP/s, "
-        f"{hardware.device.memory_bandwidth * hardware.memory_share / 1e9:,.4g} GB/s memory, "
-        f"{hardware.inside.bandwidth * hardware.link_share / 1e9:,.3g} GB/s inside and "
-        f"{hardware.between.bandwidth * hardware.link_share / 1e9:,.3g} between nodes",
+        f"{hardware.name}: {attained(hardware)}",
         f"sequences of {setting.seq_length:,} tokens, {batch} per step, "
         f"{_dtype(setting)}, {setting.optimizer}; "
         f"the busiest expert has {setting.imbalance:g} x the mean load",
@@ -164,13 +160,12 @@ def summary(plan: Plan, hardware: Hardware) -> str:
 def parts(plan: Plan) -> list[str]:
     """The best plan in detail."""
     t = plan.time
-    pace = "" if t.device >= t.host else f"; the host takes {t.host:.2f} s to launch it, and is the bottleneck"
     return [
         f"peak at {plan.when}: {memory_terms(plan.memory)}",
         f"step: {t.matrices:.2f} s matrices + {t.elementwise:.2f} elementwise + {t.all_to_alls:.2f} all-to-alls + "
-        f"{t.exposed:.2f} of {t.sharding:.2f} FSDP not overlapped + {t.update:.2f} update"
+        f"{t.exposed:.2f} by {t.sharding:.2f} of FSDP + {t.launching:.2f} waiting for the host + {t.update:.2f} update"
         + (f" + {t.bubble:.2f} waiting for other stages" if t.bubble else "")
-        + f" = {t.device:.2f} s{pace}",
+        + f" = {t.total:.2f} s; the host calls operators for {t.host:.2f}",
     ]
 
 

@@ -1,12 +1,14 @@
-"""What machines can do: presets from vendors' data sheets, and a machine that was measured."""
+"""What machines can do: presets from vendors' data sheets, with the shares that others attained, and a machine that was
+measured."""
 
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.whole import whole
+from expertmesh.training.foresight.rates import AT_BEST, Exchange, Rates, published, rates_from
 
 
 @dataclass(frozen=True)
@@ -70,18 +72,14 @@ class Hardware:
     Attributes:
         name: for the table.
         device, inside, between: what a GPU can do, and the links inside a node and between nodes, at best.
-        matrix_share, memory_share, link_share: which fraction of that is attained. Assumed for the presets: large bf16
-            matmuls reach 0.65 of the dense rate, elementwise kernels 0.8 of the memory's, and nccl's rings and
-            all-to-alls 0.75 of the links'.
+        rates: which share of that each class of operators and collectives attains, and what else was measured.
     """
 
     name: str
     device: Device
     inside: Link
     between: Link
-    matrix_share: float = 0.65
-    memory_share: float = 0.8
-    link_share: float = 0.75
+    rates: Rates = AT_BEST
 
 
 def preset(gpu: str, network: str) -> Hardware:
@@ -95,7 +93,25 @@ def preset(gpu: str, network: str) -> Hardware:
         )
     if network not in LINKS:
         raise ExpertMeshError(f"--network {network} is unknown; use {', '.join(LINKS)}")
-    return Hardware(f"{gpu}, {NODE_LINK[gpu]}, {network}", DEVICES[gpu], LINKS[NODE_LINK[gpu]], LINKS[network])
+    links = LINKS[NODE_LINK[gpu]], LINKS[network]
+    return Hardware(f"{gpu}, {NODE_LINK[gpu]}, {network}", DEVICES[gpu], *links, published(gpu))
+
+
+SHOWN = ("matmul", "grouped matmul", "memory", *get_args(Exchange))
+"""Classes whose shares forecasts name."""
+
+
+def attained(hardware: Hardware) -> str:
+    """What a machine can do, and the shares of it that are attained; in words."""
+    device = hardware.device
+    best = (
+        f"{device.matrix / 1e12:,.4g} TFLOP/s, {device.memory_bandwidth / 1e9:,.4g} GB/s memory, "
+        f"{hardware.inside.bandwidth / 1e9:,.3g} GB/s inside and {hardware.between.bandwidth / 1e9:,.3g} between nodes"
+    )
+    rates = hardware.rates
+    shares = rates.told(SHOWN)
+    beside = f"; beside a collective kernels run at {rates.compute_beside:g} of that" if shares else ""
+    return f"{best}" + (f", attained of it: {shares}{beside}" if shares else ", as measured")
 
 
 TF32_SLOWDOWN = 2.0
@@ -121,7 +137,7 @@ def products_in(hardware: Hardware, bf16: bool, tf32: bool, fp8: bool) -> Hardwa
 def _check_rates(table: dict[str, Any]) -> None:
     """
     Raises:
-        ValueError: a rate, size or share is not a positive number, or too large to compute with.
+        ValueError: a rate or size is not a positive number, or too large to compute with.
     """
     for name, value in table.items():
         # a device that is no GPU has no memory in the table
@@ -141,20 +157,22 @@ def save_measured(hardware: Hardware, file: Path) -> None:
 
 
 def load_measured(file: Path) -> Hardware:
-    """The machine that `python -m expertmesh.sharding mesh --check --json FILE` measured: its rates are attained ones.
+    """The machine that `python -m expertmesh.sharding mesh --check --json FILE` or `python -m benchmarks.rates --write
+    FILE` measured.
 
     Raises:
-        ExpertMeshError: the file cannot be read or was not written by that command.
+        ExpertMeshError: the file cannot be read or was not written by these commands.
     """
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        device = Device(**content.pop("device"))
+        device, rates = Device(**content.pop("device")), rates_from(content.pop("rates"))
         inside, between = (Link(**content.pop(name)) for name in ("inside", "between"))
-        hardware = Hardware(device=device, inside=inside, between=between, **content)
-        _check_rates(vars(device) | vars(inside) | {"matrix_share": hardware.matrix_share})
-        _check_rates(vars(between) | {"memory_share": hardware.memory_share, "link_share": hardware.link_share})
+        hardware = Hardware(device=device, inside=inside, between=between, rates=rates, **content)
+        for part in (device, inside, between):
+            _check_rates(vars(part))
         return hardware
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ExpertMeshError(
-            f"--calibrate {file}: is not what `python -m expertmesh.sharding mesh --check --json` writes: {error}"
+            f"--calibrate {file}: is not what `python -m expertmesh.sharding mesh --check --json` or `python -m "
+            f"benchmarks.rates --write` writes: {error}"
         ) from error

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from expertmesh.moe import ParameterCounts
 from expertmesh.sharding.pipeline.balance import crossing
 from expertmesh.sharding.place.choices import Checkpointing, ResolvedDispatch
+from expertmesh.training.foresight.rates import Work
 
 Mark = Literal["start", "use experts", "leave experts", "reduce experts"]
 """What comes before a span: nothing, or where FSDP's hooks on the layer's experts are called."""
@@ -147,17 +148,19 @@ class MeasuredRange:
     """Kernels, and what comes after them.
 
     Attributes:
-        kernels: (FLOPs, bytes read and written, whether its matmuls are in fp8, how many alike).
+        kernels: (FLOPs, bytes read and written, class and size, how many alike).
         then: an all-to-all that other kernels overlap ("send"), the wait for the oldest of these ("arrive"), or one
             that is waited for at once ("exchange").
         sent: bytes to others.
         group: the group of ranks that take part.
+        is_read: whether the host waits for what has come.
     """
 
-    kernels: tuple[tuple[float, int, bool, int], ...]
+    kernels: tuple[tuple[float, int, Work, int], ...]
     then: Literal["", "send", "arrive", "exchange"] = ""
     sent: float = 0.0
     group: LayerGroup = "ep"
+    is_read: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class MeasuredSpan:
     needed: float
 
     @property
-    def kernels(self) -> Iterator[tuple[float, int, bool, int]]:
+    def kernels(self) -> Iterator[tuple[float, int, Work, int]]:
         """Kernels of all stretches."""
         return (kernel for stretch in self.stretches for kernel in stretch.kernels)
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, cut_stages
-from expertmesh.training.foresight.planner.cost import HOST, MicroStep
+from expertmesh.training.foresight.planner.cost import MicroStep
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import MeasuredModel
 from expertmesh.training.foresight.planner.peak_memory import FRAGMENTATION, Peak, largest, peaks
@@ -92,8 +92,8 @@ def _root_shares(run: PlannedRun) -> tuple[float, float]:
 
 
 class _LayerSeconds(MicroStep):
-    """A step of all layers on one stage, with the seconds that each takes: of its kernels, of what they wait for, or of
-    the host, if it takes longer.
+    """A step of all layers on one stage, with the seconds that each takes: of its kernels, and of what they wait for,
+    the host too.
 
     spent: by layer; "before" and "after" them, what the first and the last stage alone compute; "root": what FSDP does
     with the parameters that are in no layer.
@@ -104,9 +104,9 @@ class _LayerSeconds(MicroStep):
         super().__init__(run, 0, hardware, gpus_per_node)
 
     def do(self, act: Act) -> None:
-        now, calls = self.clock.now, self.calls
+        now = self.clock.now
         super().do(act)
-        self.spent[self._where(act)] += max(self.clock.now - now, HOST * (self.calls - calls))
+        self.spent[self._where(act)] += self.clock.now - now
 
     def _where(self, act: Act) -> Hashable:
         root = self.run.measured.root

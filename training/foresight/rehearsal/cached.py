@@ -30,6 +30,7 @@ from expertmesh.training.foresight.planner.measured import (
     Parameter,
     Workload,
 )
+from expertmesh.training.foresight.rates import Work
 from expertmesh.training.watch.sources import sources_digest
 
 PACKAGES = ("torch", "transformers", "triton")
@@ -210,7 +211,7 @@ def _cuts(told: dict[str, Any]) -> ModelCuts:
 
 def _measured(told: dict[str, Any]) -> MeasuredModel:
     def span(of: dict[str, Any]) -> MeasuredSpan:
-        stretches = tuple(MeasuredRange(**{**s, "kernels": _tuples(s["kernels"])}) for s in of["stretches"])
+        stretches = tuple(MeasuredRange(**{**s, "kernels": _kernels(s["kernels"])}) for s in of["stretches"])
         return MeasuredSpan(**{**of, "stretches": stretches})
 
     def part(of: dict[str, Any]) -> Measured:
@@ -218,6 +219,10 @@ def _measured(told: dict[str, Any]) -> MeasuredModel:
         return Measured(forward, backward, of["kept"], of["kept_backward"], of["carried"])
 
     return MeasuredModel(tuple(map(part, told["kinds"])), part(told["root"]))
+
+
+def _kernels(rows: list[list[Any]]) -> tuple[Any, ...]:
+    return tuple((flops, moved, Work(*work), times) for flops, moved, work, times in rows)
 
 
 def _tuples(rows: list[list[Any]]) -> tuple[Any, ...]:

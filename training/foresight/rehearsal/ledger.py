@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 from expertmesh.sharding import pipeline_of
 from expertmesh.sharding.pipeline.schedule import Action
-from expertmesh.training.foresight.planner.cost import HOST, Clock, kernel_seconds, seconds_among
+from expertmesh.training.foresight.planner.clock import Clock, Transfer
+from expertmesh.training.foresight.planner.cost import kernel_seconds, seconds_among
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.rehearsal.recorder import SENDS, Event, Key, Recorder
 from expertmesh.training.foresight.rehearsal.stages import PipelinePart, StageSeconds
@@ -39,31 +40,28 @@ class PartCost:
 class Ledger:
     """Cost breakdown of a step of one rank.
 
-    parts: by time, the longest first. needed: FLOPs without recomputation. device: seconds of the whole step, if the
-    host is ahead. computing: of these, kernels. all_to_alls: waited for. sharding: FSDP's collectives in all;
-    exposed: the part of them that was waited for. host: seconds that the host needs to call all operators.
-    pipeline: of which the rank has stages, if any: what it waits there is part of `device`.
+    parts: by time, the longest first. needed: FLOPs without recomputation. seconds: of the whole step. computing: of
+    these, kernels. all_to_alls: waited for, or by which kernels beside them took longer. sharding: FSDP's collectives
+    in all, alone; exposed: what they add to the step. host: seconds that the host needs to call all operators;
+    launching: the part of them that kernels waited for. pipeline: of which the rank has stages, if any: what it waits
+    there is part of `seconds`.
     """
 
     parts: list[PartCost]
     needed: float
-    device: float
+    seconds: float
     computing: float
     all_to_alls: float
     sharding: float
     exposed: float
     host: float
+    launching: float
     pipeline: PipelinePart | None = None
 
     def within(self, pipeline: PipelinePart) -> "Ledger":
         """The same with what the rank waits in a pipeline."""
         waited_before = 0.0 if self.pipeline is None else self.pipeline.waited
-        return replace(self, device=self.device - waited_before + pipeline.waited, pipeline=pipeline)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step: the host's or the device's, whichever is longer."""
-        return max(self.device, self.host)
+        return replace(self, seconds=self.seconds - waited_before + pipeline.waited, pipeline=pipeline)
 
     def share_of_peak(self, hardware: Hardware) -> float:
         """The model's FLOPs over those of the card in bf16 in the time of the step: MFU, whatever computes in fp8."""
@@ -83,7 +81,7 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         part.flops += often * event.flops
         part.recomputed += often * (event.flops - event.needed)
         part.sent += often * event.sent
-        if event.collective is None and not event.waits:
+        if event.is_kernel:
             part.moved += often * event.moved
             part.kernels += often
             part.seconds += often * event_seconds(event, hardware)
@@ -92,10 +90,10 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
 
     clocks = _clocks(events, hardware, gpus_per_node)
     of_clocks = [
-        [times[number] * figure for figure in (c.now, c.computing, c.waiting, c.sharding, c.exposed)]
+        [times[number] * figure for figure in (c.now, c.computing, c.waiting, c.sharding, c.exposed, c.launching)]
         for (number, _), c in clocks.items()
     ]
-    seconds, computing, all_to_alls, sharding, exposed = map(sum, zip(*of_clocks, strict=True))
+    seconds, computing, all_to_alls, sharding, exposed, launching = map(sum, zip(*of_clocks, strict=True))
     found = Ledger(
         sorted(parts.values(), key=lambda part: -part.seconds),
         sum(times[event.micro] * event.needed for event in events),
@@ -104,7 +102,8 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         all_to_alls,
         sharding,
         exposed,
-        HOST * sum(times[number] * calls for number, calls in rehearsed.step.calls.items()),
+        hardware.rates.call * sum(times[number] * calls for number, calls in rehearsed.step.calls.items()),
+        launching,
     )
     pipeline = pipeline_of(rehearsed.model)
     if pipeline is None:
@@ -157,8 +156,7 @@ def _stage_seconds(
 
 def event_seconds(event: Event, hardware: Hardware) -> float:
     """Seconds of a kernel."""
-    rate = hardware.device.fp8 if event.is_fp8 else hardware.device.matrix
-    return kernel_seconds(event.flops, event.moved, rate * hardware.matrix_share, hardware)
+    return kernel_seconds(event.flops, event.moved, event.work, hardware)
 
 
 def _instance(event: Event) -> Instance:
@@ -214,22 +212,24 @@ class LedgerSpan:
 
 
 def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> tuple[Clock, list[LedgerSpan]]:
-    """The clock at the end, and when each event is. A layer's kernels wait until its parameters are gathered, and where
-    rows are needed that are still being sent; the end for all. That streams take each other's bandwidth is left out."""
-    clock = Clock()
-    gathered: list[float] = []
-    spans: list[LedgerSpan] = []
+    """The clock at the end, and when each event is. A layer's kernels wait until its parameters are gathered, until the
+    host has called them, and where rows are needed that are still being sent; the end for all."""
+    clock = Clock(hardware.rates)
+    gathered: list[Transfer] = []
+    found: list[tuple[Event, bool, Transfer]] = []
     for event in events:
-        seconds, runs_beside = 0.0, False
+        clock.call(event.calls * hardware.rates.call)
+        clock.launch()
+        runs_beside, begun = False, clock.now
         if event.waits:
-            seconds = clock.arrive(event.ranks)
-            end = clock.now
+            clock.arrive(event.ranks)
+        elif event.is_read:
+            clock.read()
         elif event.collective is None:
             if "split_with_sizes_copy" in event.name and gathered:
                 clock.until(gathered.pop(0))
-            seconds = event_seconds(event, hardware)
-            clock.kernel(seconds)
-            end = clock.now
+                begun = clock.now
+            clock.kernel(event_seconds(event, hardware))
         else:
             seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
             # weight gradients that were left for later are reduced with nothing beside
@@ -238,19 +238,18 @@ def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) ->
             runs_beside = event.collective in SENDS or event.travels or is_sharding
             if event.collective in SENDS:
                 # how long a stage waits for another is known by the schedule alone
-                end = clock.now + seconds
-            elif event.travels:
-                end = clock.send(event.ranks, seconds)
-            elif runs_beside:
-                end = clock.shard(seconds)
-            else:
-                clock.wait(seconds)
-                end = clock.now
-            if event.collective == "all-gather":
-                gathered.append(end)
-        spans.append(LedgerSpan(event, runs_beside, end - seconds, end))
+                found.append((event, True, Transfer(seconds, begun, begun + seconds)))
+                continue
+            if runs_beside:
+                transfer = clock.send(event.ranks, seconds) if event.travels else clock.shard(seconds)
+                found.append((event, True, transfer))
+                if event.collective == "all-gather":
+                    gathered.append(transfer)
+                continue
+            clock.wait(seconds)
+        found.append((event, False, Transfer(clock.now - begun, begun, clock.now)))
     clock.end()
-    return clock, spans
+    return clock, [LedgerSpan(event, beside, each.start, each.end) for event, beside, each in found]
 
 
 def sums(parts: Iterable[PartCost]) -> PartCost:

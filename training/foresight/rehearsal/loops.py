@@ -75,7 +75,6 @@ class Kernels:
     """Totals of one operator: how many there are, their FLOPs, those without recomputation, and bytes."""
 
     name: str
-    is_fp8: bool
     numbers: Numbers
 
 
@@ -143,7 +142,7 @@ class Done:
             [(len(layout.shape), layout.dtype) for layout in self._layouts],
             [layout is None for layout in self.gradients],
             (str(self.tree), self.gives, self.learned, self.keeps_inputs, self.keeps_outputs),
-            [[(kernels.name, kernels.is_fp8) for kernels in each.kernels] for each in self._passes],
+            [[kernels.name for kernels in each.kernels] for each in self._passes],
             [len(each.levels) for each in self._passes],
         )
 
@@ -166,7 +165,7 @@ class Done:
         passes = []
         for each in self._passes:
             calls, levels = int(next(rest)), tuple(int(next(rest)) for _ in each.levels)
-            kernels = tuple(Kernels(k.name, k.is_fp8, tuple(next(rest) for _ in k.numbers)) for k in each.kernels)
+            kernels = tuple(Kernels(k.name, tuple(next(rest) for _ in k.numbers)) for k in each.kernels)
             passes.append(Pass(kernels, calls, levels))
         forward, dropping, backward = passes
         layouts: dict[str, Any] = dict(inputs=inputs, outputs=outputs, gradients=gradients)
@@ -330,12 +329,12 @@ class _Watch:
         live.changed = lambda number, more, is_gone: self.levels.append(live.total - self.start)
 
     def seen(self) -> Pass:
-        sums: dict[tuple[str, bool], list[float]] = {}
+        sums: dict[str, list[float]] = {}
         for event in self.recorder.events[self.events :]:
-            total = sums.setdefault((event.name, event.is_fp8), [0, 0.0, 0.0, 0])
+            total = sums.setdefault(event.name, [0, 0.0, 0.0, 0])
             for place, more in enumerate((1, event.flops, event.needed, event.moved)):
                 total[place] += more
-        kernels = tuple(Kernels(*key, tuple(total)) for key, total in sorted(sums.items()))
+        kernels = tuple(Kernels(name, tuple(total)) for name, total in sorted(sums.items()))
         return Pass(kernels, self.recorder.num_calls - self.calls, tuple(self.levels))
 
 

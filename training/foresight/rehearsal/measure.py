@@ -422,7 +422,7 @@ class _Measurement:
 
         def exchange(counts_E: Tensor, group: Any, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
             assert self.recorder is not None
-            self.recorder.all_to_all(group, counts_E)
+            self.recorder.all_to_all(group, counts_E).is_read = True
             return torch.empty_like(counts_E), Splits(sent, received, sizes)
 
         def told_once(dispatcher: OnceDispatcher) -> Rows:

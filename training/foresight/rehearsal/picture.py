@@ -61,7 +61,7 @@ def draw(rehearsed: Rehearsed, hardware: Hardware, gpus_per_node: int, title: st
 
 
 def _stream_of(span: LedgerSpan) -> str:
-    if span.event.waits:
+    if span.event.waits or span.event.is_read:
         return ""
     if span.event.collective in ("all-gather", "reduce-scatter"):
         return "FSDP"

@@ -28,6 +28,7 @@ from expertmesh.moe.kernels.fp8 import MULTIPLE
 from expertmesh.moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
 from expertmesh.sharding import has_dtensor
 from expertmesh.sharding.pipeline.schedule import Action, Exchange
+from expertmesh.training.foresight.rates import MEMORY, Operator, Work
 from expertmesh.training.foresight.rehearsal.live import Pausable
 from expertmesh.training.foresight.rehearsal.parts import LASTING, Parts, StepPlace
 from expertmesh.training.pipelined import PipelinedStep
@@ -46,8 +47,10 @@ class Event:
     micro-batch in the step. flops: that it computes; needed: those of them without recomputation. sent: bytes to other
     ranks, of a collective among `ranks`, whose process group has the name `group`. travels: whether it is an all-to-all
     that other kernels overlap. waits: whether here the oldest of these among `ranks` is waited for, and nothing else
-    done. reads, writes: bytes of each storage. is_fp8: whether its matmul is in fp8. times: how many operators this
-    stands for (see `Recorder.repeated`). action: what of a pipeline's schedule is being computed, or was last.
+    done. is_read: whether the host waits for it, and for all kernels before. reads, writes: bytes of each storage.
+    work: class and size of its kernel. times: how many operators this stands for (see `Recorder.repeated`). calls:
+    operators that the host has called since the event before, this one included. action: what of a pipeline's schedule
+    is being computed, or was last.
     """
 
     name: str
@@ -64,9 +67,15 @@ class Event:
     writes: dict[Key, int] = field(default_factory=dict)
     travels: bool = False
     waits: bool = False
-    is_fp8: bool = False
+    is_read: bool = False
+    work: Work = MEMORY
     times: int = 1
+    calls: int = 0
     action: Action | None = None
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.collective is None and not self.waits and not self.is_read
 
     @property
     def moved(self) -> int:
@@ -138,7 +147,7 @@ class Recorder(Pausable, TorchDispatchMode):
         self._unmade: list[int] = []
         self._storages: dict[int, int] = {}
         self._versions: dict[int, int] = {}
-        self._next = 0
+        self._next = self._called = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -166,6 +175,7 @@ class Recorder(Pausable, TorchDispatchMode):
         """Record a kernel that is no operator of torch."""
         self.calls[self.micro] += 1
         event = self._event(name, self.parts.here())
+        event.work = self._no_matmul(event)
         self._add(event.reads, read)
         self._write(event, written)
 
@@ -173,6 +183,7 @@ class Recorder(Pausable, TorchDispatchMode):
         """Record so many operators, none of which is called; the other figures are totals over them."""
         event = self._event(name, self.parts.here())
         event.times, event.flops, event.reads = int(times), flops, {(-1, 0): int(moved)}
+        event.work = Work(_OPERATORS.get(name, "matmul"), flops / times) if flops else MEMORY
         event.needed = 0.0 if event.phase == "recomputation" else needed
 
     def reached(self, levels: Sequence[int]) -> None:
@@ -184,6 +195,10 @@ class Recorder(Pausable, TorchDispatchMode):
         """Record the wait for the oldest all-to-all under way among these ranks."""
         event = self._event("wait", self.parts.here())
         event.ranks, event.waits = ranks, True
+
+    def read(self) -> None:
+        """Record that the host waits here for all that was launched."""
+        self._event("read", self.parts.here()).is_read = True
 
     @property
     def num_calls(self) -> int:
@@ -246,10 +261,14 @@ class Recorder(Pausable, TorchDispatchMode):
         if place.layer is None and place.part in _IN_SOME_LAYER and self._marked is not None:
             place = replace(place, layer=self._marked.layer)
         phase = "recomputation" if place.is_recomputed else self.phase
-        event = Event(name, place, phase, self.micro, action=self.action)
+        event = Event(name, place, phase, self.micro, calls=self.num_calls - self._called, action=self.action)
+        self._called = self.num_calls
         self.events.append(event)
         self.log.append(event)
         return event
+
+    def _no_matmul(self, event: Event) -> Work:
+        return Work("update", 1.0) if event.phase == "optimizer step" else MEMORY
 
     def _made_by(self, place: StepPlace) -> None:
         """Note the origin of storages that are new since the last operator."""
@@ -281,7 +300,7 @@ class Recorder(Pausable, TorchDispatchMode):
         else:
             self._write(event, changed + fresh)
         event.flops = _flops(operator, inputs + changed, results, args)
-        event.is_fp8 = operator.name() == "aten::_scaled_grouped_mm"
+        event.work = _work(operator, inputs + changed, args, event.flops) if event.flops else self._no_matmul(event)
         event.needed = 0.0 if event.phase == "recomputation" else event.flops * _NEEDED.get(operator.name(), 1.0)
         if (collective := _collective(operator)) is not None:
             event.collective = collective
@@ -429,6 +448,22 @@ def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor], args: Any
     return 0.0 if count is None else 2.0 * count(inputs, results)
 
 
+def _work(operator: Any, inputs: list[Tensor], args: Any, flops: float) -> Work:
+    """Class and size of an operator with matmuls. inputs: as for `_flops`."""
+    found = _OPERATORS.get(operator.name(), "matmul")
+    if found in ("grouped matmul", "grouped matmul fp8"):
+        # experts' matrices, or where the rows of each end
+        groups = inputs[1].shape[0] if inputs[1].dim() == 3 else inputs[_ENDS[found]].numel()
+        return Work(found, flops / groups)
+    if operator.name() in _IN_SEGMENTS:
+        segments = args[_IN_SEGMENTS[operator.name()][0]]
+        return Work(found, sum(length**2 for length in segments) / sum(segments))
+    if found != "matmul":
+        query_BHSA = inputs[1 if "backward" in found else 0]
+        return Work(found, float(query_BHSA.shape[2]))
+    return Work(found, flops)
+
+
 def _product(inputs: list[Tensor], results: list[Tensor]) -> float:
     return float(results[0].numel()) * inputs[-2].shape[-1]
 
@@ -490,6 +525,21 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
+_OPERATORS: dict[str, Operator] = {
+    "aten::_grouped_mm": "grouped matmul",
+    "aten::_scaled_grouped_mm": "grouped matmul fp8",
+    "aten::_scaled_dot_product_flash_attention": "attention",
+    "aten::_scaled_dot_product_flash_attention_backward": "attention backward",
+    "aten::_scaled_dot_product_efficient_attention": "efficient attention",
+    "aten::_scaled_dot_product_efficient_attention_backward": "efficient attention backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention backward",
+    "expertmesh::flash_attention": "packed attention",
+    "expertmesh::flash_attention_backward": "packed attention backward",
+}
+"""Classes of operators with matmuls; the others' is "matmul"."""
+_ENDS = {"grouped matmul": 2, "grouped matmul fp8": -1}
+"""Which input says where experts' rows end, where rows are summed over."""
 _NEEDED = dict.fromkeys(
     (
         "aten::_scaled_dot_product_flash_attention_backward",

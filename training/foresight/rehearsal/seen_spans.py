@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from expertmesh.training.foresight.planner.measured import Measured, MeasuredRange, MeasuredSpan
+from expertmesh.training.foresight.rates import Work
 from expertmesh.training.foresight.rehearsal.recorder import Event
 
 Numbers = tuple[float, ...]
@@ -44,8 +45,9 @@ class Tape:
         self._numbers.append(numbers)
 
     def note_event(self, event: Event) -> None:
-        form = ("event", event.name, event.is_fp8, event.collective, event.group, event.travels, event.waits)
-        self.note(form, event.flops, event.needed, event.moved, event.sent, event.times)
+        operator, size = event.work
+        form = ("event", event.name, operator, event.collective, event.group, event.travels, event.waits, event.is_read)
+        self.note(form, event.flops, event.needed, event.moved, event.sent, event.times, size)
 
     def seen(self) -> SeenSpans:
         return SeenSpans(tuple(self._form), tuple(self._numbers))
@@ -85,7 +87,7 @@ class _Reader:
     def cut(self, mark: Any, when: str, calls: int) -> None:
         """The span ends here, and with `mark` the next one begins."""
         stretches = tuple(_stretches(self._events))
-        needed = sum(needed for *_, needed, _, _, _ in self._events)
+        needed = sum(needed for *_, needed, _, _, _, _ in self._events)
         self.spans.append(MeasuredSpan(self._mark, self._peak, self._level, self._when, stretches, calls, needed))
         self.begin(mark, when)
 
@@ -106,24 +108,26 @@ class _Reader:
 
 
 def _stretches(events: Sequence[tuple[Any, ...]]) -> Iterator[MeasuredRange]:
-    kernels: Counter[tuple[float, int, bool]] = Counter()
+    kernels: Counter[tuple[float, int, Work]] = Counter()
 
-    def ended(then: Literal["", "send", "arrive", "exchange"], sent: float = 0.0, group: Any = "ep") -> MeasuredRange:
+    def ended(
+        then: Literal["", "send", "arrive", "exchange"], sent: float = 0.0, group: Any = "ep", is_read: bool = False
+    ) -> MeasuredRange:
         found = tuple((*kernel, times) for kernel, times in kernels.items())
         kernels.clear()
-        return MeasuredRange(found, then, sent, group)
+        return MeasuredRange(found, then, sent, group, is_read)
 
-    for is_fp8, collective, group, travels, waits, flops, _, moved, sent, times in events:
+    for operator, collective, group, travels, waits, is_read, flops, _, moved, sent, times, size in events:
         if waits:
             yield ended("arrive", sent, group)
         elif collective is None:
             # of many that are alike, two kinds, as bytes are whole numbers
             each, more = divmod(moved, times)
-            for alike, size in ((times - more, each), (more, each + 1)):
+            for alike, part in ((times - more, each), (more, each + 1)):
                 if alike:
-                    kernels[flops / times, size, is_fp8] += alike
+                    kernels[flops / times, part, Work(operator, size)] += alike
         else:
-            yield ended("send" if travels else "exchange", sent, group)
+            yield ended("send" if travels else "exchange", sent, group, is_read)
     yield ended("")
 
 

@@ -5,8 +5,7 @@ from rich.text import Text
 from expertmesh.moe.base.terminal import folded
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.columns import Column, open_console, print_table
-from expertmesh.training.foresight.planner.cost import HOST, LAUNCH
-from expertmesh.training.foresight.planner.hardware import Hardware
+from expertmesh.training.foresight.planner.hardware import Hardware, attained
 from expertmesh.training.foresight.planner.peak_memory import CONTEXT, FRAGMENTATION, PEER, RING
 from expertmesh.training.foresight.rehearsal.account import Account
 from expertmesh.training.foresight.rehearsal.fit import LASTING
@@ -126,17 +125,16 @@ def _forecast(account: Account) -> str:
     waited = ""
     if step.pipeline is not None:
         waited = f", other stages {step.pipeline.waited:,.3f} (bubble of all ranks {step.pipeline.bubble:.1%})"
-    pace = "; the host, which launches it all, is the bottleneck" if step.host > step.device else ""
     return (
         f"\nforecast: {step.seconds:,.3f} s per step, {account.tokens / step.seconds:,.0f} tokens/s per GPU, "
-        f"{account.mfu:.1%} MFU, {step.needed / 1e12:,.1f} TFLOP without recomputation. The GPU {step.device:,.3f} s: "
-        f"kernels {step.computing:,.3f}, all-to-alls and all-reduces {step.all_to_alls:,.3f}, FSDP waited for "
-        f"{step.exposed:,.3f} of {step.sharding:,.3f}{waited}; the host {step.host:,.3f} s{pace}"
+        f"{account.mfu:.1%} MFU, {step.needed / 1e12:,.1f} TFLOP without recomputation. Of it "
+        f"kernels {step.computing:,.3f} s, all-to-alls and all-reduces {step.all_to_alls:,.3f}, added by FSDP's "
+        f"{step.sharding:,.3f} {step.exposed:,.3f}, waited for the host {step.launching:,.3f}{waited}; the host calls "
+        f"operators for {step.host:,.3f} s"
     )
 
 
 def _assumptions(account: Account, config: TrainConfig, hardware: Hardware, told: Told) -> list[str]:
-    device = hardware.device
     routing = "every expert gets equally many tokens"
     if told.shares:
         most = max(map(max, told.shares)) * config.ep_size
@@ -147,9 +145,9 @@ def _assumptions(account: Account, config: TrainConfig, hardware: Hardware, told
         "all-reduces, and "
         f"{PEER / 2**20:,.0f} MiB per peer of one of all-to-alls; CUDA's context {CONTEXT / GIB:,.1f} GiB; "
         f"fragmentation {FRAGMENTATION:.0%} of temporary tensors",
-        f"assumed: {hardware.matrix_share:.2f} of {device.matrix / 1e12:,.0f} TFLOP/s, {hardware.memory_share:.2f} of "
-        f"{device.memory_bandwidth / 1e9:,.0f} GB/s and {hardware.link_share:.2f} of the links are attained; "
-        f"{LAUNCH * 1e6:.0f} us per launch, {HOST * 1e6:.0f} us of the host per operator",
+        f"rates: {attained(hardware)}; {hardware.rates.launch * 1e6:g} us per launch, "
+        f"{hardware.rates.call * 1e6:g} us of the host per operator, {hardware.rates.wait * 1e6:g} where it waits for "
+        "the GPU",
     ]
     if config.offload:
         lines.append(

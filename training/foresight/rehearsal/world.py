@@ -288,11 +288,13 @@ def _telling(
 
     def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
         assert recorder.layer is not None
+        recorder.read()
         sent = split(rows, shares[recorder.layer] or (1.0,) * ep_size)
         return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
 
     def told_once(dispatcher: OnceDispatcher) -> Rows:
         assert recorder.layer is not None
+        recorder.read()
         return expected_rows(dispatcher, tokens, top_k, shares[recorder.layer])
 
     with (

@@ -1,0 +1,119 @@
+"""The table of attained rates: what is taken from it, and that it is whole."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.foresight.planner.cost import kernel_seconds, seconds_among
+from expertmesh.training.foresight.planner.hardware import DEVICES, load_measured, preset, save_measured
+from expertmesh.training.foresight.rates import (
+    Attained,
+    Exchange,
+    Operator,
+    Rates,
+    Work,
+    busiest_of,
+    natural_imbalance,
+    published,
+    rank_imbalance,
+    rates_from,
+)
+
+
+@pytest.mark.parametrize("gpu", DEVICES)
+def test_every_class_has_a_rate_and_every_rate_a_source(gpu: str) -> None:
+    rates = published(gpu)
+    assert {each.operator for each in rates.attained} >= {*get_args(Operator), *get_args(Exchange)}
+    assert {each.name for each in rates.constants} == {
+        "compute beside", "collective beside", "launch", "call", "wait"
+    }  # fmt: skip
+    for each in rates.attained:
+        assert 0 < each.share <= 1, each
+        assert each.source
+    assert all(each.source for each in rates.constants)
+
+
+def test_between_sizes_by_their_logarithm() -> None:
+    rates = Rates((Attained("matmul", 1e6, 0.2, ""), Attained("matmul", 1e10, 0.6, "")))
+    assert [rates.share("matmul", size) for size in (1.0, 1e6, 1e8, 1e10, 1e12)] == pytest.approx(
+        [0.2, 0.2, 0.4, 0.6, 0.6]
+    )
+    assert rates.share("memory", 1.0) == 1.0
+
+
+def test_a_rate_replaced_changes_what_it_is_of() -> None:
+    hardware = preset("H100", "infiniband-ndr")
+    works = [Work("matmul", 1e12), Work("grouped matmul", 1e12), Work("attention", 4096.0), Work("memory", 1.0)]
+
+    def seconds(rates: Rates) -> list[float]:
+        own = replace(hardware, rates=rates)
+        kernels = [kernel_seconds(0.0 if w.operator == "memory" else 1e12, 1e6, w, own) - rates.launch for w in works]
+        return [*kernels, seconds_among("all-gather", 1e9, range(8), own, 8)]
+
+    before = seconds(hardware.rates)
+    for place, name in enumerate(("matmul", "grouped matmul", "attention", "memory")):
+        halved = [replace(e, share=e.share / 2) if e.operator == name else e for e in hardware.rates.attained]
+        after = seconds(replace(hardware.rates, attained=tuple(halved)))
+        ratios = [b / a for a, b in zip(before, after, strict=True)]
+        assert ratios == pytest.approx([2.0 if n == place else 1.0 for n in range(5)])
+
+
+def test_flash_attention_3_takes_the_place_of_2() -> None:
+    rates = published("H100")
+    assert (
+        rates.share("packed attention", 4096)
+        < 0.35
+        < 0.5
+        < rates.with_flash_attention_3().share("packed attention", 4096)
+    )
+    assert rates.with_flash_attention_3().share("matmul", 1e12) == rates.share("matmul", 1e12)
+    # a card without figures of it keeps those of 2
+    assert Rates().with_flash_attention_3() == Rates()
+
+
+def test_a_file_of_rates_is_read_as_it_was_written(tmp_path: Path) -> None:
+    hardware = preset("B200", "ethernet-100")
+    save_measured(hardware, tmp_path / "rates.json")
+    assert load_measured(tmp_path / "rates.json") == hardware
+    assert rates_from(json.loads(json.dumps(asdict(hardware.rates)))) == hardware.rates
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "said"),
+    [
+        ("attained", {"operator": "sorting", "size": 1, "share": 0.5, "source": ""}, "no class of operators 'sorting'"),
+        ("attained", {"operator": "matmul", "size": 1, "share": 0.0, "source": ""}, "matmul is not a positive number"),
+        ("constants", {"name": "speed", "value": 1, "source": ""}, "no constant 'speed'"),
+        ("constants", {"name": "call", "value": "1", "source": ""}, "call is not a positive number"),
+    ],
+)
+def test_a_file_of_rates_that_will_not_do(tmp_path: Path, part: str, wrong: dict[str, object], said: str) -> None:
+    file = tmp_path / "rates.json"
+    save_measured(preset("H100", "infiniband-ndr"), file)
+    content = json.loads(file.read_text())
+    content["rates"][part].append(wrong)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ExpertMeshError, match=said):
+        load_measured(file)
+
+
+def test_imbalance_of_ranks() -> None:
+    """One expert on each rank: its own. More experts even out, and fewer ranks have a smaller maximum."""
+    assert rank_imbalance(2.0, 64, 64) == pytest.approx(2.0)
+    assert rank_imbalance(2.0, 64, 1) == 1.0
+    ranks = [rank_imbalance(2.0, 64, ep_size) for ep_size in (2, 8, 32, 64)]
+    assert ranks == sorted(ranks)
+    assert rank_imbalance(2.0, 64, 8) == pytest.approx(1 + busiest_of(8) / busiest_of(64) / 8**0.5)
+    # expected maxima of 8 and 128 normal quantities: 1.42 and 2.6
+    assert (busiest_of(8), busiest_of(128)) == pytest.approx((1.42, 2.6), rel=0.02)
+
+
+def test_natural_imbalance_grows_with_experts() -> None:
+    by_number = [natural_imbalance(number) for number in (4, 8, 64, 128, 256)]
+    assert by_number == sorted(by_number)
+    assert by_number[1] == pytest.approx(1.083)
+    assert by_number[3] == pytest.approx(1.9, abs=0.05)
