@@ -5,9 +5,9 @@
 
 The real step (forward, backward, clipping, update) runs on fake tensors, and every operator, Triton
 kernel and collective is recorded: FLOPs, bytes read and written, and what part of the step asked for it. Rows are
-single samples of --max-seq-length, experts get equally many. Time is at the card's rates (data sheets, of which 0.65 of
-the products', 0.8 of the memory's and 0.75 of the links' are attained): a kernel takes as long as its products or its
-memory, whichever is longer, and 2 µs for its launch; the host takes 5 µs for each operator, views included.
+single samples of --max-seq-length. Time is at the rates that others attained (training/foresight/rates.json), or those
+of --calibrate: a kernel takes as long as its products or its memory, whichever is longer, and its launch; the host
+takes its time for each operator, views included.
 
 moved: bytes read and written; would do: what enters and leaves the part, once each. MFU is of the card's rate in bf16,
 also where --expert-precision fp8 multiplies at its rate in fp8. Nothing here was measured on a GPU.
@@ -24,10 +24,13 @@ from expertmesh.moe import ExpertMeshError, seen_pairs, training_flops
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.base.whole import whole
 from expertmesh.training import TrainConfig, parse_config
-from expertmesh.training.foresight.planner.hardware import DEVICES, LINKS, Hardware, preset, products_in
+from expertmesh.training.foresight.imbalance import add_imbalance_flag, read_imbalance
+from expertmesh.training.foresight.planner.hardware import Hardware, products_in
+from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, chosen_hardware
 from expertmesh.training.foresight.planner.model_config import read_config
 from expertmesh.training.foresight.rehearsal.ledger import Ledger, ledger, sums
 from expertmesh.training.foresight.rehearsal.peaks import PeakMemory
+from expertmesh.training.foresight.rehearsal.told import Told
 from expertmesh.training.foresight.rehearsal.world import rehearse
 
 
@@ -42,10 +45,10 @@ def main() -> int:
         if config.router_aux_loss_coef is None:
             config = replace(config, router_aux_loss_coef=0.0)
         config = replace(config, packing=False)
-        hardware = preset(arguments.gpu, arguments.network)
-        hardware = products_in(hardware, config.bf16, config.tf32, config.expert_precision == "fp8")
+        hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.expert_precision == "fp8")
         started = time.time()
-        rehearsed = rehearse(config, model_config, arguments.gpus, arguments.rank)
+        told = Told(busiest=read_imbalance(arguments.imbalance), loaded=arguments.rank % config.ep_size)
+        rehearsed = rehearse(config, model_config, arguments.gpus, arguments.rank, told=told)
     except ExpertMeshError as error:
         print(f"benchmarks.ledger: error: {error}", file=sys.stderr)
         return 2
@@ -79,10 +82,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--gpu", choices=sorted(DEVICES), default="H100")
-    parser.add_argument("--network", choices=sorted(LINKS), default="infiniband-ndr")
+    add_hardware_flags(parser)
+    add_imbalance_flag(parser)
     parser.add_argument("--rank", type=int, default=0, help="whose step")
     parser.add_argument("--layers", type=int, default=0, help="decoder layers (default: the model's own)")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures to this file, as JSON")

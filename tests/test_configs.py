@@ -24,6 +24,7 @@ from expertmesh.training.foresight.planner.search import Cluster, Plan, forecast
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.step_order import PlannedRun, planned_run
 from expertmesh.training.foresight.rank_memory import choose_pipeline
+from expertmesh.training.foresight.rates import natural_imbalance
 from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
 from expertmesh.training.foresight.rehearsal.planning import setting_of
 from expertmesh.training.optim.low_bit import LARGEST_BLOCK, block_size
@@ -47,8 +48,6 @@ OPTIMIZERS = {
     "adamw_torch_8bit": "8-bit AdamW",
     "adamw_bf16": "all state in bf16",
 }
-IMBALANCE = 1.2
-"""Of the forecasts that the files state: tokens of the busiest expert over the mean, as `plan` has it by default."""
 RECIPES = [file.stem for file in CONFIGS if file.stem != "tiny"]
 PUBLISHED = {
     "deepseek_v3": "deepseek-v3",
@@ -159,10 +158,10 @@ def test_a_recipe_fits_its_model(name: str) -> None:
 
 
 def planned_recipe(name: str, gpus: int, *flags: str, hardware: Hardware = H100) -> Plan:
-    """On so many H100; the busiest expert has IMBALANCE times the mean."""
+    """On so many H100, with natural routing, as `plan` has it by default."""
     config, file = config_of(name, *flags), find_config(str(published(name)))
     measure = CachedMeasure(config, file.content, file.load, "cuda")
-    setting = setting_of(config, gpus, imbalance=IMBALANCE)
+    setting = setting_of(config, gpus, imbalance=natural_imbalance(measure.parameters.num_experts))
     if setting.pp_size > 1:
         # as a run of it does
         setting = settled(config, planned_run(measure, setting), hardware)

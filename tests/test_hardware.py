@@ -8,9 +8,10 @@ import pytest
 
 from expertmesh.training.foresight.planner.model_config import find_config
 from expertmesh.training.foresight.planner.search import Cluster, forecast
+from expertmesh.training.foresight.rates import natural_imbalance
 from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
 from expertmesh.training.foresight.rehearsal.planning import setting_of
-from tests.test_configs import H100, IMBALANCE, RECIPES, ROOT, config_of, gpus_of, published
+from tests.test_configs import H100, RECIPES, ROOT, config_of, gpus_of, published
 
 METHODS: list[dict[str, Any]] = [{"adapter": "lora"}, {"adapter": "lora", "base_dtype": "nf4"}]
 """Of the columns after the first, which is of the recipes."""
@@ -58,4 +59,5 @@ def fits(name: str, gpus: int, method: dict[str, Any]) -> bool:
     )
     file = find_config(str(published(name)))
     measure = CachedMeasure(config, file.content, file.load, "cuda")
-    return forecast(measure, setting_of(config, gpus, imbalance=IMBALANCE), Cluster(H100, 8, H100.device.memory)).fits
+    setting = setting_of(config, gpus, imbalance=natural_imbalance(measure.parameters.num_experts))
+    return forecast(measure, setting, Cluster(H100, 8, H100.device.memory)).fits

@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training.foresight.cluster_commands import main
+from expertmesh.training.foresight.rates import natural_imbalance
 from expertmesh.training.foresight.rehearsal.collective_order import Call, check_order
 from expertmesh.training.foresight.rehearsal.fit import FRAGMENTATION, PEER, RING
 from expertmesh.training.foresight.rehearsal.told import Told, recorded, skewed
@@ -140,6 +141,9 @@ def test_shares_of_recorded_and_of_skewed_routing(tmp_path: Path) -> None:
     assert shares[2] == pytest.approx(1.5 / 4)
     assert sum(shares) == pytest.approx(1)
     assert skewed(1, 4, 2) == ()
+    assert Told(busiest=2.0, loaded=1).among(num_experts=4, ep_size=4).shares == skewed(2.0, 4, 1)
+    assert Told(busiest=None).among(num_experts=8, ep_size=8).shares == skewed(natural_imbalance(8), 8, 0)
+    assert Told().among(num_experts=8, ep_size=8).shares == ()
 
 
 @pytest.mark.exhaustive
@@ -197,7 +201,8 @@ def test_what_fails_is_told_with_its_layer(
     ("flags", "said"),
     [
         (["--rank", "16"], "--rank 16: of 16 GPUs the ranks are 0 to 15"),
-        (["--imbalance", "9"], "--imbalance 9: the most loaded of 8 ep ranks gets 1 to 8 times the mean"),
+        (["--imbalance", "0.5"], "--imbalance 0.5: the busiest expert has at least the mean"),
+        (["--imbalance", "/nonexistent"], "--imbalance /nonexistent: is no metrics.jsonl"),
         (["--imbalance", "2", "--routing", "m"], "--routing and --imbalance"),
         (["--routing", "/nonexistent"], "--routing /nonexistent: is no metrics.jsonl"),
         (["--use-cpu"], "--use-cpu"),

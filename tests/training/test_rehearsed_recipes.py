@@ -9,9 +9,9 @@ import pytest
 from expertmesh.moe import count_parameters, moe_shape
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.planner.peak_memory import fullest
-from expertmesh.training.foresight.rehearsal.planning import planned, setting_of
+from expertmesh.training.foresight.rates import natural_imbalance
+from expertmesh.training.foresight.rehearsal.planning import planned
 from tests.test_configs import (
-    IMBALANCE,
     RECIPES,
     ROOT,
     config_of,
@@ -24,23 +24,17 @@ from tests.test_configs import (
 )
 
 
-def rows_over_mean(name: str) -> float:
-    """Rows of the busiest rank over the mean, as the forecast assumes: one expert's excess evens out among those of a
-    rank."""
-    shape, setting = moe_shape(model_of(name)), setting_of(config_of(name), gpus_of(name), imbalance=IMBALANCE)
-    return setting.rows_received(shape.num_experts, shape.top_k) / (setting.tokens * shape.top_k)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     config, model, gpus = config_of(name), model_of(name), gpus_of(name)
     flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--model", str(published(name)), "--gpus", str(gpus)]
     if config.pp_size > 1:
-        run = planned(config, model.config, gpus, imbalance=rows_over_mean(name))
+        natural = natural_imbalance(moe_shape(model).num_experts)
+        run = planned(config, model.config, gpus, imbalance=natural)
         chosen = replace(run, setting=settled(config, run))
         flags += ["--rank", str(fullest(chosen).pp_rank * gpus // config.pp_size)]
-    assert main(["rehearse", *flags, "--imbalance", str(rows_over_mean(name)), "--json"]) == 0
+    assert main(["rehearse", *flags, "--json"]) == 0
     (account,) = json.loads(capsys.readouterr().out)
     counts = count_parameters(model)
     assert account["fits"]

@@ -30,6 +30,7 @@ from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.sharding.place.choices import Dispatch
 from expertmesh.sharding.topology import Topology, check_cp_size, check_ep_size, check_pp_size
+from expertmesh.training.foresight.imbalance import add_imbalance_flag, imbalance_of, read_imbalance
 from expertmesh.training.foresight.planner.columns import Column, open_console, print_table
 from expertmesh.training.foresight.planner.forecast_table import print_plans, sweep_columns
 from expertmesh.training.foresight.planner.hardware import products_in, save_measured
@@ -109,7 +110,7 @@ def build_parser() -> Parser:
     plan.add_argument(
         "--offload-activations", action="store_true", help="with checkpointing: layers' inputs in host memory"
     )
-    plan.add_argument("--imbalance", type=float, default=1.2, help="load of the busiest expert over the mean")
+    add_imbalance_flag(plan)
     plan.add_argument("--top", type=int, default=12, help="lines of the table")
     plan.add_argument("--json", action="store_true", help="print JSON instead of the table")
     plan.add_argument("--sweep", action="store_true", help="8 to 4,096 GPUs, with and without EP, instead of --gpus")
@@ -175,8 +176,7 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     given = ("micro_batch", "global_batch_size", "pp_size", "pipeline_chunks")
     check_positive(arguments, *(name for name in given if getattr(arguments, name) is not None))
     _check_pipeline(arguments)
-    if arguments.imbalance < 1:
-        raise ExpertMeshError(f"--imbalance {arguments.imbalance:g}: the busiest expert has at least the mean, 1")
+    imbalance = read_imbalance(arguments.imbalance)
     if arguments.tf32 and not arguments.fp32:
         raise ExpertMeshError("--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --fp32")
     hardware = chosen_hardware(arguments)
@@ -197,7 +197,7 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         tf32=arguments.tf32,
         overlap_chunks=arguments.overlap_chunks,
         dispatch=arguments.dispatch,
-        imbalance=arguments.imbalance,
+        imbalance=imbalance_of(imbalance, measure.parameters.num_experts),
         ranks_per_node=config.ranks_per_node or arguments.gpus_per_node,
         pp_size=1,
         chunks=1,

@@ -18,7 +18,6 @@ CPU = Hardware(
     "a CPU",
     Device(86e9, 86e9, 17e9, 0.0, 86e9),
     *(Link(0.17e9, 2e-4), Link(0.17e9, 2e-4)),
-    *(1.0, 1.0, 1.0),
 )
 """Measured by `mesh --check` on two ranks of one thread, AMD EPYC with 2 cores, torch 2.13, gloo. Only their ratios
 count."""

@@ -106,8 +106,8 @@ def _measure(
     if exchange is not _pass_on:
         sent *= (size - 1) / size * (1 if exchange is _all_to_all else 2)
     try:
-        latency = _seconds(lambda: exchange(small_x, group), device)
-        seconds = _seconds(lambda: exchange(large_x, group), device)
+        latency = median_seconds(lambda: exchange(small_x, group), device)
+        seconds = median_seconds(lambda: exchange(large_x, group), device)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise ExpertMeshError(
@@ -117,7 +117,7 @@ def _measure(
     return GroupSpeed(name, ranks, latency, sent / seconds)
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Median wall time of `work`, the device having finished."""
     times = []
     for _ in range(ROUNDS + 2):
@@ -175,13 +175,13 @@ def measure_device(device: torch.device) -> Device:
     is_gpu = device.type == "cuda"
     side = 8192 if is_gpu else 1024
     a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    fp32 = 2 * side**3 / _seconds(lambda: a @ b, device)
+    fp32 = 2 * side**3 / median_seconds(lambda: a @ b, device)
     matrix = fp32
     if is_gpu:
         a, b = a.bfloat16(), b.bfloat16()
-        matrix = 2 * side**3 / _seconds(lambda: a @ b, device)
+        matrix = 2 * side**3 / median_seconds(lambda: a @ b, device)
     large = torch.zeros((NCCL_BYTES if is_gpu else 8 * GLOO_BYTES) * 4, dtype=torch.uint8, device=device)
     copy = torch.empty_like(large)
-    bandwidth = 2 * large.nbytes / _seconds(lambda: copy.copy_(large), device)
+    bandwidth = 2 * large.nbytes / median_seconds(lambda: copy.copy_(large), device)
     memory = torch.cuda.get_device_properties(device).total_memory if is_gpu else 0.0
     return Device(matrix, fp32, bandwidth, memory)

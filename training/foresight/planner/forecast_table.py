@@ -97,7 +97,7 @@ def assumptions(
         f"{hardware.name}: {attained(hardware)}",
         f"sequences of {setting.seq_length:,} tokens, {batch} per step, "
         f"{_dtype(setting)}, {setting.optimizer}; "
-        f"the busiest expert has {setting.imbalance:g} x the mean load",
+        f"the busiest expert has {setting.imbalance:.3g} x the mean load",
     ]
 
 

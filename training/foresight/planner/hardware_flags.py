@@ -23,7 +23,14 @@ def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="use the rates that `mesh --check --json FILE` measured, not --gpu's",
+        help="use the rates that `mesh --check --json FILE` or `benchmarks.rates --write FILE` measured, not --gpu's",
+    )
+    parser.add_argument(
+        "--flash-attention",
+        type=int,
+        choices=(2, 3),
+        default=2,
+        help="version whose rates packed attention has: 3 where flash_attn_interface is installed (default: 2)",
     )
 
 
@@ -36,6 +43,8 @@ def chosen_hardware(arguments: argparse.Namespace) -> Hardware:
     hardware = preset(arguments.gpu, arguments.network)
     if arguments.calibrate is not None:
         hardware = replace(load_measured(arguments.calibrate), name=f"rates of {arguments.calibrate}")
+    if arguments.flash_attention == 3:
+        hardware = replace(hardware, rates=hardware.rates.with_flash_attention_3())
     return hardware
 
 

@@ -1,13 +1,13 @@
 """How a model is trained: all that memory, traffic and time depend on beside the model itself."""
 
 from dataclasses import dataclass
-from math import sqrt
 from typing import Literal
 
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.sharding.place.choices import Checkpointing, Dispatch, resolve_dispatch
 from expertmesh.sharding.topology import DenseShard, Topology
 from expertmesh.training.foresight.planner.measured import ModelParameters, Workload
+from expertmesh.training.foresight.rates import rank_imbalance
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,10 @@ class Setting:
         return min(self.ranks_per_node, self.ep_size)
 
     def rows_received(self, num_experts: int, top_k: int) -> int:
-        """Rows that the busiest rank's experts receive. As many as are sent where every expert is as busy as the mean.
-        What one expert has above it evens out among the e experts of a rank, as of independent quantities: by √e; among
-        all of them it vanishes.
-        """
+        """Rows that the busiest rank's experts receive (see `rank_imbalance`): where all experts are equally busy, as
+        many as are sent."""
         if self.ep_size == 1:
             return self.tokens * top_k
         # rounded for one sequence, so that as many sequences have as many times its rows
         rows = self.seq_length // self.cp_size * top_k
-        return self.micro_batch * round(rows * (1 + (self.imbalance - 1) / sqrt(num_experts / self.ep_size)))
+        return self.micro_batch * round(rows * rank_imbalance(self.imbalance, num_experts, self.ep_size))

@@ -19,11 +19,12 @@ from expertmesh.moe.base.parser import Parser
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.whole import whole
 from expertmesh.training.config.train_config import TrainConfig, parse_config
+from expertmesh.training.foresight.imbalance import add_imbalance_flag, read_imbalance
 from expertmesh.training.foresight.planner.hardware import Hardware, products_in
 from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
 from expertmesh.training.foresight.planner.model_config import read_config
 from expertmesh.training.foresight.planner.search import Cluster
-from expertmesh.training.foresight.rehearsal.told import Told, recorded, skewed
+from expertmesh.training.foresight.rehearsal.told import Told, recorded
 
 _DESCRIPTION = """\
 Dry-run one rank on fake tensors, without GPUs. No weights are needed: --model
@@ -59,9 +60,7 @@ def build_parser() -> Parser:
         help="all: one rank of each kind (the first, the last, the most loaded, the first of each pipeline stage), "
         "and whether their collectives match",
     )
-    parser.add_argument(
-        "--imbalance", type=float, default=1.0, help="tokens routed to the most loaded rank, over the mean"
-    )
+    add_imbalance_flag(parser)
     parser.add_argument(
         "--routing", type=Path, metavar="FILE", help="instead: route as the last line of a run's metrics.jsonl"
     )
@@ -109,6 +108,7 @@ def main(argv: Sequence[str]) -> int:
         if rank == ranks[0] and arguments.timeline is not None:
             title = f"{where}, rank {rank} of {arguments.gpus}, {hardware.name}"
             _write(arguments.timeline, draw(rehearsed, hardware, arguments.gpus_per_node, title))
+        told = rehearsed.told
         del rehearsed
     ranks_per_stage = arguments.gpus // config.pp_size
     compared = check_order(orders, ranks_per_stage)
@@ -132,7 +132,7 @@ def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
         raise ExpertMeshError(
             f"--rank {arguments.rank}: of {arguments.gpus} GPUs the ranks are 0 to {arguments.gpus - 1}"
         )
-    if arguments.routing is not None and arguments.imbalance != 1:
+    if arguments.routing is not None and arguments.imbalance is not None:
         raise ExpertMeshError("--routing and --imbalance: both set where tokens go; give one of them")
     if arguments.gpus % config.pp_size:
         raise ExpertMeshError(f"--pp-size {config.pp_size} does not divide --gpus {arguments.gpus}")
@@ -174,13 +174,13 @@ def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:
         return Told(arguments.samples_per_row, recorded(arguments.routing, config.ep_size))
     # of several ranks the most loaded one is to be neither the first nor the last, where there are others
     loaded = min(1, config.ep_size - 1) if arguments.ranks == "all" else arguments.rank % config.ep_size
-    return Told(arguments.samples_per_row, skewed(arguments.imbalance, config.ep_size, loaded))
+    return Told(arguments.samples_per_row, busiest=read_imbalance(arguments.imbalance), loaded=loaded)
 
 
 def _ranks(arguments: argparse.Namespace, config: TrainConfig, told: Told) -> list[int]:
     if arguments.ranks == "one":
         return [arguments.rank]
-    most_loaded = [told.most_loaded] if told.shares else []
+    most_loaded = [told.most_loaded] if told.shares or told.busiest != 1 else []
     stages = range(0, arguments.gpus, arguments.gpus // config.pp_size)
     return list(dict.fromkeys([0, arguments.gpus - 1, *most_loaded, *stages]))
 

@@ -1,23 +1,32 @@
 """What depends on the data of a step, and is given to a dry run instead."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from expertmesh.moe import ExpertMeshError
-
-_MOST_LINE = 64 * 2**20
+from expertmesh.training.foresight.imbalance import imbalance_of, metrics_of
+from expertmesh.training.foresight.rates import rank_imbalance
 
 
 @dataclass(frozen=True)
 class Told:
     """samples: packed into one sequence, with `packing`, all equally long. shares: the fraction of all routed tokens
-    that goes to each ep rank: one tuple for all MoE layers, or one for each; none: equally many."""
+    that goes to each ep rank: one tuple for all MoE layers, or one for each; none: as `busiest` says, the load of the
+    busiest expert over the mean, None for what is natural. loaded: the ep rank that has it."""
 
     samples: int = 8
     shares: tuple[tuple[float, ...], ...] = ()
+    busiest: float | None = 1.0
+    loaded: int = 0
+
+    def among(self, num_experts: int, ep_size: int) -> "Told":
+        """The same with the shares of so many experts on so many ranks."""
+        if self.shares:
+            return self
+        busiest = imbalance_of(self.busiest, num_experts)
+        return replace(self, shares=skewed(rank_imbalance(busiest, num_experts, ep_size), ep_size, self.loaded))
 
     def of_layer(self, number: int) -> tuple[float, ...]:
         """The shares at the MoE layer of that number.
@@ -37,7 +46,7 @@ class Told:
     def most_loaded(self) -> int:
         """The ep rank that gets the most tokens, over all layers."""
         totals = [sum(of_rank) for of_rank in zip(*self.shares, strict=True)]
-        return totals.index(max(totals)) if totals else 0
+        return totals.index(max(totals)) if totals else self.loaded
 
 
 EVEN = Told()
@@ -45,19 +54,13 @@ EVEN = Told()
 
 
 def skewed(imbalance: float, ep_size: int, ep_rank: int) -> tuple[tuple[float, ...], ...]:
-    """Fractions of which one ep rank's is `imbalance` times the mean; the rest is divided equally among the others.
-
-    Raises:
-        ExpertMeshError: that is less than the mean, or more than there is.
-    """
-    if not 1 <= imbalance <= ep_size:
-        raise ExpertMeshError(
-            f"--imbalance {imbalance:g}: the most loaded of {ep_size} ep ranks gets 1 to {ep_size} times the mean"
-        )
+    """Fractions of which one ep rank's is `imbalance` times the mean, at most all; the rest is divided equally among
+    the others."""
     if imbalance == 1:
         return ()
-    others = (1 - imbalance / ep_size) / (ep_size - 1)
-    return (tuple(imbalance / ep_size if rank == ep_rank else others for rank in range(ep_size)),)
+    own = min(imbalance / ep_size, 1.0)
+    others = (1 - own) / (ep_size - 1)
+    return (tuple(own if rank == ep_rank else others for rank in range(ep_size)),)
 
 
 def recorded(file: Path, ep_size: int) -> tuple[tuple[float, ...], ...]:
@@ -83,14 +86,8 @@ def recorded(file: Path, ep_size: int) -> tuple[tuple[float, ...], ...]:
 
 def _last_counts(file: Path) -> Sequence[Sequence[int]]:
     found: Any = None
-    try:
-        with file.open(encoding="utf-8") as lines:
-            while line := lines.readline(_MOST_LINE):
-                record = json.loads(line)
-                if isinstance(record, dict) and record.get("expert_tokens"):
-                    found = record["expert_tokens"]
-    except (OSError, ValueError, RecursionError) as error:
-        raise ExpertMeshError(f"--routing {file}: is no metrics.jsonl that can be read: {error}") from error
+    for record in metrics_of("--routing", file):
+        found = record.get("expert_tokens") or found
     is_table = isinstance(found, list) and all(isinstance(row, list) and row for row in found)
     if not is_table or not all(isinstance(n, int | float) and 0 <= n < 2**63 for row in found for n in row):
         raise ExpertMeshError(f"--routing {file}: no line has expert_tokens; give metrics.jsonl of a training run")

@@ -75,6 +75,7 @@ class Rehearsed:
     """step: what it has done, with a few micro-batches at most. recorder: what of it was run, by `stack`. model,
     optimizer: whose step it was. memory: the most that a rank's tensors hold. storages: what each is for. counts: of
     its parameters. tokens, targets: of one micro-batch (see `Batch`). groups: the purpose of process groups, by name.
+    told: what was given in place of data.
     """
 
     step: WholeStep
@@ -88,6 +89,7 @@ class Rehearsed:
     tokens: int
     targets: int
     groups: dict[str, str]
+    told: Told
 
 
 def rehearse(
@@ -136,6 +138,7 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         )
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
+    told = told.among(moe_shape(model).num_experts, config.ep_size)
     shares = _shares_by_layer(model, told)
     # as `parallelize` will once more: layers that keep outputs of expert GEMMs are of another kind
     keep_products(model, config.keep_expert_products)
@@ -181,7 +184,7 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         step = whole_step(recorder, stack)
         storages = kinds_of_storages(recorder, live, model, optimizer)
         memory = peak_memory(step, storages, model, optimizer)
-    figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model))
+    figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model), told)
     return Rehearsed(step, recorder, stack, model, optimizer, memory, storages, counts, *figures)
 
 

@@ -1,0 +1,214 @@
+"""Measure which rates this device attains, by class of operator: `python -m benchmarks.rates [--write FILE]`.
+
+    python -m benchmarks.rates --write card.json
+    python -m sharding plan --calibrate card.json --model DIR ...        # and `rehearse`, and `benchmarks.ledger`
+
+Matmuls and grouped matmuls by size, attention by length, copies, a fused AdamW step, launches, the host's calls and its
+waits for the device: medians of nine rounds. Links are those of `--links FILE`, which `sharding mesh --check --json`
+writes, else the presets of --gpu and --network. On a GPU, what one cannot measure alone (the slowing of kernels beside
+NCCL) or has no kernel for is taken from what was published of --gpu, and said to be; on a CPU it is left out. Its path
+for GPUs has not run on one yet.
+"""
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.training.attention.flash import flash_attention
+from expertmesh.training.foresight.planner.check import measure_device, median_seconds
+from expertmesh.training.foresight.planner.hardware import (
+    DEVICES,
+    LINKS,
+    Device,
+    Hardware,
+    load_measured,
+    preset,
+    save_measured,
+)
+from expertmesh.training.foresight.rates import FA3, Attained, Constant, Rates, published
+
+SQUARES = {"cuda": (1024, 2048, 4096, 8192), "cpu": (128, 256, 512, 1024)}
+GROUPS = {
+    # experts, rows of each, columns in and out: as Qwen3's on 8 ranks and on one, as Mixtral's
+    "cuda": ((128, 512, 2048, 768), (16, 8192, 2048, 768), (16, 2048, 4096, 1536), (1, 16384, 4096, 14336)),
+    "cpu": ((16, 32, 256, 128), (8, 128, 256, 512), (1, 512, 512, 1792)),
+}
+LENGTHS = {"cuda": (512, 1024, 2048, 4096, 16384), "cpu": (128, 512)}
+HEADS, WIDTH = 16, 128
+PARAMETERS = {"cuda": 2**28, "cpu": 2**22}
+CALLS = 200
+"""Operators whose calls are timed together."""
+
+
+@ends_with_reader
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the rates to FILE, for --calibrate")
+    parser.add_argument("--links", type=Path, metavar="FILE", help="take the links that `mesh --check --json` measured")
+    parser.add_argument("--gpu", choices=DEVICES, default="H100", help="preset for what one GPU cannot measure")
+    parser.add_argument("--network", choices=LINKS, default="infiniband-ndr", help="preset between nodes")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="what to measure (default: a GPU where there is one)")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        links = load_measured(arguments.links) if arguments.links else preset(arguments.gpu, arguments.network)
+    except ExpertMeshError as error:
+        print(f"benchmarks.rates: error: {error}", file=sys.stderr)
+        return 2
+    best, rates = measured_rates(device)
+    if device.type == "cuda":
+        rates = rates.with_classes_of(published(arguments.gpu))
+    hardware = replace(links, name=name_of(device), device=best, rates=rates)
+    print("\n".join(lines(hardware)))
+    if arguments.write is not None:
+        save_measured(hardware, arguments.write)
+    return 0
+
+
+def measured_rates(device: torch.device) -> tuple[Device, Rates]:
+    """What a device does at best, and the shares of that by class and size."""
+    best, dtype = measure_device(device), torch.bfloat16 if device.type == "cuda" else torch.float32
+    source = f"measured: {name_of(device)}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}"
+    timed = (*_matmuls(device, dtype), *_attentions(device, dtype))
+    # a larger or smaller matmul may be faster than the one by which the device was measured
+    best = replace(best, matrix=max(best.matrix, *(flops / seconds for _, _, flops, seconds in timed)))
+    attained = [(operator, size, flops / seconds / best.matrix) for operator, size, flops, seconds in timed]
+    attained.append(("memory", 1.0, 1.0))
+    attained.append(("update", 1.0, _update_bytes(device) / best.memory_bandwidth))
+    shares = tuple(Attained(operator, float(size), share, source) for operator, size, share in attained)
+    return best, Rates(shares, tuple(Constant(*each, source) for each in _constants(device)))
+
+
+Timed = tuple[str, float, float, float]
+"""Class, size, FLOPs and seconds."""
+
+
+def _matmuls(device: torch.device, dtype: torch.dtype) -> Iterator[Timed]:
+    for side in SQUARES[device.type]:
+        a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+        flops = 2.0 * side**3
+        yield "matmul", flops, flops, _time(lambda a, b: a @ b, device, a, b)
+    for experts, rows, columns, width in GROUPS[device.type]:
+        rows_RD = torch.randn(experts * rows, columns, device=device, dtype=dtype)
+        weight_eDF = torch.randn(experts, width, columns, device=device, dtype=dtype).transpose(1, 2)
+        ends_e = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * rows
+        each = 2.0 * rows * columns * width
+        seconds = _time(lambda x, w, ends: F.grouped_mm(x, w, offs=ends), device, rows_RD, weight_eDF, ends_e)
+        yield "grouped matmul", each, experts * each, seconds
+
+
+def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[Timed]:
+    """Causal: half of all pairs, two matmuls forward and five backward."""
+    is_gpu = device.type == "cuda"
+    for length in LENGTHS[device.type]:
+        pairs = HEADS * length * (length + 1) / 2
+        shape = (1, HEADS, length, WIDTH)
+        for name, attend in _kernels_of_attention(is_gpu, length):
+            inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+            out = attend(*inputs)
+            grad = torch.randn_like(out)
+            forward = _time(attend, device, *inputs)
+            backward = _time(_gradients, device, out, grad, *inputs)
+            yield name, length, 2 * 2 * pairs * WIDTH, forward
+            yield _backward_of(name), length, 2 * 5 * pairs * WIDTH, backward
+
+
+def _gradients(out: Tensor, grad: Tensor, *inputs: Tensor) -> Any:
+    return torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
+def _kernels_of_attention(is_gpu: bool, length: int) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def packed(*inputs: Tensor) -> Tensor:
+        query_NHA, key_NHA, value_NHA = (x[0].transpose(0, 1) for x in inputs)
+        return flash_attention(query_NHA, key_NHA, value_NHA, (length,))
+
+    yield "attention", causal
+    yield "packed attention", packed
+    if is_gpu:
+        from torch.nn.attention import (
+            SDPBackend,
+            activate_flash_attention_impl,
+            restore_flash_attention_impl,
+            sdpa_kernel,
+        )
+
+        def efficient(*inputs: Tensor) -> Tensor:
+            with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                return causal(*inputs)
+
+        yield "efficient attention", efficient
+        try:
+            activate_flash_attention_impl("FA3")
+        except (ImportError, RuntimeError, ValueError):  # it is not installed
+            return
+        yield f"packed attention{FA3}", packed
+        restore_flash_attention_impl()
+
+
+def _backward_of(name: str) -> str:
+    return f"{name.removesuffix(FA3)} backward{FA3 if name.endswith(FA3) else ''}"
+
+
+def _update_bytes(device: torch.device) -> float:
+    """Bytes per second of a fused AdamW step, which moves 28 for each parameter in fp32."""
+    weight = torch.zeros(PARAMETERS[device.type], device=device, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return 28 * weight.numel() / median_seconds(optimizer.step, device)
+
+
+def _constants(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Seconds of the host for an operator; on a GPU also from one kernel to the next, and for a wait."""
+    x = torch.zeros(1, device=device)
+
+    def add() -> None:
+        for _ in range(CALLS):
+            x.add_(1)
+
+    if device.type == "cpu":
+        # what an operator takes is all of it the host's, and nothing is launched
+        yield from (("call", median_seconds(add, device) / CALLS), ("launch", 0.0), ("wait", 0.0))
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add()
+    launch = median_seconds(graph.replay, device) / CALLS
+    call = max(median_seconds(add, device) / CALLS, launch)
+    yield from (("call", call), ("launch", launch), ("wait", median_seconds(lambda: x.add_(1), device)))
+
+
+def _time(work: Callable[..., Any], device: torch.device, *inputs: Any) -> float:
+    return median_seconds(lambda: work(*inputs), device)
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def lines(hardware: Hardware) -> list[str]:
+    device = hardware.device
+    found = [
+        f"{hardware.name}: {device.matrix / 1e12:,.3f} TFLOP/s in its compute dtype, {device.fp32 / 1e12:,.3f} in "
+        f"fp32, {device.memory_bandwidth / 1e9:,.1f} GB/s",
+        f"{'class':<32}{'size':>10}{'of that':>9}  source",
+    ]
+    found += [f"{e.operator:<32}{e.size:>10.2g}{e.share:>9.3f}  {e.source[:70]}" for e in hardware.rates.attained]
+    found += [f"{c.name:<32}{c.value:>19.3g}  {c.source[:70]}" for c in hardware.rates.constants]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
