@@ -24,7 +24,7 @@ from expertmesh.moe import ExpertMeshError, seen_pairs, training_flops
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.base.whole import whole
 from expertmesh.training import TrainConfig, parse_config
-from expertmesh.training.foresight.imbalance import add_imbalance_flag, read_imbalance
+from expertmesh.training.foresight.imbalance import add_imbalance_flags, read_imbalance
 from expertmesh.training.foresight.planner.hardware import Hardware, products_in
 from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, chosen_hardware
 from expertmesh.training.foresight.planner.model_config import read_config
@@ -83,7 +83,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add_hardware_flags(parser)
-    add_imbalance_flag(parser)
+    add_imbalance_flags(parser)
     parser.add_argument("--rank", type=int, default=0, help="whose step")
     parser.add_argument("--layers", type=int, default=0, help="decoder layers (default: the model's own)")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures to this file, as JSON")

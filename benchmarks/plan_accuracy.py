@@ -210,7 +210,8 @@ def main() -> int:
     if "rehearsed" in arguments.parts:
         print_rehearsed()
     if "published" in arguments.parts:
-        print("\n".join(published()))
+        for told in published():
+            print(told, flush=True)
     return 0
 
 

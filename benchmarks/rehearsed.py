@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from expertmesh.training import TrainConfig
-from expertmesh.training.foresight.planner.model_config import read_config
+from expertmesh.training.foresight.planner.model_config import find_config
 from expertmesh.training.foresight.planner.peak_memory import peak
 from expertmesh.training.foresight.rehearsal.planning import planned
 from expertmesh.training.foresight.rehearsal.world import rehearse
@@ -23,7 +25,10 @@ MODELS = {
     "Qwen3 30B-A3B": "qwen3-30b-a3b",
     "GPT-OSS 20B": "gpt-oss-20b",
     "GPT-OSS 120B": "gpt-oss-120b",
+    "Qwen3 235B-A22B": "qwen3-235b-a22b",
     "GLM-4.5-Air": "glm-4.5-air",
+    "GLM-4.6": "glm-4.6",
+    "Kimi K2": "kimi-k2",
     "DeepSeek-V3": "deepseek-v3",
     "MiniMax-M2": "minimax-m2.5",
     "Jamba 52B": "jamba-v0.1",
@@ -32,8 +37,11 @@ MODELS = {
 
 
 def model_config(name: str) -> Any:
-    config, _ = read_config(str(PUBLISHED / MODELS[name]))
-    return config
+    file = find_config(str(PUBLISHED / MODELS[name]))
+    if file.content["model_type"] != "kimi_k2":
+        return file.load()
+    # transformers has it by the name of its architecture alone
+    return CONFIG_MAPPING["deepseek_v3"].from_dict(file.content | {"model_type": "deepseek_v3"})
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def sources() -> dict[str, Path]:
     found[Path("expertmesh/train_ep.py")] = ROOT / "train_ep.py"
     found[Path("expertmesh/py.typed")] = ROOT / "training/public/expertmesh/py.typed"
     for file in (file for folder in OURS for file in (ROOT / folder).rglob("*")):
-        if file.suffix in (".py", ".html", ".css", ".js") and "public" not in file.parts:
+        if file.suffix in (".py", ".html", ".css", ".js", ".json") and "public" not in file.parts:
             found["expertmesh" / file.relative_to(ROOT)] = file
     return {str(path): file for path, file in found.items()}
 

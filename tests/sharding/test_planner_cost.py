@@ -182,4 +182,7 @@ def test_uneven_experts_cost_time_only_where_rows_travel() -> None:
         return step_time(tiny_run(8, flags, PROPORTIONATE, "cuda", imbalance=imbalance), MACHINE, 8).matrices
 
     assert matrices(8, 1.5) > matrices(8, 1.0)
+    # what the model needs is no more
+    runs = [tiny_run(8, {"ep_size": 8, "bf16": True}, PROPORTIONATE, "cuda", imbalance=x) for x in (1.0, 1.5)]
+    assert model_flops(runs[1]) == pytest.approx(model_flops(runs[0]), rel=1e-3)
     assert matrices(1, 1.5) == matrices(1, 1.0)

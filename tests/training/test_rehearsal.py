@@ -224,6 +224,7 @@ class Fixed:
 
     stack = whole_stack(())
     model = None
+    rows_over_mean = 1.0
 
     def __init__(self, *events: Event):
         self.calls: dict[int | None, int] = {}

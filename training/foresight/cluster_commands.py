@@ -30,7 +30,7 @@ from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.sharding.place.choices import Dispatch
 from expertmesh.sharding.topology import Topology, check_cp_size, check_ep_size, check_pp_size
-from expertmesh.training.foresight.imbalance import add_imbalance_flag, imbalance_of, read_imbalance
+from expertmesh.training.foresight.imbalance import add_imbalance_flags, imbalance_of, read_imbalance
 from expertmesh.training.foresight.planner.columns import Column, open_console, print_table
 from expertmesh.training.foresight.planner.forecast_table import print_plans, sweep_columns
 from expertmesh.training.foresight.planner.hardware import products_in, save_measured
@@ -110,7 +110,7 @@ def build_parser() -> Parser:
     plan.add_argument(
         "--offload-activations", action="store_true", help="with checkpointing: layers' inputs in host memory"
     )
-    add_imbalance_flag(plan)
+    add_imbalance_flags(plan)
     plan.add_argument("--top", type=int, default=12, help="lines of the table")
     plan.add_argument("--json", action="store_true", help="print JSON instead of the table")
     plan.add_argument("--sweep", action="store_true", help="8 to 4,096 GPUs, with and without EP, instead of --gpus")

@@ -13,7 +13,7 @@ MOST_LINE = 64 * 2**20
 """Bytes of a line of metrics.jsonl."""
 
 
-def add_imbalance_flag(parser: argparse.ArgumentParser) -> None:
+def add_imbalance_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--imbalance",
         metavar="X|FILE",

@@ -302,15 +302,16 @@ def tokens_per_second(setting: Setting, seconds: float) -> float:
 
 
 def model_flops(run: PlannedRun) -> float:
-    """Operations of one rank's forward and backward that the model needs: without recomputation, as measured; in a
-    pipeline of the mean rank."""
-    kinds, root = run.measured.kinds, run.measured.root
+    """Operations of the forward and backward of the mean rank that the model needs: without recomputation, as measured,
+    where experts' are those of the rank with most rows."""
+    kinds, root, s = run.measured.kinds, run.measured.root, run.setting
+    mean = s.tokens * run.model.top_k / s.rows_received(run.model.num_experts, run.model.top_k)
     needed = sum(
-        span.needed
+        span.needed * (mean if span.mark == "use experts" else 1.0)
         for each in (root, *(kinds[kind] for kind in run.model.layers))
         for span in each.forward + each.backward
     )
-    return needed / run.setting.pp_size
+    return needed / s.pp_size
 
 
 def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: int) -> float:

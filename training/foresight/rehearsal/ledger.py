@@ -40,11 +40,11 @@ class PartCost:
 class Ledger:
     """Cost breakdown of a step of one rank.
 
-    parts: by time, the longest first. needed: FLOPs without recomputation. seconds: of the whole step. computing: of
-    these, kernels. all_to_alls: waited for, or by which kernels beside them took longer. sharding: FSDP's collectives
-    in all, alone; exposed: what they add to the step. host: seconds that the host needs to call all operators;
-    launching: the part of them that kernels waited for. pipeline: of which the rank has stages, if any: what it waits
-    there is part of `seconds`.
+    parts: by time, the longest first. needed: FLOPs of the mean rank without recomputation. seconds: of the whole step.
+    computing: of these, kernels. all_to_alls: waited for, or by which kernels beside them took longer. sharding: FSDP's
+    collectives in all, alone; exposed: what they add to the step. host: seconds that the host needs to call all
+    operators; launching: the part of them that kernels waited for. pipeline: of which the rank has stages, if any: what
+    it waits there is part of `seconds`.
     """
 
     parts: list[PartCost]
@@ -96,7 +96,7 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
     seconds, computing, all_to_alls, sharding, exposed, launching = map(sum, zip(*of_clocks, strict=True))
     found = Ledger(
         sorted(parts.values(), key=lambda part: -part.seconds),
-        sum(times[event.micro] * event.needed for event in events),
+        sum(times[event.micro] * event.needed / _rows_over_mean(event, rehearsed) for event in events),
         seconds,
         computing,
         all_to_alls,
@@ -110,6 +110,11 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         return found
     stages = _stage_seconds(clocks, events, hardware, gpus_per_node)
     return found.within(PipelinePart.of(pipeline, micro, stages))
+
+
+def _rows_over_mean(event: Event, rehearsed: Rehearsed) -> float:
+    """By how much an event is larger than on the mean rank: what a model needs does not depend on who computes it."""
+    return rehearsed.rows_over_mean if event.place.part == "expert GEMMs" else 1.0
 
 
 def times_of(rehearsed: Rehearsed, micro: int) -> dict[int | None, int]:

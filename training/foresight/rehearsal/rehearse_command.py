@@ -2,7 +2,8 @@
 
 The real code of one rank (build, shard, forward, backward, clipping, optimizer step) runs with tensors that hold no
 memory: no GPU is needed, and no weights. Says whether it fits, what memory is for and when it peaks, what is sent, how
-long a step would take, and what would fail. Every rate, and what NCCL and CUDA take, is assumed, and printed.
+long a step would take, and what would fail. Rates are those that others attained; what NCCL and CUDA take is assumed,
+and printed.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from expertmesh.moe.base.parser import Parser
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.whole import whole
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.foresight.imbalance import add_imbalance_flag, read_imbalance
+from expertmesh.training.foresight.imbalance import add_imbalance_flags, read_imbalance
 from expertmesh.training.foresight.planner.hardware import Hardware, products_in
 from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
 from expertmesh.training.foresight.planner.model_config import read_config
@@ -30,8 +31,8 @@ _DESCRIPTION = """\
 Dry-run one rank on fake tensors, without GPUs. No weights are needed: --model
 is a directory with config.json, that file, or a hub id. The real code of a
 training step runs. Prints whether it fits, what memory is for and when it
-peaks, what is sent, how long a step would take, and what would fail. Rates, and
-what NCCL and CUDA take, are assumed."""
+peaks, what is sent, how long a step would take, and what would fail. Rates are
+those that others attained; what NCCL and CUDA take is assumed."""
 
 _EPILOG = """\
 All options of train_ep.py are taken too; those that do not change a step have
@@ -60,7 +61,7 @@ def build_parser() -> Parser:
         help="all: one rank of each kind (the first, the last, the most loaded, the first of each pipeline stage), "
         "and whether their collectives match",
     )
-    add_imbalance_flag(parser)
+    add_imbalance_flags(parser)
     parser.add_argument(
         "--routing", type=Path, metavar="FILE", help="instead: route as the last line of a run's metrics.jsonl"
     )

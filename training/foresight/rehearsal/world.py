@@ -75,7 +75,7 @@ class Rehearsed:
     """step: what it has done, with a few micro-batches at most. recorder: what of it was run, by `stack`. model,
     optimizer: whose step it was. memory: the most that a rank's tensors hold. storages: what each is for. counts: of
     its parameters. tokens, targets: of one micro-batch (see `Batch`). groups: the purpose of process groups, by name.
-    told: what was given in place of data.
+    told: what was given in place of data. rows_over_mean: of this rank's experts, over all layers.
     """
 
     step: WholeStep
@@ -90,6 +90,7 @@ class Rehearsed:
     targets: int
     groups: dict[str, str]
     told: Told
+    rows_over_mean: float
 
 
 def rehearse(
@@ -184,7 +185,8 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
         step = whole_step(recorder, stack)
         storages = kinds_of_storages(recorder, live, model, optimizer)
         memory = peak_memory(step, storages, model, optimizer)
-    figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model), told)
+    here = [of_layer[dist.get_rank() % config.ep_size] * config.ep_size for of_layer in shares if of_layer]
+    figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model), told, sum(here) / len(here) if here else 1.0)
     return Rehearsed(step, recorder, stack, model, optimizer, memory, storages, counts, *figures)
 
 
