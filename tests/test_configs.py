@@ -315,3 +315,23 @@ def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
     assert run(tmp_path).returncode == 75
     assert (tmp_path / "1").exists(), "every rank comes to its end"
     assert (tmp_path / "calls").read_text().endswith(f"requeue {slurm['SLURM_JOB_ID']}\n")
+
+
+def write_forecasts() -> None:
+    """Write anew what the heads of configs/ state of forecasts: `python -m tests.test_configs`."""
+    ethernet = preset("H100", "ethernet-100")
+
+    def anew(name: str, hardware: Hardware, flags: str = "") -> str:
+        return summary(planned_recipe(name, gpus_of(name), *flags.split(), hardware=hardware), hardware)
+
+    figures = FORECAST.pattern.partition("H100: ")[2]
+    for name in RECIPES:
+        text = re.sub(f"(H100: ){figures}", rf"\g<1>{anew(name, H100)}", text_of(name))
+        for flags, *_ in OVER_ETHERNET.findall(text):
+            text = re.sub(f"(H100 there: ){figures}", rf"\g<1>{anew(name, ethernet, flags)}", text)
+        (ROOT / "configs" / f"{name}.yaml").write_text(text)
+        print(name, *FORECAST.findall(text), *OVER_ETHERNET.findall(text))
+
+
+if __name__ == "__main__":
+    write_forecasts()
