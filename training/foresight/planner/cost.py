@@ -37,7 +37,7 @@ from expertmesh.training.foresight.planner.traffic import (
 from expertmesh.training.foresight.planner.units import Unit
 from expertmesh.training.foresight.rates import MEMORY, Work
 
-UNIT_CALLS = {"gather": (6, 0), "use": (2, 1), "reduce": (5, 1)}
+UNIT_CALLS = {"gather": (6, 1), "use": (2, 2), "reduce": (7, 1)}
 """Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""
 CLIPPING_CALLS = 2
 """For each parameter that is trained; those for all of them together are few."""
