@@ -42,7 +42,10 @@ def chosen_hardware(arguments: argparse.Namespace) -> Hardware:
     """
     hardware = preset(arguments.gpu, arguments.network)
     if arguments.calibrate is not None:
-        hardware = replace(load_measured(arguments.calibrate), name=f"rates of {arguments.calibrate}")
+        measured = load_measured(arguments.calibrate)
+        # a CPU's file has no memory of its own: --gpu's
+        device = replace(measured.device, memory=measured.device.memory or hardware.device.memory)
+        hardware = replace(measured, device=device, name=f"rates of {arguments.calibrate}")
     if arguments.flash_attention == 3:
         hardware = replace(hardware, rates=hardware.rates.with_flash_attention_3())
     return hardware
