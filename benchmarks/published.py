@@ -55,7 +55,8 @@ FULL = dict(gradient_checkpointing="full")
 BF16_STATE, FP32_STATE = dict(optim="adamw_bf16"), dict(optim="adamw_torch_fused")
 WHOLE_LOGITS, LOOP = dict(cross_entropy="full"), dict(expert_kernel="loop")
 AUTOMODEL = BF16_STATE | dict(reshard_after_forward=False)
-IN_TURN: dict[str, Any] = dict(in_turn=True)
+EACH: dict[str, Any] = dict(dispatch="plain")
+IN_TURN: dict[str, Any] = EACH | dict(in_turn=True)
 """Not of train_ep.py: Automodel's balanced gate (`FakeBalancedGate` of its `components/moe/layers.py`) gives token t
 the experts t·K, t·K + 1, ..., which lie on one rank or two, and DeepEP sends a token once to a rank, or to a node."""
 ONCE = "a token goes to each rank or node once (DeepEP); Transformer Engine's kernels; no clipping"
@@ -109,7 +110,7 @@ ROWS = (
     Row(
         "Automodel", "Qwen3 30B-A3B", 8, H100, {"tok/s": 12_040.0, "TFLOP/s": 277.0},
         dict(ep_size=8, per_device_train_batch_size=4, gradient_accumulation_steps=16, **FULL, **AUTOMODEL),
-        [("sent as theirs", IN_TURN), ("to each expert", {})],
+        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE, is_balanced=True,
     ),
     Row(
@@ -136,13 +137,13 @@ ROWS = (
     Row(
         "Automodel", "GPT-OSS 20B", 8, H100, {"tok/s": 13_058.0, "TFLOP/s": 279.0},
         dict(ep_size=8, per_device_train_batch_size=2, gradient_accumulation_steps=16, **AUTOMODEL),
-        [("full, sent as theirs", FULL | IN_TURN), ("full, to each expert", FULL), ("none, as theirs", IN_TURN)],
+        [("full, sent as theirs", FULL | IN_TURN), ("full, to each expert", FULL | EACH), ("none, as theirs", IN_TURN)],
         theirs=ONCE + "; FlexAttention", is_balanced=True,
     ),
     Row(
         "Automodel", "GPT-OSS 120B", 64, H100, {"tok/s": 7_626.0, "TFLOP/s": 231.0},
         dict(ep_size=64, per_device_train_batch_size=2, gradient_accumulation_steps=4, **BF16_STATE),
-        [("sent as theirs", IN_TURN), ("to each expert", {})],
+        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE + "; FlexAttention", is_balanced=True,
     ),
     Row(
@@ -179,25 +180,25 @@ ROWS = (
     Row(
         "Automodel, pp 4 vp 8", "DeepSeek-V3", 256, H100, {"tok/s": 1_002.0, "TFLOP/s": 250.0},
         dict(ep_size=64, **FULL, **AUTOMODEL, **pipeline(4, 8, 8)),
-        [("sent as theirs", IN_TURN), ("to each expert", {})],
+        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE, is_balanced=True,
     ),
     Row(
         "Automodel, pp 4 vp 8", "DeepSeek-V3", 1024, H100, {"tok/s": 865.0, "TFLOP/s": 216.0},
         dict(ep_size=64, **FULL, **AUTOMODEL, **pipeline(4, 8, 32)),
-        [("sent as theirs", IN_TURN), ("to each expert", {})],
+        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE + "; their 32 micro-batches are four pipelines of 8 in turn", is_balanced=True,
     ),
     Row(
         "PyTorch, NCCL", "DeepSeek-V3", 256, B200, {"tok/s": 651.0},
-        dict(ep_size=64, **FULL, **BF16_STATE),
+        dict(ep_size=64, **FULL, **BF16_STATE, **EACH),
         [("ep 64, full", {}), ("ep 8", dict(ep_size=8)), ("pp 4 vp 4, 16", pipeline(4, 4, 16))],
         "parallel layout, batch; with DeepEP they have 859",
     ),
     Row(
         "Automodel, pp 8 vp 4", "Kimi K2", 256, H100, {"tok/s": 924.0, "TFLOP/s": 189.0},
         dict(ep_size=32, **FULL, **AUTOMODEL, **pipeline(8, 4, 16)),
-        [("sent as theirs", IN_TURN), ("to each expert", {})],
+        [("sent as theirs", IN_TURN), ("to each expert", EACH)],
         theirs=ONCE + "; their 16 micro-batches are two pipelines of 8 in turn", is_balanced=True,
     ),
     Row(

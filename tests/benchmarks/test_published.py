@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import FULL, IN_TURN, ROWS, _in_turn, _within
+from benchmarks.published import FULL, ROWS, _in_turn, _within
 from benchmarks.rehearsed import MODELS, PUBLISHED
 from expertmesh.training import TrainConfig
 from expertmesh.training.foresight.planner.step_order import PlannedRun
@@ -21,7 +21,7 @@ def sent(run: PlannedRun) -> list[float]:
 @pytest.mark.parametrize(("ep_size", "share"), [(2, 1 / 2), (8, 1.0)])
 def test_a_token_to_each_rank_once(ep_size: int, share: float) -> None:
     """Eight experts, of which tokens have two, one behind the other: on one of two ranks, or on two of eight."""
-    config = TrainConfig(model="-", dataset=["-"], bf16=True, ep_size=ep_size, max_seq_length=64)
+    config = TrainConfig(model="-", dataset=["-"], bf16=True, ep_size=ep_size, max_seq_length=64, dispatch="plain")
     run = planned(config, tiny_config(), 8, is_kept=False)
     assert (run.model.num_experts, run.model.top_k) == (8, 2)
     assert sent(run)
@@ -39,8 +39,6 @@ def test_rows_are_runs_that_could_be_started() -> None:
         assert row.figures
         for said, further in row.assumed:
             assert said
-            flags: dict[str, Any] = {
-                name: value for name, value in (row.flags | further).items() if name not in IN_TURN
-            }
+            flags: dict[str, Any] = {name: value for name, value in (row.flags | further).items() if name != "in_turn"}
             assert replace(TrainConfig(model="m", dataset=["d"], bf16=True), **flags).ep_size >= 1
     assert any(FULL.items() <= row.flags.items() for row in ROWS)

@@ -434,7 +434,7 @@ class _Measurement:
         def exchange_all(counts_C: Tensor) -> None:
             assert self.recorder is not None
             told_SC = counts_C.new_empty(w.ep_size, counts_C.numel())
-            self.recorder.all_to_all(_Group(w.ep_size, "ep"), told_SC)
+            self.recorder.all_to_all(_Group(w.ep_size, "ep"), told_SC).is_read = True
 
         def counts(counts_e: Tensor, num_rows: int) -> list[int]:
             return even(num_rows, counts_e.numel())
