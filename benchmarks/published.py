@@ -16,7 +16,6 @@ from expertmesh.training.foresight.planner.hardware import LINKS, Hardware, pres
 from expertmesh.training.foresight.planner.measured import MeasuredSpan
 from expertmesh.training.foresight.planner.peak_memory import peak
 from expertmesh.training.foresight.planner.step_order import PlannedRun
-from expertmesh.training.foresight.rates import natural_imbalance
 from expertmesh.training.foresight.rehearsal.planning import planned
 
 Unit = Literal["GiB", "tok/s", "TFLOP/s", "steps/s"]
@@ -233,8 +232,7 @@ def forecast(row: Row, further: dict[str, Any]) -> dict[Unit, float]:
     of_model, trained = model_config(row.model), 1 - 1 / config.max_seq_length
     run = planned(config, of_model, row.gpus, trained=trained)
     # memory is told of even loads: what a rank holds is of all layers, in each of which another one is the busiest
-    imbalance = natural_imbalance(run.model.num_experts)
-    timed = run if row.is_balanced else planned(config, of_model, row.gpus, trained=trained, imbalance=imbalance)
+    timed = run if row.is_balanced else planned(config, of_model, row.gpus, trained=trained, imbalance=None)
     seconds = step_time(_in_turn(timed) if sends_in_turn else timed, row.hardware, 8).total
     return {
         "GiB": max(peak(each).tensors for each in run.by_pp_rank) / 2**30,

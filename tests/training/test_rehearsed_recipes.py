@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from expertmesh.moe import count_parameters, moe_shape
+from expertmesh.moe import count_parameters
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.planner.peak_memory import fullest
-from expertmesh.training.foresight.rates import natural_imbalance
 from expertmesh.training.foresight.rehearsal.planning import planned
 from tests.test_configs import (
     RECIPES,
@@ -30,8 +29,7 @@ def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -
     config, model, gpus = config_of(name), model_of(name), gpus_of(name)
     flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--model", str(published(name)), "--gpus", str(gpus)]
     if config.pp_size > 1:
-        natural = natural_imbalance(moe_shape(model).num_experts)
-        run = planned(config, model.config, gpus, imbalance=natural)
+        run = planned(config, model.config, gpus, imbalance=None)
         chosen = replace(run, setting=settled(config, run))
         flags += ["--rank", str(fullest(chosen).pp_rank * gpus // config.pp_size)]
     assert main(["rehearse", *flags, "--json"]) == 0

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.foresight.imbalance import imbalance_of
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.step_order import PlannedRun, planned_run
 from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
@@ -54,18 +55,21 @@ def planned(
     world_size: int,
     device: Literal["cuda", "cpu"] = "cuda",
     is_kept: bool = True,
+    imbalance: float | None = 1.0,
     **changes: Any,
 ) -> PlannedRun:
     """A run, with what was measured of its model.
 
     Args:
         is_kept: whether what is measured goes to the user's cache directory.
+        imbalance: of the setting; None: what natural routing has.
 
     Raises:
         ExpertMeshError: the model cannot be built, or not compute this.
     """
     measure = CachedMeasure(config, model_config.to_dict(), lambda: model_config, device, is_kept)
-    setting = setting_of(config, world_size, device, **changes)
+    busiest = imbalance_of(imbalance, measure.parameters.num_experts)
+    setting = setting_of(config, world_size, device, imbalance=busiest, **changes)
     run = planned_run(measure, setting)
     measure.save()
     return run

@@ -165,7 +165,8 @@ def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespa
     if config.pipeline_schedule is not None and config.pipeline_layers is not None:
         return config
     node = config.ranks_per_node or arguments.gpus_per_node
-    run = planned(config, model_config, arguments.gpus, imbalance=arguments.imbalance, ranks_per_node=node)
+    busiest = 1.0 if arguments.routing is not None else read_imbalance(arguments.imbalance)
+    run = planned(config, model_config, arguments.gpus, imbalance=busiest, ranks_per_node=node)
     cluster = Cluster(hardware, arguments.gpus_per_node, NEAR * hardware.device.memory)
     return choose_pipeline(run, cluster, config)[1].settled(config)
 
