@@ -12,6 +12,7 @@ from expertmesh.checkpoints import recorded_order, whole_checkpoints
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import flag_of
 from expertmesh.sharding import Ranks, raise_together
+from expertmesh.sharding.place.choices import ranks_of_equal_nodes
 from expertmesh.sharding.topology import divisors
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.watch.environment import FILE as ENVIRONMENT
@@ -38,9 +39,8 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     of_stage = ranks.world_size // pp_size
     cp_size = gcd(config.cp_size, of_stage)
     ep_size = max(size for size in divisors(of_stage) if size <= config.ep_size and num_experts % size == 0)
-    layout = replace(
-        config, ep_size=ep_size, cp_size=cp_size, **_pipeline(config, pp_size), **_dispatch(config, ep_size)
-    )
+    others = _pipeline(config, pp_size) | _dispatch(config, ep_size, ranks.world_size)
+    layout = replace(config, ep_size=ep_size, cp_size=cp_size, **others)
     found: list[int | None] = [None]
     with raise_together():
         if ranks.rank == 0 and config.global_batch_size is None:
@@ -57,6 +57,8 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
             changes.append(f"without {' and '.join(left_out)}")
     if ep_size != config.ep_size:
         changes.append(f"--ep-size {ep_size} in place of {config.ep_size}")
+    if left_out := [flag_of(name) for name in _dispatch(config, ep_size, ranks.world_size)]:
+        changes.append(f"without {' and '.join(left_out)}")
     if cp_size != config.cp_size:
         more = config.cp_size // cp_size
         changes.append(
@@ -85,11 +87,17 @@ def _pipeline(config: TrainConfig, pp_size: int) -> dict[str, Any]:
     return {"pp_size": pp_size} | {name: value for name, value in without.items() if getattr(config, name) != value}
 
 
-def _dispatch(config: TrainConfig, ep_size: int) -> dict[str, Any]:
-    """Settings of how tokens travel to so many ep ranks, where those that were asked for are for more of them."""
+def _dispatch(config: TrainConfig, ep_size: int, world_size: int) -> dict[str, Any]:
+    """Settings of how tokens travel, where those that were asked for are for other ep ranks."""
+    if ep_size == config.ep_size:
+        return {}
+    without: dict[str, Any] = {}
+    if ep_size == 1:
+        without |= {"dispatch": "auto", "dispatch_sums": "same", "overlap_chunks": 1}
     asked = config.ranks_per_node
-    is_possible = ep_size > 1 and (asked is None or asked >= ep_size or ep_size % asked == 0)
-    return {} if is_possible or ep_size == config.ep_size else {"dispatch": "auto", "ranks_per_node": None}
+    if asked is not None and (ep_size == 1 or ranks_of_equal_nodes(world_size, asked, ep_size) is None):
+        without |= {"ranks_per_node": None}
+    return {name: value for name, value in without.items() if getattr(config, name) != value}
 
 
 def recorded_sequences_per_step(resume: str, output_dir: Path) -> int | None:

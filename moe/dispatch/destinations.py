@@ -7,7 +7,7 @@ each the number of its expert among the destination's, or -1 where the expert is
 Shape suffixes: T tokens, K experts per token, n rows that are sent, C destinations.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.dispatch.exchange import Exchange
-from expertmesh.moe.dispatch.permute import ExpertOrder, expert_order, first_rows
+from expertmesh.moe.dispatch.permute import ExpertOrder, first_rows
 from expertmesh.moe.experts.replay import is_replaying, kept, placeholder
 
 STEP_PART: StepPart = "dispatch"
@@ -58,27 +58,34 @@ def first_choices(destination_TK: Tensor, num_destinations: int) -> Firsts:
 class OnceEach:
     """The rows of one hop, sorted by destination, then by token.
 
+    choices: that travel beside them.
     order: of the rows; a token's other choices have none.
     row_TK: for each choice the row of its destination; any valid index where it has none.
     has_row_TK: whether it has one.
     """
 
+    choices: Choices
     order: ExpertOrder
     row_TK: Tensor
     has_row_TK: Tensor
 
 
-def rows_sent_once(choices: Choices, firsts: Firsts, num_destinations: int, num_rows: int) -> OnceEach:
-    """The rows to send, of which the host knows how many there are."""
-    order = sparse_order(firsts.destination_TK, num_destinations, num_rows)
+def rows_sent_once(
+    choices: Choices, firsts: Firsts, order: ExpertOrder, num_destinations: int, num_rows: int
+) -> OnceEach:
+    """The rows to send, of which the host knows how many there are.
+
+    Args:
+        order: by the first choices' destination.
+    """
+    order = sparse_rows(order, num_rows)
     row_TK = order.position_TK.gather(1, firsts.choice_TK)
-    return OnceEach(order, row_TK, choices.destination_TK != num_destinations)
+    return OnceEach(choices, order, row_TK, choices.destination_TK != num_destinations)
 
 
-def sparse_order(place_TK: Tensor, num_places: int, num_rows: int) -> ExpertOrder:
-    """The order by place of those choices that have one, `num_rows` in all; the others have `num_places`."""
-    order = first_rows(expert_order(place_TK, num_places, has_padding=True), num_rows)
-    return ExpertOrder(order.source_n, order.position_TK, order.is_kept_TK, is_sparse=True)
+def sparse_rows(order: ExpertOrder, num_rows: int) -> ExpertOrder:
+    """The first rows of an order, in which most choices have none."""
+    return replace(first_rows(order, num_rows), is_sparse=True)
 
 
 class SendChoices(torch.autograd.Function):
@@ -86,14 +93,13 @@ class SendChoices(torch.autograd.Function):
     what is received of each part, for `ArriveChoices`. Backward: the weights' gradients, which come back alone."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weights_TK: Tensor, choices: Choices, once: OnceEach, exchange: Exchange
-    ) -> tuple[Tensor, ...]:
-        ctx.once, ctx.exchange = once, exchange
+    def forward(ctx: Any, weights_TK: Tensor, once: OnceEach, exchange: Exchange) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        ctx.save_for_backward(once.row_TK, once.has_row_TK)
         parts = range(len(exchange.sent))
 
         def begin() -> tuple[Tensor, ...]:
-            choices_n2K = _choices_of_rows(weights_TK, choices, once.order)
+            choices_n2K = _choices_of_rows(weights_TK, once.choices, once.order)
             return tuple(exchange.begin_sending(part, choices_n2K) for part in parts)
 
         sent: tuple[Tensor, ...] = kept("choices sent", begin)
@@ -101,15 +107,15 @@ class SendChoices(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad_nK = ctx.exchange.wait_for_returned()
-        once: OnceEach = ctx.once
-        num_choices = once.row_TK.shape[1]
+        row_TK, has_row_TK = ctx.saved_tensors
+        num_choices = row_TK.shape[1]
         if grad_nK.shape[0] == 0:
-            return grad_nK.new_zeros(once.row_TK.shape), None, None, None
-        place_TK = once.row_TK * num_choices + torch.arange(num_choices, device=grad_nK.device)
+            return grad_nK.new_zeros(row_TK.shape), None, None
+        place_TK = row_TK * num_choices + torch.arange(num_choices, device=grad_nK.device)
         grad_TK = grad_nK.reshape(-1).index_select(0, place_TK.view(-1)).view_as(place_TK)
-        return grad_TK.masked_fill_(~once.has_row_TK, 0.0), None, None, None
+        return grad_TK.masked_fill_(~has_row_TK, 0.0), None, None
 
 
 def _choices_of_rows(weights_TK: Tensor, choices: Choices, order: ExpertOrder) -> Tensor:

@@ -28,11 +28,11 @@ from expertmesh.moe.dispatch.destinations import (
     SendChoices,
     first_choices,
     rows_sent_once,
-    sparse_order,
+    sparse_rows,
 )
 from expertmesh.moe.dispatch.exchange import Exchange
-from expertmesh.moe.dispatch.permute import ExpertOrder
-from expertmesh.moe.dispatch.plain import Part, Sent, counts_stream, part_sizes, wait_for_counts
+from expertmesh.moe.dispatch.permute import ExpertOrder, expert_order
+from expertmesh.moe.dispatch.plain import Part, Sent, on_counts_stream, part_sizes, wait_for_counts
 from expertmesh.moe.dispatch.relay import ArriveAndSpread, Combine, Relay, RelayBack, Send, SumAndReturn
 from expertmesh.moe.experts.replay import is_replaying, kept
 from expertmesh.moe.experts.router_stats import count_experts
@@ -108,16 +108,21 @@ class OnceDispatcher:
         self._tables = tables = self._tables.to(x_TD.device)
         choices = Choices(tables.node_E[experts_TK], tables.expert_E[experts_TK])
         firsts = first_choices(choices.destination_TK, num_destinations)
-        to_nodes = count_experts(firsts.destination_TK, num_destinations)
-        to_ranks = [] if self.nodes is None else [self._to_ranks(tables.rank_E[experts_TK])]
-        counts = torch.cat([counts_E, to_nodes, *to_ranks])
-        all_SC, host_SC = kept("counts", lambda: gather_counts(counts, self.group))
+
+        def tell() -> tuple[Tensor, Tensor]:
+            to_nodes = count_experts(firsts.destination_TK, num_destinations)
+            to_ranks = [] if self.nodes is None else [self._to_ranks(tables.rank_E[experts_TK])]
+            return gather_counts(torch.cat([counts_E, to_nodes, *to_ranks]), self.group)
+
+        all_SC, host_SC = kept("counts", tell)
+        # sorted while the host waits
+        order = expert_order(firsts.destination_TK, num_destinations, has_padding=True)
 
         wait_for_counts(x_TD.device)
         rows = self.rows(host_SC)
-        once = rows_sent_once(choices, firsts, num_destinations, sum(map(sum, rows.sent_PN)))
+        once = rows_sent_once(choices, firsts, order, num_destinations, sum(map(sum, rows.sent_PN)))
         of_choices, of_rows = (Exchange(self.first_hop, rows.sent_PN, rows.received_PN) for _ in range(2))
-        sent_choices = SendChoices.apply(weights_TK, choices, once, of_choices)
+        sent_choices = SendChoices.apply(weights_TK, once, of_choices)
         sent_rows = Send.apply(x_TD, once.order, of_rows, self.nodes is None)
         counts_Pe = self._own(all_SC).sum(dim=0).split(self.sizes)
         sum_dtype = self.sum_dtype or x_TD.dtype
@@ -223,19 +228,17 @@ class _Part:
         exchange, part = self._of_rows, self.number
         if self.dispatcher.nodes is not None:
             once, of_choices, onward = self._inside(expert_UK, self.dispatcher.nodes.inside)
-            (sent_choices,) = SendChoices.apply(weights_UK, *once, of_choices)
-            sent_RD = Relay.apply(sent_RD, exchange, part, once[1].order, onward, self.sum_dtype)
+            (sent_choices,) = SendChoices.apply(weights_UK, once, of_choices)
+            sent_RD = Relay.apply(sent_RD, exchange, part, once.order, onward, self.sum_dtype)
             weights_UK, expert_UK = ArriveChoices.apply(sent_choices, of_choices, 0)
-            self._hop = once[1].order, onward
+            self._hop = once.order, onward
             exchange, part = onward, 0
         here_UK = torch.where(expert_UK < 0, self.num_experts, expert_UK)
-        order = sparse_order(here_UK, self.num_experts, self.num_rows)
+        order = sparse_rows(expert_order(here_UK, self.num_experts, has_padding=True), self.num_rows)
         self._last = weights_UK, order
         return ArriveAndSpread.apply(sent_RD, exchange, part, order, self.sum_dtype), self.counts_e
 
-    def _inside(
-        self, expert_UK: Tensor, group: dist.ProcessGroup
-    ) -> tuple[tuple[Choices, OnceEach], Exchange, Exchange]:
+    def _inside(self, expert_UK: Tensor, group: dist.ProcessGroup) -> tuple[OnceEach, Exchange, Exchange]:
         """The rows that go on inside the node, and the exchanges of their choices and of themselves."""
         L, number = self.dispatcher.ranks_per_node, self.number
         is_elsewhere_UK = expert_UK < 0
@@ -244,9 +247,11 @@ class _Part:
             (expert_UK % self.num_experts).masked_fill(is_elsewhere_UK, -1),
         )
         onward_L, arriving_L = self._rows.onward_PL[number], self._rows.arriving_PL[number]
-        once = rows_sent_once(choices, first_choices(choices.destination_TK, L), L, sum(onward_L))
+        firsts = first_choices(choices.destination_TK, L)
+        order = expert_order(firsts.destination_TK, L, has_padding=True)
+        once = rows_sent_once(choices, firsts, order, L, sum(onward_L))
         of_choices, of_rows = (Exchange(group, [onward_L], [arriving_L]) for _ in range(2))
-        return (choices, once), of_choices, of_rows
+        return once, of_choices, of_rows
 
     def give_back(self, rows_RD: Tensor) -> Tensor:
         assert self._last is not None, "rows are given back once they have arrived"
@@ -281,9 +286,7 @@ def gather_counts(counts_C: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, T
     Returns:
         (S, C) int64, the counts of all ranks: on their device, and in host memory.
     """
-    device, stream = torch.get_device_module(counts_C.device), counts_stream(counts_C.device)
-    stream.wait_stream(device.current_stream())
-    with device.stream(stream):
+    with on_counts_stream(counts_C.device):
         # an all-gather, whose name differs between versions of torch; memory of this stream's own
         told_SC = counts_C.repeat(group.size(), 1)
         all_SC = torch.empty_like(told_SC)

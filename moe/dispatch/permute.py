@@ -28,7 +28,7 @@ class ExpertOrder:
     source_n: for each kept row the flat index t·K + k it came from.
     position_TK: for each (token, choice) its place in the sorted order; where `is_kept_TK` is False, any valid index.
     is_kept_TK: None when every row is kept; contiguous.
-    is_sparse: whether most choices have no row, for torch's own operations, which then go by row, not by choice.
+    is_sparse: whether most choices have no row, for torch's own operations on a CPU, which then go by row.
     """
 
     source_n: Tensor
@@ -128,7 +128,9 @@ def gather_sum(
 
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         return fused_gather_sum(rows_nD.contiguous(), order.position_TK, order.is_kept_TK, weights_TK, dtype)
-    plain = sparse_gather_sum if order.is_sparse else plain_gather_sum
+    # on a GPU `index_add_` would be atomic
+    by_row = order.is_sparse and rows_nD.device.type == "cpu"
+    plain = sparse_gather_sum if by_row else plain_gather_sum
     return plain(rows_nD, order, weights_TK).to(dtype)
 
 
@@ -157,13 +159,17 @@ def plain_gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | N
         return total_TD
     for k in range(top_k):
         chosen_TD = rows_nD.index_select(0, order.position_TK[:, k])
+        weight_T1 = None if weights_TK is None else weights_TK[:, k].unsqueeze(-1)
         if order.is_kept_TK is not None:
-            # masked, not multiplied by zero: the row a padding token points at is somebody else's
-            chosen_TD = chosen_TD.masked_fill(~order.is_kept_TK[:, k].unsqueeze(-1), 0.0)
-        if weights_TK is None:
+            # masked, not multiplied by zero: the row a padding token points at is somebody else's, and its weight may
+            # be no number
+            is_left_out_T1 = ~order.is_kept_TK[:, k].unsqueeze(-1)
+            chosen_TD = chosen_TD.masked_fill(is_left_out_T1, 0.0)
+            weight_T1 = None if weight_T1 is None else weight_T1.masked_fill(is_left_out_T1, 0.0)
+        if weight_T1 is None:
             total_TD += chosen_TD
         else:
-            total_TD.addcmul_(chosen_TD.to(dtype), weights_TK[:, k].unsqueeze(-1))
+            total_TD.addcmul_(chosen_TD.to(dtype), weight_T1)
     return total_TD
 
 
@@ -173,7 +179,8 @@ def sparse_gather_sum(rows_nD: Tensor, order: ExpertOrder, weights_TK: Tensor | 
     total_TD = torch.zeros(order.position_TK.shape[0], rows_nD.shape[1], dtype=dtype, device=rows_nD.device)
     added_nD = rows_nD.to(dtype)
     if weights_TK is not None:
-        added_nD = added_nD * weights_TK.reshape(-1).index_select(0, order.source_n).unsqueeze(-1)
+        weight_n1 = weights_TK.reshape(-1).index_select(0, order.source_n).unsqueeze(-1)
+        added_nD = (added_nD * weight_n1).to(dtype)
     # a CPU adds rows of one token in their order: the same bits on every run
     return total_TD.index_add_(0, order.token_n, added_nD)
 

@@ -7,7 +7,8 @@ Shape suffixes: T tokens on this rank, D model width, E experts, e experts on th
 routed rows, n of them sent (N less padding), S ep ranks, P parts (chunks), R rows of a part that this rank receives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -297,9 +298,7 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
         splits_2PS, int64, in host memory: for each part, rows to each rank, and rows from each rank.
     """
     receive_counts_E = torch.empty_like(counts_E)
-    device, stream = torch.get_device_module(counts_E.device), counts_stream(counts_E.device)
-    stream.wait_stream(device.current_stream())
-    with device.stream(stream):
+    with on_counts_stream(counts_E.device):
         dist.all_to_all_single(receive_counts_E, counts_E, group=group)
         both_2Se = torch.stack([counts_E, receive_counts_E]).view(2, dist.get_world_size(group), -1)
         splits_2PS = torch.stack([part_2Se.sum(dim=2) for part_2Se in both_2Se.split(sizes, dim=2)], dim=1)
@@ -307,15 +306,24 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
     return receive_counts_E, splits_2PS
 
 
+@contextmanager
+def on_counts_stream(device: torch.device) -> Iterator[None]:
+    """Within it, operators run on the stream of the counts, after what has been queued so far."""
+    module, stream = torch.get_device_module(device), _counts_stream(device)
+    stream.wait_stream(module.current_stream())
+    with module.stream(stream):
+        yield
+
+
 def wait_for_counts(device: torch.device) -> None:
     """Wait until what `exchange_counts` has begun is done; returns at once where nothing is under way."""
     done = torch.get_device_module(device).Event()
-    done.record(counts_stream(device))
+    done.record(_counts_stream(device))
     done.synchronize()
 
 
 @cache
-def counts_stream(device: torch.device) -> Any:
+def _counts_stream(device: torch.device) -> Any:
     """A stream apart from the one that computes, so that the counts do not wait for work queued there. On a CPU, where
     nothing is queued, a stand-in."""
     return torch.get_device_module(device).Stream()

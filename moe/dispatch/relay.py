@@ -31,13 +31,26 @@ from expertmesh.moe.experts.replay import is_replaying, kept, placeholder
 STEP_PART: StepPart = "permute, combine"
 
 
+def _save(ctx: Any, order: ExpertOrder, *tensors: Tensor) -> None:
+    """Save an order for backward, and other tensors: where a layer is checkpointed, none of them is kept until it is
+    recomputed. As `Combine` saves some, recomputation runs through to where all that has begun is waited for."""
+    ctx.is_sparse = order.is_sparse
+    ctx.save_for_backward(order.source_n, order.position_TK, order.is_kept_TK, *tensors)
+
+
+def _saved(ctx: Any) -> tuple[ExpertOrder, list[Tensor]]:
+    source_n, position_TK, is_kept_TK, *tensors = ctx.saved_tensors
+    return ExpertOrder(source_n, position_TK, is_kept_TK, ctx.is_sparse), tensors
+
+
 class Send(torch.autograd.Function):
     """Begin to send each token's rows of `order`; returns what is received of each part, for `ArriveAndSpread` or
     `Relay`. `is_last`: for the former, which needs the rows in a replay too."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order: ExpertOrder, exchange: Exchange, is_last: bool) -> tuple[Tensor, ...]:
-        ctx.order, ctx.exchange, ctx.dtype = order, exchange, x_TD.dtype
+        ctx.exchange, ctx.dtype = exchange, x_TD.dtype
+        _save(ctx, order)
         parts = range(len(exchange.sent))
 
         def begin() -> tuple[Tensor, ...]:
@@ -52,7 +65,8 @@ class Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return gather_sum(ctx.exchange.wait_for_returned(), ctx.order, None, ctx.dtype), None, None, None
+        order, _ = _saved(ctx)
+        return gather_sum(ctx.exchange.wait_for_returned(), order, None, ctx.dtype), None, None, None
 
 
 class Relay(torch.autograd.Function):
@@ -68,8 +82,9 @@ class Relay(torch.autograd.Function):
         onward: Exchange,
         sum_dtype: torch.dtype,
     ) -> Tensor:
-        ctx.exchange, ctx.part, ctx.order, ctx.onward, ctx.sum_dtype = exchange, part, order, onward, sum_dtype
+        ctx.exchange, ctx.part, ctx.onward, ctx.sum_dtype = exchange, part, onward, sum_dtype
         ctx.shape = arriving_TD.shape
+        _save(ctx, order)
         if not is_replaying():
             exchange.wait_for_sent(part)
         sent_UD: Tensor = kept("rows sent", lambda: onward.begin_sending(0, spread(arriving_TD, order)))
@@ -78,8 +93,9 @@ class Relay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_UD: Tensor) -> tuple[Tensor | None, ...]:
+        order, _ = _saved(ctx)
         grad_nD = ctx.onward.wait_for_returned()
-        ctx.exchange.begin_returning(ctx.part, gather_sum(grad_nD, ctx.order, None, ctx.sum_dtype))
+        ctx.exchange.begin_returning(ctx.part, gather_sum(grad_nD, order, None, ctx.sum_dtype))
         return placeholder(grad_UD, *ctx.shape), None, None, None, None, None
 
 
@@ -90,8 +106,9 @@ class ArriveAndSpread(torch.autograd.Function):
     def forward(
         ctx: Any, arriving_UD: Tensor, exchange: Exchange, part: int, order: ExpertOrder, sum_dtype: torch.dtype
     ) -> Tensor:
-        ctx.exchange, ctx.part, ctx.order, ctx.sum_dtype = exchange, part, order, sum_dtype
+        ctx.exchange, ctx.part, ctx.sum_dtype = exchange, part, sum_dtype
         ctx.shape = arriving_UD.shape
+        _save(ctx, order)
         if not is_replaying():
             exchange.wait_for_sent(part)
         return spread(arriving_UD, order)
@@ -99,7 +116,8 @@ class ArriveAndSpread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.exchange.begin_returning(ctx.part, gather_sum(grad_RD, ctx.order, None, ctx.sum_dtype))
+        order, _ = _saved(ctx)
+        ctx.exchange.begin_returning(ctx.part, gather_sum(grad_RD, order, None, ctx.sum_dtype))
         return placeholder(grad_RD, *ctx.shape), None, None, None, None
 
 
@@ -117,9 +135,9 @@ class SumAndReturn(torch.autograd.Function):
         part: int,
         sum_dtype: torch.dtype,
     ) -> Tensor:
-        ctx.order, ctx.exchange, ctx.part = order, exchange, part
+        ctx.exchange, ctx.part = exchange, part
         rows_RD = kept("experts' results", lambda: rows_RD)
-        ctx.save_for_backward(rows_RD, weights_UK)
+        _save(ctx, order, rows_RD, weights_UK)
         if not is_replaying():
             exchange.begin_returning(part, gather_sum(rows_RD, order, weights_UK, sum_dtype))
         return rows_RD.new_empty(0)
@@ -127,9 +145,9 @@ class SumAndReturn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, weights_UK = ctx.saved_tensors
+        order, (rows_RD, weights_UK) = _saved(ctx)
         grad_UD = ctx.exchange.wait_for_sent(ctx.part)
-        return *combine_backward(grad_UD, rows_RD, weights_UK, ctx.order), None, None, None, None
+        return *combine_backward(grad_UD, rows_RD, weights_UK, order), None, None, None, None
 
 
 class RelayBack(torch.autograd.Function):
@@ -145,7 +163,8 @@ class RelayBack(torch.autograd.Function):
         part: int,
         sum_dtype: torch.dtype,
     ) -> Tensor:
-        ctx.onward, ctx.order, ctx.exchange, ctx.part = onward, order, exchange, part
+        ctx.onward, ctx.exchange, ctx.part = onward, exchange, part
+        _save(ctx, order)
         if not is_replaying():
             exchange.begin_returning(part, gather_sum(onward.wait_for_returned(), order, None, sum_dtype))
         return returned.new_empty(0)
@@ -153,7 +172,8 @@ class RelayBack(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.onward.begin_sending(0, spread(ctx.exchange.wait_for_sent(ctx.part), ctx.order))
+        order, _ = _saved(ctx)
+        ctx.onward.begin_sending(0, spread(ctx.exchange.wait_for_sent(ctx.part), order))
         return grad.new_empty(0), None, None, None, None, None
 
 
@@ -163,14 +183,16 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, order: ExpertOrder, dtype: torch.dtype, *returned: Tensor) -> Tensor:
-        ctx.exchange, ctx.order, ctx.num_parts = exchange, order, len(returned)
+        ctx.exchange, ctx.num_parts = exchange, len(returned)
+        _save(ctx, order)
         out_TD: Tensor = kept("tokens' sums", lambda: gather_sum(exchange.wait_for_returned(), order, None, dtype))
         return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_nD = spread(grad_TD, ctx.order)
+        order, _ = _saved(ctx)
+        rows_nD = spread(grad_TD, order)
         # the last part's experts come first in backward
         for part in reversed(range(ctx.num_parts)):
             ctx.exchange.begin_sending(part, rows_nD)

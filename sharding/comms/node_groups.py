@@ -1,8 +1,7 @@
-"""Which ranks of an ep group share a node, and the groups by which a token reaches each node once."""
+"""Which ranks share a node, and the groups by which a token reaches each node once."""
 
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
@@ -12,23 +11,11 @@ from expertmesh.sharding.life.torchrun import node_name
 from expertmesh.sharding.topology import Topology
 
 
-def find_ranks_per_node(topology: Topology) -> int | None:
-    """The ranks that each node has of an ep group; the size of the group where none spans nodes. None where nodes have
-    unequally many, or a node's are not adjacent. All ranks call it together."""
-    nodes: list[str] = [""] * topology.world_size
+def find_nodes(world_size: int) -> list[str]:
+    """The name of every rank's node. All ranks call it together."""
+    nodes = [""] * world_size
     dist.all_gather_object(nodes, node_name())
-    return ranks_per_node(nodes, topology.ep_size)
-
-
-def ranks_per_node(nodes: list[str], ep_size: int) -> int | None:
-    """As `find_ranks_per_node`, by the name of every rank's node."""
-    sizes = set()
-    for first in range(0, len(nodes), ep_size):
-        runs = [(name, len(list(ranks))) for name, ranks in groupby(nodes[first : first + ep_size])]
-        if len({name for name, _ in runs}) < len(runs):
-            return None
-        sizes |= {size for _, size in runs}
-    return sizes.pop() if len(sizes) == 1 else None
+    return nodes
 
 
 def make_node_groups(

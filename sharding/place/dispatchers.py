@@ -9,9 +9,10 @@ from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.dispatch.once import OnceDispatcher
 from expertmesh.moe.dispatch.plain import AllToAllDispatcher, Dispatcher
 from expertmesh.sharding.comms.nccl import few_blocks
-from expertmesh.sharding.comms.node_groups import find_ranks_per_node, make_node_groups
+from expertmesh.sharding.comms.node_groups import find_nodes, make_node_groups
 from expertmesh.sharding.mesh import Mesh
-from expertmesh.sharding.place.choices import Strategy, resolve_dispatch
+from expertmesh.sharding.place.choices import Strategy, ranks_of_equal_nodes, ranks_of_nodes, resolve_dispatch
+from expertmesh.sharding.topology import Topology
 
 MakeDispatcher = Callable[[int], Dispatcher]
 """Makes a layer's dispatcher, of its number of experts."""
@@ -24,17 +25,12 @@ def choose_dispatcher(mesh: Mesh, strategy: Strategy, top_k: int) -> MakeDispatc
         top_k: experts per token.
 
     Raises:
-        ExpertMeshError: --ranks-per-node does not divide the ep group.
+        ExpertMeshError: nodes have unequally many ranks, and --dispatch node was asked for.
     """
-    found = strategy.ranks_per_node
-    if found is None and strategy.dispatch in ("auto", "node") and mesh.topology.ep_size > 1:
-        found = find_ranks_per_node(mesh.topology)
-    ep_size = mesh.topology.ep_size
-    if strategy.ranks_per_node is not None and found is not None and found < ep_size and ep_size % found:
-        raise ExpertMeshError(
-            f"--ranks-per-node {found} does not divide the {ep_size} ranks of --ep-size; nodes need as many each"
-        )
-    kind = resolve_dispatch(strategy.dispatch, ep_size, found, top_k)
+    topology, found = mesh.topology, None
+    if strategy.dispatch in ("auto", "node"):
+        found = _ranks_on_node(topology, strategy)
+    kind = resolve_dispatch(strategy.dispatch, topology.ep_size, found, top_k)
     chunks, group = strategy.overlap_chunks, mesh.exchange
     if kind == "plain":
         return lambda num_experts: AllToAllDispatcher(num_experts, group, chunks)
@@ -45,3 +41,21 @@ def choose_dispatcher(mesh: Mesh, strategy: Strategy, top_k: int) -> MakeDispatc
         nodes = make_node_groups(mesh.topology, found, mesh.timeout, options)
     sum_dtype = torch.float32 if strategy.sums_in_fp32 else None
     return lambda num_experts: OnceDispatcher(num_experts, group, chunks, nodes, sum_dtype)
+
+
+def _ranks_on_node(topology: Topology, strategy: Strategy) -> int | None:
+    """The ranks that each node has of an ep group; None where they have unequally many.
+
+    Raises:
+        ExpertMeshError: they have by --ranks-per-node, and --dispatch node was asked for.
+    """
+    given = strategy.ranks_per_node
+    if given is None:
+        return ranks_of_nodes(find_nodes(topology.world_size), topology.ep_size)
+    found = ranks_of_equal_nodes(topology.world_size, given, topology.ep_size)
+    if found is None and strategy.dispatch == "node":
+        raise ExpertMeshError(
+            f"--ranks-per-node {given}: leaves the {topology.ep_size} ranks of an EP group on nodes with unequally "
+            "many of them; --dispatch node needs equally many, --dispatch rank does not"
+        )
+    return found

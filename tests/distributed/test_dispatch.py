@@ -20,9 +20,11 @@ from expertmesh.moe.dispatch import exchange
 from expertmesh.moe.dispatch.destinations import first_choices
 from expertmesh.moe.dispatch.once import NodeGroups, OnceDispatcher, Tables
 from expertmesh.moe.dispatch.plain import AllToAllDispatcher
-from expertmesh.sharding import Topology, local_tensor
-from expertmesh.sharding.comms.node_groups import make_node_groups, ranks_per_node
-from expertmesh.sharding.place.choices import resolve_dispatch
+from expertmesh.moe.experts.replay import Keeper
+from expertmesh.sharding import Checkpointing, Topology, local_tensor
+from expertmesh.sharding.comms.node_groups import make_node_groups
+from expertmesh.sharding.place import recompute
+from expertmesh.sharding.place.choices import ranks_of_equal_nodes, ranks_of_nodes, resolve_dispatch
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
@@ -128,20 +130,36 @@ def test_equals_a_row_for_each_choice(ranks: RankPool, tmp_path: Path, kind: str
     """Losses and gradients; their bits are the same on every run, and whatever is recomputed."""
     topology, case = KINDS[kind]
     hf_model(replace(case, changes={"num_local_experts": 8, **case.changes}), seed=1).save_pretrained(tmp_path)
+    once = node(2) if dispatch == "node" else RANK
     variants = [
         {"dispatch": "plain"},
-        *({"dispatch": dispatch, "ranks_per_node": 2, **mode} for mode in (MODES[0], *MODES)),
-        {"dispatch": dispatch, "ranks_per_node": 2, "overlap_chunks": 2, **MODES[2]},
+        *({**once, **mode} for mode in (MODES[0], *MODES)),
+        {**once, "overlap_chunks": 2, **MODES[2]},
     ]
     if case.family == "mixtral" and case.kernel == "torch-grouped":
         variants[4] |= {"keep_expert_products": 1}
-    tolerance = 5e-2 if case.compute_dtype == torch.bfloat16 else TOLERANCE
-    for plain, once, *same, chunked in ranks.run(_figures, topology.world_size, tmp_path, topology, case, variants):
-        norm = float(torch.stack([value.float().norm() for value in plain.values()]).norm())
-        for figures in (once, chunked):
-            compare(figures, plain, CANCELLED * norm, tolerance)
+    found = ranks.run(_figures, topology.world_size, tmp_path, topology, case, variants)
+    exact: list[Any] = [None] * len(found)
+    if case.compute_dtype == torch.bfloat16:
+        in_fp32 = replace(case, compute_dtype=torch.float32)
+        exact = ranks.run(_figures, topology.world_size, tmp_path, topology, in_fp32, variants[:1])
+    for (plain, first, *same, chunked), truth in zip(found, exact, strict=True):
+        for figures in (first, chunked):
+            if truth is None:
+                compare(figures, plain, CANCELLED * _norm(plain))
+            else:
+                # roundings are others; they are no larger
+                assert _distance(figures, truth[0]) < 1.5 * _distance(plain, truth[0])
         for other in same:
-            assert [name for name, figure in once.items() if not torch.equal(figure, other[name])] == []
+            assert [name for name, figure in first.items() if not torch.equal(figure, other[name])] == []
+
+
+def _norm(figures: dict[str, Tensor]) -> float:
+    return float(torch.stack([value.float().norm() for value in figures.values()]).norm())
+
+
+def _distance(figures: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return _norm({name: value.float() - other[name].float() for name, value in figures.items()})
 
 
 def _figures(path: Path, topology: Topology, case: Case, variants: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
@@ -157,6 +175,47 @@ def _figures(path: Path, topology: Topology, case: Case, variants: list[dict[str
         loss.backward()
         grads = {name: local_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
         found.append({"loss": loss.detach(), **grads})
+    return found
+
+
+@pytest.mark.parametrize("dispatch", ["plain", "rank", "node"])
+def test_all_that_begins_is_waited_for(ranks: RankPool, tmp_path: Path, dispatch: str) -> None:
+    """Also where recomputation ends before the layer does; and what was kept for it has been taken."""
+    hf_model(Case(SAMPLES, changes={"num_local_experts": 8}), seed=1).save_pretrained(tmp_path)
+    variants: list[dict[str, Any]] = [{"dispatch": dispatch, **mode} for mode in MODES]
+    variants.append({**variants[2], "overlap_chunks": 2})
+    if dispatch == "node":
+        variants = [variant | {"ranks_per_node": 2} for variant in variants]
+    for figures in ranks.run(_begun_and_waited, 4, tmp_path, variants):
+        for begun, waited, left in figures:
+            assert begun == waited > 0
+            assert left == 0
+
+
+def _begun_and_waited(path: Path, variants: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """Exchanges begun and waited for in forward and backward, and results that keepers still hold."""
+    found = []
+    for settings in variants:
+        begun: list[int] = []
+        waited: list[int] = []
+        keepers: list[Keeper] = []
+
+        class Counted(exchange.UnderWay):
+            def __init__(self, *args: Any, begun: list[int] = begun) -> None:
+                super().__init__(*args)
+                begun.append(1)
+
+            def wait(self, waited: list[int] = waited) -> Tensor:
+                waited.append(1)
+                return super().wait()
+
+        def keeper(*args: Any, keepers: list[Keeper] = keepers, **kwargs: Any) -> Keeper:
+            keepers.append(Keeper(*args, **kwargs))
+            return keepers[-1]
+
+        with mock.patch.object(exchange, "UnderWay", Counted), mock.patch.object(recompute, "Keeper", keeper):
+            _figures(path, Topology(4, 4), Case(SAMPLES), [settings])
+        found.append((len(begun), len(waited), sum(len(each.results) for each in keepers)))
     return found
 
 
@@ -199,7 +258,9 @@ def _route(experts: list[Tensor], dtype: torch.dtype = torch.float64) -> dict[st
         generator = torch.Generator().manual_seed(dist.get_rank())
         size = layer.shape.model_width
         x_TD = torch.randn(len(experts_TK), size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        weights_TK = torch.rand(experts_TK.shape, generator=generator, dtype=torch.float64).requires_grad_()
+        weights_TK = torch.rand(experts_TK.shape, generator=generator, dtype=torch.float64)
+        # those of padding may be anything
+        weights_TK = weights_TK.masked_fill(experts_TK == 8, torch.nan).requires_grad_()
         is_token_BS = (experts_TK[:, :1] < 8).t()
         with _sent() as sent:
             with Forward(is_token_BS=is_token_BS):
@@ -380,14 +441,17 @@ def test_auto_goes_by_which_ranks_share_a_node() -> None:
 
 
 def test_ranks_of_a_node() -> None:
-    assert ranks_per_node(["a"] * 8, 8) == 8
-    assert ranks_per_node(["a"] * 4 + ["b"] * 4, 8) == 4
-    assert ranks_per_node(["a"] * 4 + ["b"] * 4, 4) == 4
-    assert ranks_per_node(["a"] * 4 + ["b"] * 4, 2) == 2
-    assert ranks_per_node(["a"] * 6 + ["b"] * 2, 8) is None
-    assert ranks_per_node(["a"] * 6 + ["b"] * 2, 4) is None
-    assert ranks_per_node(["a", "b"] * 4, 8) is None
-    assert ranks_per_node(["a", "b", "c", "d"], 4) == 1
+    assert ranks_of_nodes(["a"] * 8, 8) == 8
+    assert ranks_of_nodes(["a"] * 4 + ["b"] * 4, 8) == 4
+    assert ranks_of_nodes(["a"] * 4 + ["b"] * 4, 4) == 4
+    assert ranks_of_nodes(["a"] * 4 + ["b"] * 4, 2) == 2
+    assert ranks_of_nodes(["a"] * 6 + ["b"] * 2, 8) is None
+    assert ranks_of_nodes(["a"] * 6 + ["b"] * 2, 4) is None
+    assert ranks_of_nodes(["a", "b"] * 4, 8) is None
+    assert ranks_of_nodes(["a", "b", "c", "d"], 4) == 1
+    assert ranks_of_equal_nodes(16, 8, 16) == 8
+    assert ranks_of_equal_nodes(12, 8, 12) is None
+    assert ranks_of_equal_nodes(12, 6, 4) is None, "some groups are on one node, some on two"
 
 
 def test_nodes_are_found(ranks: RankPool, tmp_path: Path) -> None:
@@ -413,11 +477,12 @@ def _taken(path: Path) -> list[tuple[int, int] | None]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_in_a_pipeline(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "checkpointing"), [("1f1b", "full"), ("zero-bubble", "selective")])
+def test_in_a_pipeline(ranks: RankPool, tmp_path: Path, schedule: str, checkpointing: Checkpointing) -> None:
     """Of stages that span two nodes each, the first without experts."""
     changes = {"num_hidden_layers": 3, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
     case = Case(SAMPLES, family="deepseek_v3", accumulation=2, steps=2, changes=changes, kernel="torch-grouped")
+    case = replace(case, gradient_checkpointing=checkpointing)
     hf_model(case, seed=1).save_pretrained(tmp_path)
     settings = node(2) | {"pipeline_schedule": schedule, "pipeline_layers": "1,2"}
     found = ranks.run(ours, 8, tmp_path, Topology(8, 4, pp_size=2), replace(case, settings=settings))[0]
@@ -431,7 +496,7 @@ def test_in_a_pipeline(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
 def test_refused(ranks: RankPool, tmp_path: Path) -> None:
     hf_model(Case(SAMPLES), seed=1).save_pretrained(tmp_path)
     for error in ranks.run(_refused, 4, tmp_path):
-        assert error == "--ranks-per-node 3 does not divide the 4 ranks of --ep-size; nodes need as many each"
+        assert error.startswith("--ranks-per-node 3: leaves the 4 ranks of an EP group on nodes with unequally many")
 
 
 def _refused(path: Path) -> str:

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.training.elastic import recorded_sequences_per_step
+from expertmesh.training import TrainConfig
+from expertmesh.training.elastic import _dispatch, recorded_sequences_per_step
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import assert_equal_weights
@@ -45,6 +47,21 @@ def test_same_batch_before_the_first_checkpoint(tmp_path: Path) -> None:
         recorded_sequences_per_step("auto", tmp_path)
     (tmp_path / "environment.json").write_text(json.dumps({"global_batch_size": 24}))
     assert recorded_sequences_per_step("auto", tmp_path) == 24
+
+
+def test_how_tokens_travel_to_fewer_ranks() -> None:
+    """What was chosen stays, but for what fewer ranks cannot have."""
+
+    def changes(ep_size: int, world_size: int, **settings: Any) -> dict[str, Any]:
+        config = TrainConfig(model="-", dataset=["-"], ep_size=8, **settings)
+        return _dispatch(config, ep_size, world_size)
+
+    assert changes(8, 16, dispatch="rank") == {}
+    assert changes(4, 8, dispatch="rank") == {}
+    assert changes(1, 8, dispatch="rank") == {"dispatch": "auto"}
+    assert changes(1, 8, dispatch="plain", overlap_chunks=2) == {"dispatch": "auto", "overlap_chunks": 1}
+    assert changes(4, 8, dispatch="node", ranks_per_node=2) == {}
+    assert changes(6, 12, dispatch="node", ranks_per_node=4) == {"ranks_per_node": None}
 
 
 def test_other_ranks_without_it_are_refused(ranks: RankPool, common: list[object], tmp_path: Path) -> None:

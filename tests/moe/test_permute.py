@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.dispatch import permute
-from expertmesh.moe.dispatch.destinations import sparse_order
+from expertmesh.moe.dispatch.destinations import sparse_rows
 from expertmesh.moe.dispatch.permute import ExpertOrder, RowsToTokens, TokensToRows, expert_order, first_rows
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
@@ -87,7 +87,7 @@ def sparse_order_of(num_tokens: int, top_k: int) -> ExpertOrder:
     """Of each token's choices two thirds have no row, at random."""
     generator = torch.Generator().manual_seed(num_tokens)
     experts_TK = torch.randint(3 * E, (num_tokens, top_k), generator=generator).clamp(max=E)
-    return sparse_order(experts_TK, E, int((experts_TK < E).sum()))
+    return sparse_rows(expert_order(experts_TK, E, has_padding=True), int((experts_TK < E).sum()))
 
 
 @interpreted

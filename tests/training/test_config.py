@@ -117,6 +117,17 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--dispatch", "node"], "--dispatch node: at --ep-size 1 tokens do not travel"),
+        (["--ranks-per-node", "4"], "--ranks-per-node 4: at --ep-size 1 tokens do not travel"),
+        (["--dispatch-sums", "float32"], "--dispatch-sums float32: at --ep-size 1 tokens do not travel"),
+        (
+            ["--ep-size", "4", "--dispatch", "plain", "--dispatch-sums", "float32"],
+            "--dispatch-sums float32: --dispatch plain sends no sums",
+        ),
+        (
+            ["--ep-size", "4", "--dispatch", "rank", "--ranks-per-node", "2"],
+            "--ranks-per-node 2: is for --dispatch auto and node, not rank",
+        ),
         (["--learning-rat", "1"], "unknown flag --learning-rat; did you mean --learning-rate?"),
         (["--ep", "2"], "unknown flag --ep"),
         (["--model", "m", "stray"], "unknown flag stray"),

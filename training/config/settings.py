@@ -224,7 +224,7 @@ class ParallelSettings:
     ranks_per_node: int | None = _flag(
         "Parallelism",
         None,
-        "Ranks of an EP group with fast links between them, for --dispatch (default: those on one host)",
+        "Ranks with fast links between them, for --dispatch (default: those on one host)",
     )
     ddp_timeout: int = _flag(
         "Parallelism",
@@ -237,15 +237,25 @@ class ParallelSettings:
             raise ExpertMeshError(
                 f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 there is no all-to-all; leave it out"
             )
-        if self.dispatch in ("rank", "node") and self.ep_size == 1:
-            raise ExpertMeshError(
-                f"--dispatch {self.dispatch}: at --ep-size 1 tokens do not travel to their experts; leave it out"
-            )
+        self._check_dispatch()
+        self._check_pipeline()
+
+    def _check_dispatch(self) -> None:
+        for name in ("dispatch", "dispatch_sums", "ranks_per_node"):
+            value = getattr(self, name)
+            if self.ep_size == 1 and value not in ("auto", "plain", "same", None):
+                raise ExpertMeshError(
+                    f"{flag_of(name)} {value}: at --ep-size 1 tokens do not travel to their experts; leave it out"
+                )
         if self.dispatch_sums != "same" and self.dispatch == "plain":
             raise ExpertMeshError(
                 f"--dispatch-sums {self.dispatch_sums}: --dispatch plain sends no sums; leave one of them out"
             )
-        self._check_pipeline()
+        if self.ranks_per_node is not None and self.dispatch in ("plain", "rank"):
+            raise ExpertMeshError(
+                f"--ranks-per-node {self.ranks_per_node}: is for --dispatch auto and node, not {self.dispatch}; leave "
+                "it out"
+            )
 
     def _check_pipeline(self) -> None:
         for name in ("pipeline_schedule", "pipeline_layers", "pipeline_chunks"):

@@ -412,6 +412,9 @@ def nccl_buffers(run: PlannedRun) -> float:
     is_hybrid = setting.dense_shard == "hybrid" and setting.ep_size > 1
     rings = [setting.world_size > 1, setting.dp_size > 1 and (run.setting.experts_are_gathered or is_hybrid), is_hybrid]
     peers = setting.ep_size - 1 + setting.cp_size - 1
+    workload = setting.workload(run.model)
+    if workload.dispatch == "node":
+        peers += setting.ep_size // workload.ranks_per_node - 1 + workload.ranks_per_node - 1
     if setting.pp_size > 1:
         # all ranks of a pp index are others than all ranks; in either direction there is a group, which sums once and
         # then sends to two neighbours

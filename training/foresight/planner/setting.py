@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from expertmesh.sharding.pipeline.schedule import ScheduleName
-from expertmesh.sharding.place.choices import Checkpointing, Dispatch, resolve_dispatch
+from expertmesh.sharding.place.choices import Checkpointing, Dispatch, ranks_of_equal_nodes, resolve_dispatch
 from expertmesh.sharding.topology import DenseShard, Topology
 from expertmesh.training.foresight.planner.measured import ModelParameters, Workload
 from expertmesh.training.foresight.rates import rank_imbalance
@@ -107,7 +107,9 @@ class Setting:
         """What one rank computes for a micro-batch."""
         own = not self.experts_are_gathered
         is_cast = own and any(p.stored != p.computed for kind in model.kinds for p in kind.experts)
-        of_ep = None if self.ep_across_nodes or self.ep_size % self.ranks_of_ep else self.ranks_of_ep
+        of_ep = None
+        if not self.ep_across_nodes:
+            of_ep = ranks_of_equal_nodes(self.world_size, self.ranks_per_node, self.ep_size)
         dispatch = "plain" if self.ep_size == 1 else resolve_dispatch(self.dispatch, self.ep_size, of_ep, model.top_k)
         return Workload(
             self.micro_batch,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from math import prod
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
@@ -28,12 +29,12 @@ def expected_rows(
         shares: of all choices, each ep rank's; none: equally much.
         sequences: of each rank. Rounded for one, so that as many have as many times its rows.
     """
-    N, L, sizes = dispatcher.num_nodes, dispatcher.ranks_per_node, dispatcher.sizes
-    shares = shares or [1 / (N * L)] * (N * L)
+    nodes, on_node, sizes = dispatcher.num_nodes, dispatcher.ranks_per_node, dispatcher.sizes
+    shares = shares or [1 / (nodes * on_node)] * (nodes * on_node)
     of_parts = [size / sum(sizes) for size in sizes]
-    node = dispatcher.ep_rank // L
-    of_nodes = [sum(shares[first : first + L]) for first in range(0, N * L, L)]
-    ranks = range(node * L, node * L + L)
+    node = dispatcher.ep_rank // on_node
+    of_nodes = [sum(shares[first : first + on_node]) for first in range(0, nodes * on_node, on_node)]
+    ranks = range(node * on_node, (node + 1) * on_node)
 
     def reached(share: float) -> float:
         experts = share * dispatcher.num_experts
@@ -42,12 +43,12 @@ def expected_rows(
     def rows(share: float) -> int:
         return sequences * round(tokens * reached(share))
 
-    computed = sequences * round(N * L * tokens * top_k * shares[dispatcher.ep_rank])
+    computed = sequences * round(nodes * on_node * tokens * top_k * shares[dispatcher.ep_rank])
     return Rows(
         [[rows(part * share) for share in of_nodes] for part in of_parts],
-        [[rows(part * of_nodes[node])] * N for part in of_parts],
-        [[N * rows(part * shares[rank]) for rank in ranks] for part in of_parts],
-        [[N * rows(part * shares[dispatcher.ep_rank])] * L for part in of_parts],
+        [[rows(part * of_nodes[node])] * nodes for part in of_parts],
+        [[nodes * rows(part * shares[rank]) for rank in ranks] for part in of_parts],
+        [[nodes * rows(part * shares[dispatcher.ep_rank])] * on_node for part in of_parts],
         split(computed, sizes),
     )
 
@@ -59,18 +60,16 @@ def split(rows: int, shares: Sequence[float]) -> list[int]:
 
 
 @contextmanager
-def telling_rows(
-    rows: Callable[[OnceDispatcher], Rows], exchange: Callable[[Tensor], None] = lambda counts_C: None
-) -> Iterator[None]:
-    """Within it, nothing is told to other ranks, and `rows` says how many rows there are.
+def telling_rows(rows: Callable[[OnceDispatcher], Rows], exchange: Callable[[Tensor, Any], None]) -> Iterator[None]:
+    """Within it, `rows` says how many rows there are.
 
     Args:
-        exchange: called with what would be told.
+        exchange: called with what would be told, and to which group.
     """
 
-    def gather(counts_C: Tensor, group: object) -> tuple[Tensor, None]:
-        exchange(counts_C)
-        return counts_C.new_empty(group.size(), counts_C.numel()), None  # type: ignore[attr-defined]
+    def gather(counts_C: Tensor, group: Any) -> tuple[Tensor, None]:
+        exchange(counts_C, group)
+        return counts_C.new_empty(group.size(), counts_C.numel()), None
 
     with ExitStack() as stack:
         for name, instead in (("gather_counts", gather), ("wait_for_counts", lambda device: None)):

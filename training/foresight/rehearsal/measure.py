@@ -431,10 +431,9 @@ class _Measurement:
             shares = [most] + [(1 - most) / (w.ep_size - 1)] * (w.ep_size - 1)
             return expected_rows(dispatcher, tokens, K, shares, w.micro_batch)
 
-        def exchange_all(counts_C: Tensor) -> None:
+        def exchange_all(counts_C: Tensor, group: Any) -> None:
             assert self.recorder is not None
-            told_SC = counts_C.new_empty(w.ep_size, counts_C.numel())
-            self.recorder.all_to_all(_Group(w.ep_size, "ep"), told_SC).is_read = True
+            self.recorder.all_to_all(group, counts_C.new_empty(w.ep_size, counts_C.numel())).is_read = True
 
         def counts(counts_e: Tensor, num_rows: int) -> list[int]:
             return even(num_rows, counts_e.numel())

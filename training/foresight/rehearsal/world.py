@@ -115,17 +115,17 @@ def rehearse(
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
     """
-    if config.ranks_per_node is None:
-        config = replace(config, ranks_per_node=gpus_per_node)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with rehearsing_gpu():
-            return _rehearse(config, model_config, world_size, shortened, told)
+            return _rehearse(config, model_config, world_size, shortened, told, gpus_per_node)
     finally:
         dist.destroy_process_group()
 
 
-def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: Told) -> Rehearsed:
+def _rehearse(
+    config: TrainConfig, model_config: Any, world_size: int, shortened: bool, told: Told, gpus_per_node: int
+) -> Rehearsed:
     model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
     balance = choose_balance(config, model, model_config)
@@ -145,7 +145,8 @@ def _rehearse(config: TrainConfig, model_config: Any, world_size: int, shortened
     keep_products(model, config.keep_expert_products)
     kinds = list(zip(kinds_of_layers(model), shares, strict=True))
     stack = shortened_stack(kinds) if shortened and config.pp_size == 1 else whole_stack(kinds)
-    parallelize(model, mesh, compute_dtype(config), config.strategy)
+    strategy = replace(config.strategy, ranks_per_node=config.ranks_per_node or gpus_per_node)
+    parallelize(model, mesh, compute_dtype(config), strategy)
     # made once in a process: not of fake tensors
     for signed in (True, False):
         dynamic_map(signed, torch.device("cpu"))
@@ -302,8 +303,12 @@ def _telling(
         recorder.read()
         return expected_rows(dispatcher, tokens, top_k, shares[recorder.layer])
 
+    def exchange_all(counts_C: Tensor, group: dist.ProcessGroup) -> None:
+        told_SC = counts_C.new_empty(group.size(), counts_C.numel())
+        dist.all_to_all_single(torch.empty_like(told_SC), told_SC, group=group)
+
     with (
-        telling_rows(told_once),
+        telling_rows(told_once, exchange_all),
         mock.patch.object(expertmesh.moe.dispatch.plain, "exchange_counts", told),
         mock.patch.object(expertmesh.moe.dispatch.plain, "wait_for_counts", return_value=None),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
