@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("pp", "dp", "ep"), PARTS)
 def test_equals_one_process(ranks: RankPool, model: Path, pp: int, dp: int, ep: int) -> None:
     topology = Topology(pp * dp * ep, ep, pp_size=pp)
@@ -57,6 +57,7 @@ def test_bits_are_those_without_a_pipeline(
 
 
 @pytest.mark.quick(2)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("schedule", "chunks", "pp", "dp", "ep"),
     [
@@ -82,7 +83,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_cuts_and_schedules(ranks: RankPool, deep: Path, seed: int) -> None:
     """Stages of any lengths, however many of them a rank has, and any number of micro-batches."""

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("topology", [Topology(4, 2, pp_size=2), Topology(4, 1, pp_size=4)], ids=["2", "4"])
 def test_exports_are_those_without_a_pipeline(ranks: RankPool, model: Path, tmp_path: Path, topology: Topology) -> None:
     """Byte for byte, from Hugging Face form and from EP shards, of which a damaged one is found on any stage."""
@@ -164,6 +164,7 @@ def test_bad_input(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path
     assert said in results[0][1]
 
 
+@pytest.mark.exhaustive
 def test_other_ranks_keep_the_pipeline_if_they_can(
     ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

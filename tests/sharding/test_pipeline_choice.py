@@ -66,6 +66,7 @@ def test_the_fastest_that_fits_is_taken(chunks: int) -> None:
     assert (chosen.run.setting.schedule, chosen.why) == ("zero-bubble", "as asked")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("flags", "can_queue"),
     [({"adapter": "lora", "lora_rank": 4}, True), ({}, False)],

@@ -179,6 +179,9 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     imbalance = read_imbalance(arguments.imbalance)
     if arguments.tf32 and not arguments.fp32:
         raise ExpertMeshError("--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --fp32")
+    if arguments.plot is not None and not arguments.plot.absolute().parent.is_dir():
+        # better told now than after a sweep
+        raise ExpertMeshError(f"--plot {arguments.plot}: cannot be written: No such directory")
     hardware = chosen_hardware(arguments)
     memory = hardware.device.memory
     if arguments.gpu_memory:
