@@ -36,11 +36,14 @@ def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def _swiglu(dtype: torch.dtype) -> None:
-    from expertmesh.moe.kernels.swiglu_triton import fused_backward, fused_forward
+    from expertmesh.moe.kernels.swiglu_triton import fused_backward, fused_forward, fused_joined_backward
 
     grad, gate, up = (_empty(dtype, ROWS, F) for _ in range(3))
     fused_forward(gate, up)
     fused_backward(grad, gate, up)
+    gate_up = _empty(dtype, ROWS, 2 * F)
+    fused_forward(*gate_up.chunk(2, dim=1))
+    fused_joined_backward(grad, gate_up)
 
 
 def _adamw_8bit(dtype: torch.dtype) -> None:

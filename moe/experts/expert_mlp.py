@@ -28,8 +28,12 @@ from expertmesh.moe.forward import current_forward
 from expertmesh.moe.kernels.carve_out import beside_all_to_alls
 from expertmesh.moe.kernels.expert_kernels import LOOP, ExpertKernel
 from expertmesh.moe.kernels.expert_products import AddBias
+from expertmesh.moe.kernels.gpu import computes_on_cpu
 
 STEP_PART: StepPart = "expert GEMMs"
+
+_JOINED = "w1 and v1"
+"""Name of both in one tensor, (e, 2·F, D)."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,8 @@ class ExpertMLP(nn.Module):
         """
         returned = []
         call = self._deferrable_call()
-        by_part = self._weights(sent[0].dtype, [part.num_experts for part in parts], call is not None)
+        sizes = [part.num_experts for part in parts]
+        by_part = self._weights(sent[0].dtype, sizes, call is not None, self._joins_gate_and_up(sent[0]))
         with deferrable(call), beside_all_to_alls(len(parts) > 1 and sent[0].is_cuda):
             for rows_RD, part, weights in zip(sent, parts, by_part, strict=True):
                 out_RD = self._compute(*part.arrive(rows_RD), weights, needs_output)
@@ -184,17 +189,33 @@ class ExpertMLP(nn.Module):
         return ExpertsCall(forward.weight_gradients, self, dict(self.named_parameters(recurse=False)))
 
     def _compute(self, rows_RD: Tensor, counts_e: Tensor, weights: Mapping[str, Tensor], needs_output: bool) -> Tensor:
-        # fused kernels compute the gradients of all weights, frozen or not
-        is_trained = any(weight.requires_grad for weight in self.parameters()) or self.kernel.product is None
-        if self.is_swiglu and self.kernel.fused is not None and is_trained and self.low_rank is None:
-            w1, v1, w2 = (weights[name] for name in ("w1", "v1", "w2"))
+        if self._is_fused:
+            assert self.kernel.fused is not None
             with keeping_products(self.keeps_products):
+                if (gate_up_eGD := weights.get(_JOINED)) is not None:
+                    assert self.kernel.joined is not None
+                    return self.kernel.joined(rows_RD, counts_e, gate_up_eGD, weights["w2"], needs_output=needs_output)
+                w1, v1, w2 = (weights[name] for name in ("w1", "v1", "w2"))
                 return self.kernel.fused(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
         places = places_of_few(rows_RD, counts_e, weights, storages_of(self))
         gate_RF = self._product("w1", rows_RD, counts_e, weights, places)
         up_RF = self._product("v1", rows_RD, counts_e, weights, places) if self.layout.shape.has_gate else None
         hidden_RF = self.activation(gate_RF, up_RF)
         return self._product("w2", hidden_RF, counts_e, weights, places, is_transposed=True, needs_output=needs_output)
+
+    @property
+    def _is_fused(self) -> bool:
+        """Whether a complete expert is computed at once."""
+        # fused kernels compute the gradients of all weights, frozen or not
+        is_trained = any(weight.requires_grad for weight in self.parameters()) or self.kernel.product is None
+        return self.is_swiglu and self.kernel.fused is not None and is_trained and self.low_rank is None
+
+    def _joins_gate_and_up(self, rows_RD: Tensor) -> bool:
+        """Whether gate and up are one GEMM, where their weights are copied anyway, to another dtype. It reads less, and
+        sums up in another order: on GPUs alone, so that no result of a CPU's changes."""
+        if self.kernel.joined is None or not self._is_fused or computes_on_cpu(rows_RD):
+            return False
+        return all(weight.dtype != rows_RD.dtype for weight in (self.w1, self.v1))
 
     def _product(
         self,
@@ -228,13 +249,20 @@ class ExpertMLP(nn.Module):
             out_RO = AddBias.apply(out_RO, counts_e, bias_eO, needs_output)
         return out_RO
 
-    def _weights(self, dtype: torch.dtype, sizes: list[int], are_deferrable: bool) -> list[dict[str, Tensor]]:
+    def _weights(
+        self, dtype: torch.dtype, sizes: list[int], are_deferrable: bool, are_joined: bool
+    ) -> list[dict[str, Tensor]]:
         """This rank's experts' weights by name, for each `sizes` experts in turn: each weight is taken once. The
         layout's parameters, but for quantized ones, are in `dtype`, the compute dtype. `are_deferrable`: whether their
-        gradients may be computed later than backward."""
+        gradients may be computed later than backward. `are_joined`: whether gate and up are one tensor (e, 2·F, D)."""
         stored, computed_with = storages_of(self), {part.name for part in self.layout.parameters}
         by_part: list[dict[str, Tensor]] = [{} for _ in sizes]
-        for name, weight in self.named_parameters(recurse=False):
+        apart = dict(self.named_parameters(recurse=False))
+        if are_joined:
+            pieces = self.working.take_joined(_JOINED, [apart.pop("w1"), apart.pop("v1")], dtype, sizes)
+            for weights, piece in zip(by_part, pieces, strict=True):
+                weights[_JOINED] = piece
+        for name, weight in apart.items():
             num_rows = local_part(weight).shape[0]
             rows = [num_rows * size // sum(sizes) for size in sizes]
             # autograd makes zeros of the gradients that a DTensor does not get; working weights take what is there

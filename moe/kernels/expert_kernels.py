@@ -11,7 +11,13 @@ For expert i: (silu(x @ w1_i.T) * (x @ v1_i.T)) @ w2_i, as the experts modules o
 Without `needs_output` the last matmul is left out, and the result serves only for its shape and its backward (see
 `moe.experts.replay`).
 
-Shape suffixes: R rows, D model width, F expert width, e experts on this rank.
+A third way, `joined`, is `fused` with w1 and v1 in one tensor, for one GEMM in place of two:
+
+    joined(rows_RD, counts_e, gate_up_eGD, w2, needs_output=True) -> rows_RD
+
+where expert i has w1_i's rows and then v1_i's. It sums up in another order (see `moe.kernels.grouped`).
+
+Shape suffixes: R rows, D model width, F expert width, G = 2·F, e experts on this rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +47,7 @@ from expertmesh.moe.kernels.expert_products import (
 )
 from expertmesh.moe.kernels.fp8 import MULTIPLE, WIDEST, fp8_products
 from expertmesh.moe.kernels.gpu import computes_on_cpu
-from expertmesh.moe.kernels.grouped import GroupedMatmul, grouped_gated_mlp
+from expertmesh.moe.kernels.grouped import GroupedMatmul, grouped_gated_mlp, grouped_joined_mlp
 from expertmesh.moe.kernels.kernel_names import Precision, check_kernel_name
 from expertmesh.moe.megablocks.megablocks_kernels import (
     GROUPED_PACKAGES,
@@ -62,15 +68,22 @@ class FusedSwiGLU(Protocol):
     ) -> Tensor: ...
 
 
+class JoinedSwiGLU(Protocol):
+    def __call__(
+        self, rows_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class ExpertKernel:
     """One way of computing experts; has at least one of `product` and `fused`. low_rank: what multiplies by adapters'
-    matrices, where that is not `product`."""
+    matrices, where that is not `product`. joined: beside `fused` alone."""
 
     name: str
     product: Product | None
     fused: FusedSwiGLU | None
     low_rank: Product | None = None
+    joined: JoinedSwiGLU | None = None
 
 
 def loop(rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, needs_output: bool = True) -> Tensor:
@@ -177,6 +190,19 @@ def torch_grouped(
     return grouped_gated_mlp(rows_RD, num_experts, w1, v1, w2, _grouped_mm(counts_e), needs_output)
 
 
+def torch_grouped_joined(
+    rows_RD: Tensor, counts_e: Tensor, gate_up_eGD: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
+    """`torch_grouped` with gate and up in one GEMM; in two, and with the same limit, where one is too large."""
+    num_rows, both = rows_RD.shape[0], gate_up_eGD.shape[1]
+    if num_rows * both >= _MOST_ELEMENTS:
+        w1, v1 = (half_eFD.flatten(0, 1) for half_eFD in gate_up_eGD.chunk(2, dim=1))
+        return torch_grouped(rows_RD, counts_e, w1, v1, w2, needs_output=needs_output)
+    _check_grouped_mm(rows_RD.dtype, rows_RD.shape[1], both // 2)
+    _check_rows(rows_RD, both // 2, "--expert-kernel torch-grouped", ", or --expert-kernel loop")
+    return grouped_joined_mlp(rows_RD, gate_up_eGD, w2, _grouped_mm(counts_e), needs_output)
+
+
 def torch_grouped_product(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
     """A single product by `grouped_mm` (see `torch_grouped`)."""
     _check_grouped_mm(x_RI.dtype, *weight_eOI.shape[1:])
@@ -226,7 +252,7 @@ def _check_rows(rows_RI: Tensor, other_width: int, flag: str, instead: str = "")
     host: no wait."""
     num_rows, width = rows_RI.shape
     elements = num_rows * max(width, other_width)
-    if elements >= 2**31 and not computes_on_cpu(rows_RI):
+    if elements >= _MOST_ELEMENTS and not computes_on_cpu(rows_RI):
         raise ExpertMeshError(
             f"{flag} cannot take 2^31 elements; {num_rows} tokens on this rank, {width} and {other_width} wide, have "
             f"{elements}; use a smaller --per-device-train-batch-size (and a larger --gradient-accumulation-steps), or "
@@ -246,6 +272,8 @@ def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
 
 
 _FP8 = "--expert-precision fp8"
+_MOST_ELEMENTS = 2**31
+"""As many elements as a grouped GEMM's rows or results cannot have on a GPU."""
 
 LOOP = ExpertKernel("loop", looped_product, loop)
 FP8 = ExpertKernel("fp8", fp8_grouped_product, fp8_grouped)
@@ -254,7 +282,7 @@ KERNELS: dict[str, ExpertKernel] = {
     kernel.name: kernel
     for kernel in (
         LOOP,
-        ExpertKernel("torch-grouped", torch_grouped_product, torch_grouped),
+        ExpertKernel("torch-grouped", torch_grouped_product, torch_grouped, joined=torch_grouped_joined),
         ExpertKernel("megablocks-sparse", None, megablocks_sparse),
         ExpertKernel("megablocks-grouped", megablocks_grouped_product, megablocks_grouped),
     )

@@ -1,6 +1,9 @@
 """The gated MLP of all experts in grouped GEMMs: each GEMM is one call for all experts.
 
-Shape suffixes: R rows sorted by expert, D model width, F expert width, e experts on this rank.
+Gate and up may be one GEMM, of one matrix per expert with w1's rows and then v1's: the tokens are read once, and
+backward sums up their gradient in one accumulation, where two GEMMs give two rounded results that are then added.
+
+Shape suffixes: R rows sorted by expert, D model width, F expert width, G = 2·F, e experts on this rank.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.experts.replay import kept_product, placeholder
 from expertmesh.moe.experts.weight_gradients import deferral_of, now_or_later
-from expertmesh.moe.kernels.swiglu import swiglu_backward, swiglu_forward
+from expertmesh.moe.kernels.swiglu import swiglu_backward, swiglu_forward, swiglu_joined_backward
 
 STEP_PART: StepPart = "expert GEMMs"
 
@@ -69,6 +72,15 @@ def grouped_gated_mlp(
     return _GroupedGatedMLP.apply(rows_RD, w1_eFD, v1_eFD, w2_eFD, for_any_rows(gmm, num_experts), needs_output)
 
 
+def grouped_joined_mlp(
+    rows_RD: Tensor, gate_up_eGD: Tensor, w2: Tensor, gmm: GroupedMatmul, needs_output: bool
+) -> Tensor:
+    """`grouped_gated_mlp` of w1 and v1 in one tensor, by grouped GEMMs, two forward and four backward."""
+    num_experts = gate_up_eGD.shape[0]
+    w2_eFD = w2.view(num_experts, -1, rows_RD.shape[1])
+    return _GroupedJoinedMLP.apply(rows_RD, gate_up_eGD, w2_eFD, for_any_rows(gmm, num_experts), needs_output)
+
+
 class _GroupedGatedMLP(torch.autograd.Function):
     """Written by hand so that only two of four tensors (R, F) are kept: the activation's result is recomputed in
     backward, in the same pass as its gradients."""
@@ -118,3 +130,37 @@ def _weight_gradients(
     grad_w1_eFD = gmm(d_gate_RF, rows, trans_a=True)
     grad_v1_eFD = gmm(d_up_RF, rows, trans_a=True)
     return grad_w1_eFD, grad_v1_eFD, gmm(hidden_RF, grad_RD, trans_a=True)
+
+
+class _GroupedJoinedMLP(torch.autograd.Function):
+    """As `_GroupedGatedMLP`, with gate and up in one tensor, and so their weights' and their own gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, gate_up_eGD: Tensor, w2_eFD: Tensor, gmm: GroupedMatmul, needs_output: bool
+    ) -> Tensor:
+        gate_up_RG = kept_product(lambda: gmm(rows_RD, gate_up_eGD, trans_b=True))
+        ctx.save_for_backward(rows_RD, gate_up_eGD, w2_eFD, gate_up_RG)
+        ctx.gmm, ctx.deferral = gmm, deferral_of(gate_up_eGD, w2_eFD)
+        if not needs_output:
+            return placeholder(rows_RD, *rows_RD.shape)
+        return gmm(swiglu_forward(*gate_up_RG.chunk(2, dim=1)), w2_eFD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, gate_up_eGD, w2_eFD, gate_up_RG = ctx.saved_tensors
+        gmm = ctx.gmm
+        grad_RD = grad_RD.contiguous()
+        d_gate_up_RG, hidden_RF = swiglu_joined_backward(gmm(grad_RD, w2_eFD, trans_b=True), gate_up_RG)
+        grad_rows_RD = gmm(d_gate_up_RG, gate_up_eGD)
+        weight_gradients = partial(_joined_weight_gradients, gmm)
+        grads = now_or_later(ctx.deferral, weight_gradients, rows_RD, grad_RD, d_gate_up_RG, hidden_RF)
+        return grad_rows_RD, *grads, None, None
+
+
+def _joined_weight_gradients(
+    gmm: GroupedMatmul, rows_RD: Tensor, grad_RD: Tensor, d_gate_up_RG: Tensor, hidden_RF: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Those of w1 and v1, (e, G, D), and of w2, (e, F, D)."""
+    return gmm(d_gate_up_RG, rows_RD, trans_a=True), gmm(hidden_RF, grad_RD, trans_a=True)

@@ -2,11 +2,13 @@
 
 In one Triton kernel each on a GPU, else in plain torch. Both compute in fp32 and round once, to the inputs' dtype.
 
-Shape suffixes: R rows, F expert width; but any shape works, as long as all tensors have the same and are contiguous.
+Shape suffixes: R rows, F expert width, G = 2·F: gate, then up. Where gate and up are two tensors, any shape works, as
+long as all tensors have the same and are contiguous.
 """
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -19,7 +21,8 @@ STEP_PART: StepPart = "experts' activation"
 
 
 def swiglu_forward(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
-    """silu(gate) * up, not recorded by autograd on a GPU: for use inside an autograd function."""
+    """silu(gate) * up, not recorded by autograd on a GPU: for use inside an autograd function. Gate and up may also be
+    the halves of one (R, G)."""
     if takes_triton(gate_RF):
         from expertmesh.moe.kernels.swiglu_triton import fused_forward
 
@@ -34,6 +37,16 @@ def swiglu_backward(grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor) -> tuple[Te
 
         return fused_backward(grad_RF, gate_RF, up_RF)
     return plain_backward(grad_RF, gate_RF, up_RF)
+
+
+def swiglu_joined_backward(grad_RF: Tensor, gate_up_RG: Tensor) -> tuple[Tensor, Tensor]:
+    """`swiglu_backward` of gate and up in one tensor: their gradients in one, (R, G), and silu(gate) * up, (R, F)."""
+    if takes_triton(gate_up_RG):
+        from expertmesh.moe.kernels.swiglu_triton import fused_joined_backward
+
+        return fused_joined_backward(grad_RF, gate_up_RG)
+    *d_gate_and_up, hidden_RF = plain_backward(grad_RF, *gate_up_RG.chunk(2, dim=1))
+    return torch.cat(d_gate_and_up, dim=1), hidden_RF
 
 
 class SwiGLU(Function):

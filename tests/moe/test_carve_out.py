@@ -28,21 +28,24 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return told
 
 
-@pytest.mark.parametrize("name", ["fused", "product"])
+@pytest.mark.parametrize("name", ["fused", "joined", "product"])
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_forward_and_backward(left: list[int | None], name: str, is_beside: bool) -> None:
     x, counts_e = torch.randn(5, 8, requires_grad=True), torch.tensor([2, 3])
     w1, v1, w2 = (torch.randn(2 * 4, 8, requires_grad=True) for _ in range(3))
     kernel = KERNELS["torch-grouped"]
     assert kernel.fused is not None
+    assert kernel.joined is not None
     assert kernel.product is not None
     with beside_all_to_alls(is_beside):
         if name == "fused":
             out = kernel.fused(x, counts_e, w1, v1, w2)
+        elif name == "joined":
+            out = kernel.joined(x, counts_e, torch.cat([w1, v1]).view(2, 8, 8), w2)
         else:
             out = kernel.product(x, counts_e, w1.view(2, 4, 8))
     out.sum().backward()
-    assert len(left) == (9 if name == "fused" else 3)
+    assert len(left) == {"fused": 9, "joined": 6, "product": 3}[name]
     assert set(left) == {LEFT if is_beside else None}
     assert get_left() is None
 

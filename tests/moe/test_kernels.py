@@ -15,6 +15,7 @@ from expertmesh.moe.kernels.expert_kernels import FusedSwiGLU, _leaves_empty_gro
 
 D, WIDTH = 16, 24
 CPU_KERNELS = ["loop", "torch-grouped"]
+JOINED = "torch-grouped, joined"
 COUNTS = {
     "even": [3, 3, 3, 3],
     "one has all": [0, 0, 12, 0],
@@ -26,9 +27,21 @@ COUNTS = {
 
 
 def fused(kernel: str) -> FusedSwiGLU:
+    if kernel == JOINED:
+        return joined
     function = KERNELS[kernel].fused
     assert function is not None
     return function
+
+
+def joined(
+    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
+) -> Tensor:
+    """`torch-grouped` with gate and up in one GEMM, as on a GPU."""
+    function, num_experts = KERNELS["torch-grouped"].joined, counts_e.numel()
+    assert function is not None
+    by_expert = [weight.view(num_experts, -1, weight.shape[1]) for weight in (w1, v1)]
+    return function(rows_RD, counts_e, torch.cat(by_expert, dim=1), w2, needs_output=needs_output)
 
 
 def plain(rows: Tensor, counts: list[int], w1: Tensor, v1: Tensor, w2: Tensor) -> Tensor:
@@ -61,7 +74,7 @@ def check(kernel: str, counts: list[int], dtype: torch.dtype, device: str, toler
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize("kernel", [*CPU_KERNELS, JOINED])
 def test_fp32(kernel: str, counts: list[int]) -> None:
     check(kernel, counts, torch.float32, "cpu", 1e-5)
 
@@ -138,14 +151,30 @@ def test_rows_are_padded_to_few_lengths() -> None:
     assert matmul.pad_rows(torch.ones(40, 2)).sum() == 80
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize("kernel", [*CPU_KERNELS, JOINED])
 def test_bf16(kernel: str) -> None:
     check(kernel, COUNTS["first and last empty"], torch.bfloat16, "cpu", 6e-2)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)], ids=str)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_one_gemm_of_gate_and_up_or_two(counts: list[int], dtype: torch.dtype, tolerance: float) -> None:
+    """Only the order of one sum differs, that over gate and up of the tokens' gradient: in bf16 by roundings."""
+    found = []
+    for kernel in ("torch-grouped", JOINED):
+        tensors = inputs(counts, dtype)
+        out = fused(kernel)(tensors[0], torch.tensor(counts), *tensors[1:])
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype))
+        found.append([out, *(tensor.grad for tensor in tensors)])
+    for two, one in zip(*found, strict=True):
+        assert two is not None
+        assert one is not None
+        assert (one - two).abs().max() <= tolerance * two.abs().max() if two.numel() else one.shape == two.shape
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@pytest.mark.parametrize("kernel", [*CPU_KERNELS, JOINED])
 def test_bf16_on_gpu(kernel: str, counts: list[int]) -> None:
     check(kernel, counts, torch.bfloat16, "cuda", 6e-2)
 
@@ -157,34 +186,47 @@ def test_loop_backward_in_fp64() -> None:
     assert torch.autograd.gradcheck(lambda *a: fused("loop")(a[0], counts, *a[1:]), arguments)
 
 
-def test_expanded_gradient() -> None:
+@pytest.mark.parametrize("kernel", ["torch-grouped", JOINED])
+def test_expanded_gradient(kernel: str) -> None:
     rows, w1, v1, w2 = inputs([2, 2], torch.float32)
-    fused("torch-grouped")(rows, torch.tensor([2, 2]), w1, v1, w2).sum().backward()
+    fused(kernel)(rows, torch.tensor([2, 2]), w1, v1, w2).sum().backward()
     assert rows.grad is not None
 
 
-def test_grouped_refuses_what_it_cannot_do() -> None:
+@pytest.mark.parametrize("kernel", ["torch-grouped", JOINED])
+def test_grouped_refuses_what_it_cannot_do(kernel: str) -> None:
     weight = torch.zeros(10, 6)
-    with pytest.raises(ExpertMeshError, match="multiples of 4"):
-        fused("torch-grouped")(torch.zeros(2, 6), torch.tensor([2]), weight, weight, weight)
+    with pytest.raises(ExpertMeshError, match=r"multiples of 4 .* this model has 6 and 10"):
+        fused(kernel)(torch.zeros(2, 6), torch.tensor([2]), weight, weight, weight)
     with pytest.raises(ExpertMeshError, match="float64"):
-        fused("torch-grouped")(torch.zeros(2, 6).double(), torch.tensor([2]), weight, weight, weight)
+        fused(kernel)(torch.zeros(2, 6).double(), torch.tensor([2]), weight, weight, weight)
 
 
-def test_grouped_refuses_2_to_the_31_elements() -> None:
+@pytest.mark.parametrize("kernel", ["torch-grouped", JOINED])
+def test_grouped_refuses_2_to_the_31_elements(kernel: str) -> None:
     """On the meta device, which stands for a GPU's: the rows of Mixtral 8x7B, one too many."""
     rows, fits = 149_797, 149_796
     weights = [torch.empty(14336, 4096, dtype=torch.bfloat16, device="meta") for _ in range(3)]
 
     def run(num_rows: int) -> Tensor:
         rows_RD = torch.empty(num_rows, 4096, dtype=torch.bfloat16, device="meta")
-        return fused("torch-grouped")(rows_RD, torch.tensor([num_rows], device="meta"), *weights)
+        return fused(kernel)(rows_RD, torch.tensor([num_rows], device="meta"), *weights)
 
     with pytest.raises(
         ExpertMeshError, match=r"149797 tokens .* have 2147489792; use a smaller --per-device-train-batch"
     ):
         run(rows)
     assert run(fits).shape == (fits, 4096)
+
+
+@pytest.mark.parametrize(("counts", "products"), [([1, 0, 3], 6), ([2, 0, 3], 9)])
+def test_gate_and_up_are_two_gemms_where_one_is_too_large(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], products: int
+) -> None:
+    monkeypatch.setattr("expertmesh.moe.kernels.expert_kernels._MOST_ELEMENTS", 5 * 2 * WIDTH)
+    with mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as grouped_mm:
+        check(JOINED, counts, torch.float32, "cpu", 1e-5)
+    assert grouped_mm.call_count == products
 
 
 def garbage_for_empty_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,10 +243,13 @@ def garbage_for_empty_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_weight_gradients_of_empty_groups_are_zero(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+@pytest.mark.parametrize("kernel", ["torch-grouped", JOINED])
+def test_weight_gradients_of_empty_groups_are_zero(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, counts: list[int]
+) -> None:
     garbage_for_empty_groups(monkeypatch)
     monkeypatch.setattr("expertmesh.moe.kernels.expert_kernels._leaves_empty_groups", lambda device: True)
-    check("torch-grouped", counts, torch.float32, "cpu", 1e-5)
+    check(kernel, counts, torch.float32, "cpu", 1e-5)
 
 
 @pytest.mark.parametrize(("capability", "leaves"), [((8, 0), False), ((9, 0), False), ((10, 0), True), ((10, 3), True)])
@@ -227,9 +272,10 @@ def no_kernel_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("counts", [[0], [0, 0, 0]])
-def test_no_kernel_is_called_without_rows(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+@pytest.mark.parametrize("kernel", ["torch-grouped", JOINED])
+def test_no_kernel_is_called_without_rows(monkeypatch: pytest.MonkeyPatch, kernel: str, counts: list[int]) -> None:
     no_kernel_without_rows(monkeypatch)
-    check("torch-grouped", counts, torch.float32, "cpu", 1e-5)
+    check(kernel, counts, torch.float32, "cpu", 1e-5)
 
 
 def needs(device: str, width: int, expert_width: int, dtype: torch.dtype = torch.bfloat16) -> Needs:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.moe import ExpertMeshError, MoEShape, original_dmoe
-from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward
+from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward, swiglu_joined_backward
 from expertmesh.moe.megablocks import megablocks_ops
 from expertmesh.moe.megablocks.megablocks_kernels import _topology
 from tests.interpreter import interpreted, prepare_megablocks
@@ -170,6 +170,39 @@ def check_swiglu(rows: int, dtype: torch.dtype, device: str, tolerance: float) -
     for mine, plain in zip(triton().fused_backward(grad, gate, up), plain_backward(grad, gate, up), strict=True):
         assert mine.dtype == dtype
         assert relative_error(mine, plain) < tolerance
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [0, 1, 21])
+def test_fused_swiglu_of_joined_equals_plain(rows: int) -> None:
+    check_joined_swiglu(rows, torch.float32, "cpu", 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [0, 1, 2100])
+def test_fused_swiglu_of_joined_on_gpu(rows: int) -> None:
+    check_joined_swiglu(rows, torch.bfloat16, "cuda", 1e-2)
+
+
+def check_joined_swiglu(rows: int, dtype: torch.dtype, device: str, tolerance: float) -> None:
+    """Gate and up in one tensor: narrower than a block, of a block's width, and of several."""
+    torch.manual_seed(0)
+    for width in (104, 1024, 2500):
+        gate_up, grad = ((3 * torch.randn(rows, n, device=device)).to(dtype) for n in (2 * width, width))
+        halves = [half.contiguous() for half in gate_up.chunk(2, dim=1)]
+        assert relative_error(triton().fused_forward(*gate_up.chunk(2, dim=1)), plain_forward(*halves)) < tolerance
+        d_gate_up, hidden = triton().fused_joined_backward(grad, gate_up)
+        *d_halves, plain_hidden = plain_backward(grad, *halves)
+        assert d_gate_up.dtype == hidden.dtype == dtype
+        assert relative_error(d_gate_up, torch.cat(d_halves, dim=1)) < tolerance
+        assert relative_error(hidden, plain_hidden) < tolerance
+
+
+def test_plain_swiglu_of_joined() -> None:
+    torch.manual_seed(0)
+    grad, gate, up = torch.randn(3, 5, 8)
+    d_gate_up, hidden = swiglu_joined_backward(grad, torch.cat([gate, up], dim=1))
+    torch.testing.assert_close((*d_gate_up.chunk(2, dim=1), hidden), plain_backward(grad, gate, up))
 
 
 def test_plain_swiglu_is_what_autograd_says() -> None:
