@@ -18,7 +18,8 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    build._find_compiler.cache_clear()
+    if hasattr(build, "_find_compiler"):  # Triton 3.6 looks for one each time
+        build._find_compiler.cache_clear()
 
 
 def test_a_compiler_that_is_there_is_used_and_its_work_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,4 +63,5 @@ def without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import build
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    build._find_compiler.cache_clear()
+    if hasattr(build, "_find_compiler"):  # Triton 3.6 looks for one each time
+        build._find_compiler.cache_clear()
