@@ -39,8 +39,8 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     of_stage = ranks.world_size // pp_size
     cp_size = gcd(config.cp_size, of_stage)
     ep_size = max(size for size in divisors(of_stage) if size <= config.ep_size and num_experts % size == 0)
-    others = _pipeline(config, pp_size) | _dispatch(config, ep_size, ranks.world_size)
-    layout = replace(config, ep_size=ep_size, cp_size=cp_size, **others)
+    pipeline, dispatch = _pipeline(config, pp_size), _dispatch(config, ep_size, ranks.world_size)
+    layout = replace(config, ep_size=ep_size, cp_size=cp_size, **pipeline, **dispatch)
     found: list[int | None] = [None]
     with raise_together():
         if ranks.rank == 0 and config.global_batch_size is None:
@@ -52,13 +52,13 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     changes = []
     if pp_size != config.pp_size:
         changes.append(f"--pp-size {pp_size} in place of {config.pp_size}: a rank gets more layers")
-        left_out = [flag_of(name) for name in _pipeline(config, pp_size) if name != "pp_size"]
+        left_out = [flag_of(name) for name in pipeline if name != "pp_size"]
         if left_out:
             changes.append(f"without {' and '.join(left_out)}")
     if ep_size != config.ep_size:
         changes.append(f"--ep-size {ep_size} in place of {config.ep_size}")
-    if left_out := [flag_of(name) for name in _dispatch(config, ep_size, ranks.world_size)]:
-        changes.append(f"without {' and '.join(left_out)}")
+    if dispatch:
+        changes.append(f"without {' and '.join(map(flag_of, dispatch))}")
     if cp_size != config.cp_size:
         more = config.cp_size // cp_size
         changes.append(
