@@ -16,10 +16,10 @@ from expertmesh.moe import build_model, count_parameters, moe_layers, moe_shape
 from expertmesh.sharding import check_ep_size
 from expertmesh.training import TrainConfig, parse_config
 from expertmesh.training.attention.packed_attention import check_packing, choose_attention
+from expertmesh.training.foresight.memory import NEAR
 from expertmesh.training.foresight.planner.forecast_table import summary
 from expertmesh.training.foresight.planner.hardware import Hardware, preset
 from expertmesh.training.foresight.planner.model_config import find_config, read_config
-from expertmesh.training.foresight.planner.peak_memory import NEAR
 from expertmesh.training.foresight.planner.search import Cluster, Plan, forecast
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.step_order import PlannedRun, planned_run

@@ -12,7 +12,8 @@ from benchmarks.plan_accuracy import NO_LOSSES, balance_routing, build_run, full
 from expertmesh.moe import decoder_layers, moe_layers
 from expertmesh.sharding import local_tensor
 from expertmesh.sharding.place.recompute import checkpoint_layers
-from expertmesh.training.foresight.planner.peak_memory import CONTEXT, RING, Memory, peak
+from expertmesh.training.foresight.memory import CONTEXT, RING, Memory
+from expertmesh.training.foresight.planner.peak_memory import peak
 from expertmesh.training.foresight.planner.step_order import ROOT, Name
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 from expertmesh.training.micro_batch import token_loss_sum

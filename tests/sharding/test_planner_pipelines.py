@@ -17,9 +17,10 @@ from expertmesh.sharding.pipeline.survey import survey
 from expertmesh.sharding.pipeline.timeline import Costs, bubble, simulate
 from expertmesh.training.facts import pipeline_lines
 from expertmesh.training.foresight.cluster_commands import main
+from expertmesh.training.foresight.memory import Memory
 from expertmesh.training.foresight.planner.cost import step_time, tokens_per_second
 from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
-from expertmesh.training.foresight.planner.peak_memory import Memory, _peak_of_rank, fullest, peak
+from expertmesh.training.foresight.planner.peak_memory import _peak_of_rank, fullest, peak
 from expertmesh.training.foresight.planner.pipelines import pipeline_seconds
 from expertmesh.training.foresight.planner.search import Cluster, Tried, search
 from expertmesh.training.foresight.planner.setting import Setting

@@ -7,7 +7,7 @@ import torch
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training.foresight import rank_memory as memory
-from expertmesh.training.foresight.planner.peak_memory import Memory
+from expertmesh.training.foresight.memory import Memory
 from expertmesh.training.foresight.rank_memory import Forecast, available_memory, resident
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main

@@ -13,9 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training.foresight.cluster_commands import main
+from expertmesh.training.foresight.memory import FRAGMENTATION, LASTING, PEER, RING
 from expertmesh.training.foresight.rates import natural_imbalance
 from expertmesh.training.foresight.rehearsal.collective_order import Call, check_order
-from expertmesh.training.foresight.rehearsal.fit import FRAGMENTATION, PEER, RING
 from expertmesh.training.foresight.rehearsal.told import Told, recorded, skewed
 
 LAYERS = 7
@@ -55,7 +55,7 @@ def test_it_says_all_of_a_step(model: str, capsys: pytest.CaptureFixture[str], t
     said = told(model, capsys, "--gradient-accumulation-steps", "3", "--timeline", str(picture))
     assert f"{LAYERS} layers, of which 5 run, one per kind" in said
     assert "\nfits: " in said
-    for name in ("optimizer state", "NCCL: ep, 8 ranks", "fragmentation", "CUDA's context", "tokens/s per GPU"):
+    for name in ("optimizer", "NCCL: ep, 8 ranks", "fragmentation", "CUDA's context", "tokens/s per GPU"):
         assert name in said
     # there and back, forward and backward, at each layer of three micro-batches
     (line,) = (line.split() for line in said.splitlines() if "all-to-all" in line and line.startswith("ep"))
@@ -70,7 +70,7 @@ def test_what_it_needs_is_more_than_tensors(model: str, capsys: pytest.CaptureFi
     (account,) = accounts(model, capsys)
     fit, kinds = account["fit"], account["memory"]["kinds"]
     assert fit["tensors"] == account["memory"]["peak"] == sum(kinds.values())
-    lasting = kinds["parameters"] + kinds.get("gradients", 0) + kinds["optimizer state"]
+    lasting = sum(kinds[term] for term in LASTING)
     assert fit["fragmentation"] == pytest.approx(FRAGMENTATION * (fit["tensors"] - lasting))
     buffers = {c["name"]: c["size"] for c in fit["communicators"]}
     assert buffers == {"all ranks": RING, "dp": RING, "ep": 7 * PEER}
@@ -163,7 +163,7 @@ def test_packed_rows_cost_fewer_pairs(model: str, capsys: pytest.CaptureFixture[
 def test_offload_leaves_what_lasts_in_host_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (account,) = accounts(model, capsys, "--offload")
     kinds, fit = account["memory"]["kinds"], account["fit"]
-    assert fit["host"] == kinds["parameters"] + kinds.get("gradients", 0) + kinds["optimizer state"]
+    assert fit["host"] == sum(kinds[term] for term in LASTING)
     assert fit["tensors"] == account["memory"]["peak"] - fit["host"]
 
 
@@ -174,7 +174,7 @@ def test_inputs_of_layers_in_host_memory(model: str, capsys: pytest.CaptureFixtu
     kept, offloaded = (accounts(model, capsys, *flags, *more)[0]["memory"] for more in ([], ["--offload-activations"]))
     # (2048, 64) in bf16
     one = 2048 * 64 * 2
-    assert kept["kinds"]["kept for backward"] - offloaded["kinds"]["kept for backward"] == LAYERS * one
+    assert kept["kinds"]["activations"] - offloaded["kinds"]["activations"] == LAYERS * one
     # of the layer in backward, and of the one before it
     assert kept["peak"] - offloaded["peak"] >= (LAYERS - 2) * one * (mode == "selective")
     assert offloaded["peak"] < kept["peak"]

@@ -18,8 +18,9 @@ from expertmesh.sharding import Ranks, Topology
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Padding
+from expertmesh.training.foresight.memory import NEAR, Memory
 from expertmesh.training.foresight.planner.forecast_table import memory_terms
-from expertmesh.training.foresight.planner.peak_memory import NEAR, Memory, Peak, peak
+from expertmesh.training.foresight.planner.peak_memory import Peak, peak
 from expertmesh.training.foresight.planner.schedule_choice import choose_schedule
 from expertmesh.training.foresight.planner.search import Cluster
 from expertmesh.training.foresight.planner.step_order import PlannedRun

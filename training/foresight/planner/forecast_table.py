@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from expertmesh.moe.base.terminal import folded
+from expertmesh.training.foresight.memory import Memory
 from expertmesh.training.foresight.planner.columns import Column, print_table
 from expertmesh.training.foresight.planner.hardware import Hardware, attained
 from expertmesh.training.foresight.planner.measured import ModelParameters
-from expertmesh.training.foresight.planner.peak_memory import Memory
 from expertmesh.training.foresight.planner.search import VARIANTS, Cluster, Plan, Point
 from expertmesh.training.foresight.planner.setting import Setting
 

@@ -11,63 +11,14 @@ micro-batches keep the most.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from expertmesh.sharding.pipeline.schedule import Kind
+from expertmesh.training.foresight.memory import Communicator, Memory, slack
 from expertmesh.training.foresight.planner.measured import Measured
 from expertmesh.training.foresight.planner.pipelines import queued_bytes, schedule_of
 from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
 from expertmesh.training.foresight.planner.units import Unit, unit
-
-CONTEXT = 0.5 * 2**30
-"""Assumed: CUDA's context with the kernels of torch and cuBLAS's workspace, on an H100."""
-
-RING = 128 * 2**20
-"""Assumed: NCCL's buffers of a communicator that gathers, scatters or sums: 16 channels, of 4 MiB to either side."""
-
-PEER = 4 * 2**20
-"""Assumed: NCCL's buffers for every other rank of a communicator that exchanges rows: 2 channels, of 1 MiB each way."""
-
-FRAGMENTATION = 0.1
-"""Assumed: what torch's allocator cannot use again, as a share of what comes and goes within a step."""
-
-
-NEAR = 0.9
-"""From this share of the memory on, a forecast that fits is close, and comes with a warning. Pipelines are cut, and
-their schedule is chosen, so that it does not come to that."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one rank at one moment.
-
-    Attributes:
-        parameters, gradients, optimizer: of this rank's shards; buffers are among the parameters.
-        activations: what autograd keeps for backward.
-        gathered: parameters gathered for a layer, gradients not yet reduced, all-gather and reduce-scatter buffers.
-        working: what is there only while something is computed: a layer, the loss, the update.
-        slack: what the allocator, the driver and NCCL take on top.
-    """
-
-    parameters: float = 0
-    gradients: float = 0
-    optimizer: float = 0
-    activations: float = 0
-    gathered: float = 0
-    working: float = 0
-    slack: float = 0
-
-    @property
-    def total(self) -> float:
-        return sum(self.terms().values())
-
-    @property
-    def lasting(self) -> float:
-        """What is there whatever the batch: parameters, gradients and the optimizer's state."""
-        return self.parameters + self.gradients + self.optimizer
-
-    def terms(self) -> dict[str, float]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -193,7 +144,7 @@ class _Rank:
         # of layers between forward and backward, and around them
         self.kept = self.around = 0.0
         self.casts = _kept_casts(run)
-        self.nccl = nccl_buffers(run)
+        self.nccl = sum(each.size for each in communicators(run))
         # of what is being computed
         self.level = 0.0
         self.buffers = _Pool() if run.setting.device == "cpu" else _Allocator()
@@ -216,11 +167,11 @@ class _Rank:
         kept = self.kept + self.around + self.others
         rest = kept + gathered + working
         self.tensors = max(self.tensors, lasting + rest)
-        slack = 0.0 if self.run.setting.device == "cpu" else CONTEXT + self.nccl + FRAGMENTATION * rest
-        total = lasting + rest + slack
+        beside = 0.0 if self.run.setting.device == "cpu" else slack(self.nccl, rest)
+        total = lasting + rest + beside
         if total <= self.most_total and lasting + gathered <= self.least_total:
             return
-        memory = Memory(self.parameters, self.gradients, self.optimizer, kept, gathered, working, slack)
+        memory = Memory(self.parameters, 0, self.gradients, self.optimizer, kept, gathered, working, beside)
         if total > self.most_total:
             self.when, self.most, self.most_total = when, memory, total
         if lasting + gathered > self.least_total:
@@ -405,22 +356,26 @@ class _Pool(_Allocator):
         piece.is_free = True
 
 
-def nccl_buffers(run: PlannedRun) -> float:
-    """Bytes of NCCL's buffers, for the communicators in which a rank has collectives: of all ranks, of those that hold
-    the same experts, and of an ep group, beside those in which it exchanges tokens and heads."""
-    setting = run.setting
-    is_hybrid = setting.dense_shard == "hybrid" and setting.ep_size > 1
-    rings = [setting.world_size > 1, setting.dp_size > 1 and (run.setting.experts_are_gathered or is_hybrid), is_hybrid]
-    peers = setting.ep_size - 1 + setting.cp_size - 1
-    workload = setting.workload(run.model)
+def communicators(run: PlannedRun) -> list[Communicator]:
+    """The communicators in which a rank has collectives: of all ranks, of those that hold the same experts, of an ep
+    group, and of those in which it exchanges tokens and heads."""
+    s = run.setting
+    is_hybrid = s.dense_shard == "hybrid" and s.ep_size > 1
+    groups: dict[str, tuple[int, set[str]]] = {
+        "all ranks": (s.world_size, {"all-reduce"}),
+        "dp": (s.dp_size, {"all-gather"}),
+        "ep": (s.ep_size, {"all-to-all", "all-gather"} if is_hybrid else {"all-to-all"}),
+        "cp": (s.cp_size, {"all-to-all"}),
+    }
+    workload = s.workload(run.model)
     if workload.dispatch == "node":
-        peers += setting.ep_size // workload.ranks_per_node - 1 + workload.ranks_per_node - 1
-    if setting.pp_size > 1:
-        # all ranks of a pp index are others than all ranks; in either direction there is a group, which sums once and
-        # then sends to two neighbours
-        rings += [setting.ranks_per_stage > 1, True, True]
-        peers += 4
-    return RING * sum(rings) + PEER * peers
+        groups["ep across"] = s.ep_size // workload.ranks_per_node, {"all-to-all"}
+        groups["ep inside"] = workload.ranks_per_node, {"all-to-all"}
+    if s.pp_size > 1:
+        groups["stage"] = s.ranks_per_stage, {"all-gather"}
+        # with a neighbour on either side
+        groups |= {"pp, forward": (3, {"send", "receive"}), "pp, backward": (3, {"send", "receive"})}
+    return [Communicator.of(name, ranks, kinds) for name, (ranks, kinds) in groups.items() if ranks > 1]
 
 
 def _kept_casts(run: PlannedRun) -> float:

@@ -9,10 +9,10 @@ from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding.pipeline.schedule import ScheduleName, schedule_without_queue
 from expertmesh.sharding.place.choices import Checkpointing
 from expertmesh.sharding.topology import DenseShard, divisors
+from expertmesh.training.foresight.memory import NEAR, Memory
 from expertmesh.training.foresight.planner.cost import StepTime, model_flops, step_time, tokens_per_second
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import Measure, ModelParameters
-from expertmesh.training.foresight.planner.peak_memory import NEAR, Memory
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.stage_costs import balanced
 from expertmesh.training.foresight.planner.step_order import planned_run

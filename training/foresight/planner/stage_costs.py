@@ -6,10 +6,11 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, cut_stages
+from expertmesh.training.foresight.memory import FRAGMENTATION
 from expertmesh.training.foresight.planner.cost import MicroStep
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import MeasuredModel
-from expertmesh.training.foresight.planner.peak_memory import FRAGMENTATION, Peak, largest, peaks
+from expertmesh.training.foresight.planner.peak_memory import Peak, largest, peaks
 from expertmesh.training.foresight.planner.pipelines import queued_bytes, schedule_of
 from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
 

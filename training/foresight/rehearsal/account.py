@@ -7,11 +7,12 @@ from typing import Any
 
 from expertmesh.sharding.pipeline.stages import layers_here
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.foresight.memory import Communicator, Fit
 from expertmesh.training.foresight.planner.cost import seconds_among
 from expertmesh.training.foresight.planner.hardware import Hardware
-from expertmesh.training.foresight.rehearsal.fit import Fit, fit
 from expertmesh.training.foresight.rehearsal.ledger import Ledger, ledger, times_of
 from expertmesh.training.foresight.rehearsal.peaks import PeakMemory
+from expertmesh.training.foresight.rehearsal.recorder import Event
 from expertmesh.training.foresight.rehearsal.stages import StageSeconds
 from expertmesh.training.foresight.rehearsal.world import Rehearsed
 
@@ -80,7 +81,7 @@ def account_of(
     """The cost breakdown of a step of as many micro-batches as `config` asks for."""
     forwards = config.micro_batches(world_size)
     account = ledger(rehearsed, forwards, hardware, gpus_per_node)
-    events = rehearsed.step.events
+    events, memory = rehearsed.step.events, rehearsed.memory
     layers, here = rehearsed.stack.stand_ins, layers_here(rehearsed.model)
     return Account(
         rank,
@@ -88,13 +89,24 @@ def account_of(
         forwards * rehearsed.tokens // config.pp_size,
         (len(set(layers)) if config.pp_size == 1 else len(here), len(layers)),
         rehearsed.counts.total,
-        rehearsed.memory,
-        fit(rehearsed.memory, events, rehearsed.groups, hardware.device.memory, config.offload),
-        _moments(rehearsed.memory),
+        memory,
+        Fit.of(memory.kinds, communicators(events, rehearsed.groups), hardware.device.memory, config.offload),
+        _moments(memory),
         _sent(rehearsed, forwards, hardware, gpus_per_node),
         account,
         account.share_of_peak(hardware),
     )
+
+
+def communicators(events: Sequence[Event], groups: Mapping[str, str]) -> list[Communicator]:
+    """A rank's communicators with more than one rank. groups: the purpose of each process group, by its name."""
+    ranks: defaultdict[str, set[int]] = defaultdict(set)
+    kinds: defaultdict[str, set[str]] = defaultdict(set)
+    for event in events:
+        if event.collective is not None and len(event.ranks) > 1:
+            ranks[event.group].update(event.ranks)
+            kinds[event.group].add(event.collective)
+    return [Communicator.of(groups[name], len(ranks[name]), kinds[name]) for name in ranks]
 
 
 def _moments(memory: PeakMemory) -> list[Moment]:

@@ -3,22 +3,17 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from expertmesh.sharding import local_tensor
+from expertmesh.training.foresight.memory import Memory, MemoryTerm
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
 from expertmesh.training.foresight.rehearsal.parts import LASTING
 from expertmesh.training.foresight.rehearsal.recorder import Change, Event, Maker, Recorder
 from expertmesh.training.foresight.rehearsal.repeated import WholeStep
-
-MemoryKind = Literal[
-    "parameters", "frozen parameters", "gradients", "optimizer state", "kept for backward", "gathered", "temporary"
-]
-"""gathered: what FSDP gathers, and gradients on their way to their ranks. kept for backward: what forward makes and
-backward frees. temporary: all else, buffers included."""
 
 Place = tuple[str, int | None, int | None]
 """Phase, number of the forward, layer."""
@@ -34,7 +29,7 @@ class PeakMemory:
 
     peak: int
     when: str
-    kinds: Mapping[MemoryKind, int]
+    kinds: Memory
     parameters: int
     trained: int
     state: int
@@ -42,12 +37,12 @@ class PeakMemory:
 
 
 def peak_memory(
-    step: WholeStep, kinds: Mapping[int, MemoryKind], model: Any, optimizer: torch.optim.Optimizer
+    step: WholeStep, kinds: Mapping[int, MemoryTerm], model: Any, optimizer: torch.optim.Optimizer
 ) -> PeakMemory:
     """The peak of what was recorded. kinds: of its storages, from `kinds_of_storages`. The optimizer's state, which the
     first update makes, counts from the start."""
     parameters, state = [p for p in model.parameters() if not p.is_meta], _bytes(_state(optimizer))
-    held: defaultdict[MemoryKind, int] = defaultdict(int, {"optimizer state": state})
+    held: defaultdict[MemoryTerm, int] = defaultdict(int, {"optimizer": state})
     total = peak = state
     at_peak = dict(held)
     when: Event | None = None
@@ -71,7 +66,7 @@ def peak_memory(
     return PeakMemory(
         peak,
         "the end" if when is None else when.told,
-        {kind: at_peak[kind] for kind in get_args(MemoryKind) if at_peak.get(kind)},
+        Memory(**at_peak),
         _bytes(parameters),
         _bytes(p for p in parameters if p.requires_grad),
         state,
@@ -80,10 +75,10 @@ def peak_memory(
 
 
 def kinds_over_time(
-    step: WholeStep, kinds: Mapping[int, MemoryKind], memory: PeakMemory
-) -> Iterator[dict[MemoryKind, int]]:
+    step: WholeStep, kinds: Mapping[int, MemoryTerm], memory: PeakMemory
+) -> Iterator[dict[MemoryTerm, int]]:
     """At each event what is held, of each kind; one dict, which changes."""
-    held: defaultdict[MemoryKind, int] = defaultdict(int, {"optimizer state": memory.state})
+    held: defaultdict[MemoryTerm, int] = defaultdict(int, {"optimizer": memory.state})
     for entry in step.log:
         if isinstance(entry, Event):
             yield held
@@ -93,18 +88,18 @@ def kinds_over_time(
 
 def kinds_of_storages(
     recorder: Recorder, live: LiveTensors, model: Any, optimizer: torch.optim.Optimizer
-) -> dict[int, MemoryKind]:
+) -> dict[int, MemoryTerm]:
     """Kinds of storages by number; without those that only a first step makes."""
     freed_in = _phases_of_end(recorder)
-    kinds: dict[int, MemoryKind] = {
+    kinds: dict[int, MemoryTerm] = {
         number: _kind(maker, freed_in.get(number)) for number, maker in recorder.makers.items()
     }
 
-    def name(tensors: Iterable[Tensor], kind: MemoryKind) -> None:
+    def name(tensors: Iterable[Tensor], kind: MemoryTerm) -> None:
         kinds.update((number, kind) for tensor in tensors if (number := live.number(tensor)) is not None)
 
-    name(model.buffers(), "temporary")
-    name((p for p in model.parameters() if not p.requires_grad), "frozen parameters")
+    name(model.buffers(), "working")
+    name((p for p in model.parameters() if not p.requires_grad), "frozen")
     name((p for p in model.parameters() if p.requires_grad), "parameters")
     name((p.grad for p in model.parameters() if p.grad is not None), "gradients")
     return {
@@ -118,10 +113,10 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
-def _kind(maker: Maker, freed_in: str | None) -> MemoryKind:
+def _kind(maker: Maker, freed_in: str | None) -> MemoryTerm:
     if maker.place.part == "FSDP":
         return "gathered"
-    return "kept for backward" if maker.phase == "forward" and freed_in == "backward" else "temporary"
+    return "activations" if maker.phase == "forward" and freed_in == "backward" else "working"
 
 
 def _phases_of_end(recorder: Recorder) -> dict[int, str]:

@@ -6,17 +6,18 @@ from html import escape
 from itertools import groupby
 from typing import get_args
 
+from expertmesh.training.foresight.memory import MemoryTerm
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.rehearsal.ledger import LedgerSpan, timeline
-from expertmesh.training.foresight.rehearsal.peaks import MemoryKind, kinds_over_time
+from expertmesh.training.foresight.rehearsal.peaks import kinds_over_time
 from expertmesh.training.foresight.rehearsal.recorder import Event
 from expertmesh.training.foresight.rehearsal.world import Rehearsed
 
 LEFT, TOP, WIDTH, HEIGHT, STREAM = 70, 64, 900, 280, 26
 BINS = 900
-COLOURS: dict[MemoryKind, str] = dict(
+COLOURS: dict[MemoryTerm, str] = dict(
     zip(
-        get_args(MemoryKind),
+        get_args(MemoryTerm),
         ("#1f5a96", "#7fa6cc", "#c06a1c", "#5b8f3a", "#8a4f9e", "#c9a227", "#9a9a9a"),
         strict=True,
     )
@@ -88,12 +89,12 @@ def _in_order(
     return spans, phases
 
 
-def _memory(rehearsed: Rehearsed, spans: Sequence[LedgerSpan], seconds: float) -> list[dict[MemoryKind, int]]:
+def _memory(rehearsed: Rehearsed, spans: Sequence[LedgerSpan], seconds: float) -> list[dict[MemoryTerm, int]]:
     """The most that is held in each bin of time, by kind."""
-    curve: list[dict[MemoryKind, int]] = [{} for _ in range(BINS)]
+    curve: list[dict[MemoryTerm, int]] = [{} for _ in range(BINS)]
     times = iter(spans)
     place = 0
-    held: dict[MemoryKind, int] = {}
+    held: dict[MemoryTerm, int] = {}
     for held in kinds_over_time(rehearsed.step, rehearsed.storages, rehearsed.memory):
         span = next(times)
         if not span.runs_beside:
@@ -108,7 +109,7 @@ def _memory(rehearsed: Rehearsed, spans: Sequence[LedgerSpan], seconds: float) -
     return curve
 
 
-def _area(curve: Sequence[dict[MemoryKind, int]], most: int) -> list[str]:
+def _area(curve: Sequence[dict[MemoryTerm, int]], most: int) -> list[str]:
     """Areas of the kinds of memory, stacked."""
     below = [0.0] * len(curve)
     paths = []

@@ -21,6 +21,7 @@ from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.whole import whole
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.foresight.imbalance import add_imbalance_flags, read_imbalance
+from expertmesh.training.foresight.memory import NEAR
 from expertmesh.training.foresight.planner.hardware import Hardware, products_in
 from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
 from expertmesh.training.foresight.planner.model_config import read_config
@@ -158,7 +159,6 @@ def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
 
 def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespace, hardware: Hardware) -> TrainConfig:
     """The settings with what a run would choose of what they leave open, for full sequences of --max-seq-length."""
-    from expertmesh.training.foresight.planner.peak_memory import NEAR
     from expertmesh.training.foresight.rank_memory import choose_pipeline
     from expertmesh.training.foresight.rehearsal.planning import planned
 

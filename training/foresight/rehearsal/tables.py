@@ -4,11 +4,10 @@ from rich.text import Text
 
 from expertmesh.moe.base.terminal import folded
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.foresight.memory import CONTEXT, FRAGMENTATION, LASTING, PEER, RING
 from expertmesh.training.foresight.planner.columns import Column, open_console, print_table
 from expertmesh.training.foresight.planner.hardware import Hardware, attained
-from expertmesh.training.foresight.planner.peak_memory import CONTEXT, FRAGMENTATION, PEER, RING
 from expertmesh.training.foresight.rehearsal.account import Account
-from expertmesh.training.foresight.rehearsal.fit import LASTING
 from expertmesh.training.foresight.rehearsal.ledger import sums
 from expertmesh.training.foresight.rehearsal.told import Told
 
@@ -72,9 +71,10 @@ def _setting(account: Account, config: TrainConfig, where: str, hardware: Hardwa
 
 def _kinds(account: Account) -> list[Column]:
     fits = account.fit
-    host = LASTING if fits.host else frozenset()
+    terms = account.memory.kinds.terms()
+    host = LASTING if fits.host else ()
     rows = [
-        *((f"{kind}, in host memory" if kind in host else kind, size) for kind, size in account.memory.kinds.items()),
+        *((f"{term}, in host memory" if term in host else term, size) for term, size in terms.items() if size),
         ("= tensors on the GPU", fits.tensors),
         *((f"NCCL: {c.name}, {c.ranks} ranks", c.size) for c in fits.communicators),
         ("fragmentation", fits.fragmentation),

@@ -47,13 +47,14 @@ from expertmesh.sharding.place.recompute import keep_products
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Batch, SplitSequences
 from expertmesh.training.engine import compute_dtype, topology_of
+from expertmesh.training.foresight.memory import MemoryTerm
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 from expertmesh.training.foresight.rehearsal.dispatched import expected_rows, split, telling_rows
 from expertmesh.training.foresight.rehearsal.fake import FakeTensors
 from expertmesh.training.foresight.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
 from expertmesh.training.foresight.rehearsal.parts import Parts
-from expertmesh.training.foresight.rehearsal.peaks import MemoryKind, PeakMemory, kinds_of_storages, peak_memory
+from expertmesh.training.foresight.rehearsal.peaks import PeakMemory, kinds_of_storages, peak_memory
 from expertmesh.training.foresight.rehearsal.recorder import (
     Recorder,
     recording_actions,
@@ -84,7 +85,7 @@ class Rehearsed:
     model: Any
     optimizer: torch.optim.Optimizer
     memory: PeakMemory
-    storages: dict[int, MemoryKind]
+    storages: dict[int, MemoryTerm]
     counts: ParameterCounts
     tokens: int
     targets: int
