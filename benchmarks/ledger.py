@@ -28,7 +28,7 @@ from expertmesh.training.foresight.imbalance import add_imbalance_flags, read_im
 from expertmesh.training.foresight.planner.hardware import Hardware, products_in
 from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, chosen_hardware
 from expertmesh.training.foresight.planner.model_config import read_config
-from expertmesh.training.foresight.rehearsal.ledger import Ledger, ledger, sums
+from expertmesh.training.foresight.rehearsal.ledger import Ledger, ledger
 from expertmesh.training.foresight.rehearsal.peaks import PeakMemory
 from expertmesh.training.foresight.rehearsal.told import Told
 from expertmesh.training.foresight.rehearsal.world import rehearse
@@ -112,9 +112,8 @@ def parts_of(memory: PeakMemory) -> str:
 
 
 def print_table(account: Ledger) -> None:
-    total = sums(account.parts)
     print(f"{'part':24s}  TFLOP recomp  moved GB   minimum     x  kernels   sent GB        ms  share")
-    for part in (*account.parts, total):
+    for part in (*account.parts, account.total):
         ratio = f"{part.moved / part.enough:5.2f}" if part.enough else "     "
         print(
             f"{part.name:24s} {part.flops / 1e12:6.1f} {part.recomputed / 1e12:6.1f} {part.moved / 1e9:9.1f} "
@@ -124,17 +123,18 @@ def print_table(account: Ledger) -> None:
 
 
 def print_forecast(account: Ledger, hardware: Hardware, tokens: int) -> None:
+    step = account.time
     waits = {
-        "kernels": account.computing,
-        "all-to-alls and sums": account.all_to_alls,
-        "added by FSDP": account.exposed,
-        "waited for the host": account.launching,
+        "kernels": step.kernels,
+        "all-to-alls and sums": step.all_to_alls,
+        "added by FSDP": step.exposed,
+        "waited for the host": step.launching,
     }
     made_of = ", ".join(f"{name} {seconds * 1e3:,.0f} ms" for name, seconds in waits.items())
     print(
         f"forecast: {account.seconds * 1e3:,.0f} ms per step, {tokens / account.seconds:,.0f} tokens/s per GPU, "
         f"{account.share_of_peak(hardware):.1%} MFU ({made_of}; FSDP's collectives alone "
-        f"{account.sharding * 1e3:,.0f}, the host's calls {account.host * 1e3:,.0f})"
+        f"{step.sharding * 1e3:,.0f}, the host's calls {step.host * 1e3:,.0f})"
     )
 
 

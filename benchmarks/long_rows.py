@@ -35,7 +35,7 @@ from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.sharding import Mesh, Ranks, Topology, build_mesh, end_process_group, start_process_group
 from expertmesh.training import TrainConfig, assemble, place
 from expertmesh.training.data import Batch, DataOrder, Sample, collate
-from expertmesh.training.foresight.planner.columns import Column, open_console, print_table
+from expertmesh.training.foresight.columns import Column, open_console, print_table
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer

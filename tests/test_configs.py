@@ -17,7 +17,6 @@ from expertmesh.sharding import check_ep_size
 from expertmesh.training import TrainConfig, parse_config
 from expertmesh.training.attention.packed_attention import check_packing, choose_attention
 from expertmesh.training.foresight.memory import NEAR
-from expertmesh.training.foresight.planner.forecast_table import summary
 from expertmesh.training.foresight.planner.hardware import Hardware, preset
 from expertmesh.training.foresight.planner.model_config import find_config, read_config
 from expertmesh.training.foresight.planner.search import Cluster, Plan, forecast
@@ -27,6 +26,7 @@ from expertmesh.training.foresight.rank_memory import choose_pipeline
 from expertmesh.training.foresight.rates import natural_imbalance
 from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
 from expertmesh.training.foresight.rehearsal.planning import setting_of
+from expertmesh.training.foresight.tables import summary
 from expertmesh.training.optim.low_bit import LARGEST_BLOCK, block_size
 from tests.published.models import CONFIGS as PUBLISHED_CONFIGS
 

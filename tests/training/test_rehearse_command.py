@@ -58,8 +58,8 @@ def test_it_says_all_of_a_step(model: str, capsys: pytest.CaptureFixture[str], t
     for name in ("optimizer", "NCCL: ep, 8 ranks", "fragmentation", "CUDA's context", "tokens/s per GPU"):
         assert name in said
     # there and back, forward and backward, at each layer of three micro-batches
-    (line,) = (line.split() for line in said.splitlines() if "all-to-all" in line and line.startswith("ep"))
-    assert line[:4] == ["ep", "8", "all-to-all", str(4 * LAYERS * 3)]
+    (line,) = (line.split() for line in said.splitlines() if line.startswith("all-to-all"))
+    assert line[:4] == ["all-to-all", "ep", "8", str(4 * LAYERS * 3)]
     tables = said.partition("\nforecast:")[0].partition("\nfits:")[2]
     assert max(map(len, tables.splitlines())) <= 80
     names = {element.tag.rpartition("}")[2] for element in ElementTree.parse(picture).iter()}
@@ -101,7 +101,7 @@ def test_every_stage_of_a_pipeline(model: str, capsys: pytest.CaptureFixture[str
     assert first["layers"] == [4, LAYERS]
     assert first["ledger"]["pipeline"]["waited"] > 0
     # a layer gives one tensor, which is sent with each micro-batch, and its gradient comes back
-    sent = {(each["group"], each["operator"]): each["times"] for each in first["sent"]}
+    sent = {(each["group"], each["kind"]): each["times"] for each in first["sent"]}
     assert sent["pp, forward", "send"] == sent["pp, backward", "receive"] == 5
 
 
@@ -128,7 +128,7 @@ def test_routing_as_a_run_has_recorded_it(model: str, capsys: pytest.CaptureFixt
     # no layer is like the one with skewed routing, nor stands next to others like it
     assert of_loaded["layers"] == [7, LAYERS]
     assert of_other["memory"]["peak"] < as_even["memory"]["peak"] < of_loaded["memory"]["peak"]
-    sent = {a["rank"]: {s["operator"]: s["sent"] for s in a["sent"]}["all-to-all"] for a in (of_loaded, of_other)}
+    sent = {a["rank"]: {s["kind"]: s["total"] for s in a["sent"]}["all-to-all"] for a in (of_loaded, of_other)}
     assert sent[0] > sent[3]
 
 

@@ -30,9 +30,8 @@ from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.sharding.place.choices import Dispatch
 from expertmesh.sharding.topology import Topology, check_cp_size, check_ep_size, check_pp_size
+from expertmesh.training.foresight.columns import Column, open_console, print_table
 from expertmesh.training.foresight.imbalance import add_imbalance_flags, imbalance_of, read_imbalance
-from expertmesh.training.foresight.planner.columns import Column, open_console, print_table
-from expertmesh.training.foresight.planner.forecast_table import print_plans, sweep_columns
 from expertmesh.training.foresight.planner.hardware import products_in, save_measured
 from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
 from expertmesh.training.foresight.planner.measured import ModelCuts
@@ -40,6 +39,7 @@ from expertmesh.training.foresight.planner.mesh_picture import picture, ranks_of
 from expertmesh.training.foresight.planner.model_config import find_config
 from expertmesh.training.foresight.planner.plot import draw
 from expertmesh.training.foresight.planner.search import MICRO_BATCHES, SWEPT, Cluster, Tried, search, sweep
+from expertmesh.training.foresight.tables import print_plans, sweep_columns
 
 _EXAMPLES = """\
 examples:

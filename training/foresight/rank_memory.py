@@ -19,12 +19,12 @@ from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Padding
 from expertmesh.training.foresight.memory import NEAR, Memory
-from expertmesh.training.foresight.planner.forecast_table import memory_terms
 from expertmesh.training.foresight.planner.peak_memory import Peak, peak
 from expertmesh.training.foresight.planner.schedule_choice import choose_schedule
 from expertmesh.training.foresight.planner.search import Cluster
 from expertmesh.training.foresight.planner.step_order import PlannedRun
 from expertmesh.training.foresight.rehearsal.planning import planned
+from expertmesh.training.foresight.tables import memory_terms
 from expertmesh.training.foresight.this_machine import this_machine
 from expertmesh.training.inputs import Inputs
 

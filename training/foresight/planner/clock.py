@@ -5,7 +5,7 @@ count on, and memory bandwidth. By how much, `rates.json` says.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from expertmesh.training.foresight.rates import Rates
@@ -38,14 +38,16 @@ class Clock:
     """The time on a rank's streams.
 
     Attributes:
-        now: time of the kernels' stream. computing: the part of it for kernels, alone. waiting: for all-to-alls and
-            sums: waited for, or by which kernels beside them took longer. launching: for the host.
+        now: time of the kernels' stream. computing: the part of it for kernels, alone; matrices, update: of that, those
+            with matmuls, and those of clipping and the optimizer. waiting: for all-to-alls and sums: waited for, or by
+            which kernels beside them took longer. launching: for the host.
         sharding: seconds of FSDP's collectives, alone. exposed: the part of `now` for them, as of all-to-alls.
     """
 
     def __init__(self, rates: Rates):
         self.rates = rates
-        self.now = self.computing = self.waiting = self.launching = self.sharding = self.exposed = 0.0
+        self.now = self.computing = self.matrices = self.update = 0.0
+        self.waiting = self.launching = self.sharding = self.exposed = 0.0
         self._called = 0.0
         self._streams: dict[Hashable, deque[Transfer]] = defaultdict(deque)
         self._sent: dict[Hashable, deque[Transfer]] = defaultdict(deque)
@@ -64,8 +66,11 @@ class Clock:
         """Have the host wait for all kernels before it calls the next operator."""
         self._called = max(self._called, self.now) + self.rates.wait
 
-    def kernel(self, seconds: float) -> None:
+    def kernel(self, seconds: float, matrices: float = 0.0, update: float = 0.0) -> None:
+        """Compute for so many seconds alone; matrices, update: of these."""
         self.computing += seconds
+        self.matrices += matrices
+        self.update += update
         slowed, left = 0.0, seconds
         while left > 0.0 and (soonest := self._soonest()) is not None:
             # of the collective's own time, at the speed that it has beside kernels
@@ -142,3 +147,52 @@ class Clock:
                 if first.left <= ROUNDING * first.seconds:
                     queue.popleft()
         self.now += seconds
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of one rank, by what spends them.
+
+    Attributes:
+        matrices: kernels with matmuls.
+        elementwise: all others.
+        all_to_alls: waited for, or by which kernels beside them take longer; and sums over all ranks.
+        sharding: all-gathers, reduce-scatters and all-reduces in all, alone.
+        exposed: what these add to a step: waited for, or by which kernels beside them take longer.
+        update: kernels of clipping and the optimizer's step; in a forecast the host's calls for these, where they take
+            longer.
+        host: what the host takes to call all operators; launching: the part of it that kernels wait for.
+        bubble: waited for other stages of a pipeline.
+    """
+
+    matrices: float
+    elementwise: float
+    all_to_alls: float
+    sharding: float
+    exposed: float
+    update: float
+    host: float
+    launching: float
+    bubble: float = 0.0
+
+    @staticmethod
+    def of(clocks: Sequence[tuple[int, Clock]], host: float) -> "StepTime":
+        """clocks: at the end of parts of a step, with how often each comes. host: seconds of all its calls."""
+        return StepTime(
+            sum(often * clock.matrices for often, clock in clocks),
+            sum(often * (clock.computing - clock.matrices - clock.update) for often, clock in clocks),
+            sum(often * clock.waiting for often, clock in clocks),
+            sum(often * clock.sharding for often, clock in clocks),
+            sum(often * clock.exposed for often, clock in clocks),
+            sum(often * clock.update for often, clock in clocks),
+            host,
+            sum(often * clock.launching for often, clock in clocks),
+        )
+
+    @property
+    def kernels(self) -> float:
+        return self.matrices + self.elementwise + self.update
+
+    @property
+    def total(self) -> float:
+        return self.kernels + self.all_to_alls + self.exposed + self.launching + self.bubble

@@ -12,11 +12,11 @@ Left out: stragglers, data loading, and in a pipeline that different collectives
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from expertmesh.sharding.pipeline.timeline import Costs
-from expertmesh.training.foresight.planner.clock import Clock, Transfer
+from expertmesh.training.foresight.planner.clock import Clock, StepTime, Transfer
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import MeasuredRange
 from expertmesh.training.foresight.planner.pipelines import expert_spans, leaves_weights, pipeline_seconds
@@ -45,37 +45,6 @@ UPDATE_CALLS = {"adamw_torch_fused": 0, "adamw_torch_8bit": 9, "adamw_bf16": 9, 
 """The same, by optimizer."""
 SUMS = 3
 """All-reduces of a few numbers among all ranks in a step: of tokens, of the loss, of the gradient norm."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step of one rank, in a pipeline of the one that computes most.
-
-    Attributes:
-        matrices: kernels with matmuls.
-        elementwise: all others.
-        all_to_alls: waited for, or by which kernels beside them take longer; and sums over all ranks.
-        sharding: all-gathers, reduce-scatters and all-reduces in all, alone.
-        exposed: what these add to a step: waited for, or by which kernels beside them take longer.
-        update: clipping and the optimizer's step.
-        host: what the host takes to call all operators; launching: the part of it that kernels wait for.
-        bubble: waited for other stages of a pipeline.
-    """
-
-    matrices: float
-    elementwise: float
-    all_to_alls: float
-    sharding: float
-    exposed: float
-    update: float
-    host: float
-    launching: float
-    bubble: float = 0.0
-
-    @property
-    def total(self) -> float:
-        kernels = self.matrices + self.elementwise + self.update
-        return kernels + self.all_to_alls + self.exposed + self.launching + self.bubble
 
 
 def kernel_seconds(flops: float, moved: float, work: Work, hardware: Hardware) -> float:
@@ -110,7 +79,7 @@ def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardwa
 
 
 def step_time(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> StepTime:
-    """Seconds of a step, by what they are spent on. hardware: from `products_in`."""
+    """Seconds of a step, in a pipeline of the rank that computes most. hardware: from `products_in`."""
     stages = _stage_times(run, hardware, gpus_per_node)
     ranks = [_rank_time(each, [stages[stage] for stage in each.stages], hardware) for each in run.by_pp_rank]
     slowest = max(range(len(ranks)), key=lambda pp_rank: ranks[pp_rank].total)
@@ -131,18 +100,10 @@ def _rank_time(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardwar
     update_calls = (CLIPPING_CALLS + UPDATE_CALLS[run.setting.optimizer]) * sum(
         unit.num_trained for unit in run.units.values()
     )
-    clocks = [stage.clock for stage in stages]
     call = hardware.rates.call
-    return StepTime(
-        often * sum(stage.matrices for stage in stages),
-        often * sum(stage.clock.computing - stage.matrices for stage in stages),
-        often * sum(clock.waiting for clock in clocks),
-        often * sum(clock.sharding for clock in clocks),
-        often * sum(clock.exposed for clock in clocks),
-        max(_update_seconds(run, hardware, update_calls), call * update_calls),
-        call * (often * sum(stage.calls for stage in stages) + update_calls),
-        often * sum(clock.launching for clock in clocks),
-    )
+    host = call * (often * sum(stage.calls for stage in stages) + update_calls)
+    time = StepTime.of([(often, stage.clock) for stage in stages], host)
+    return replace(time, update=max(_update_seconds(run, hardware, update_calls), call * update_calls))
 
 
 def _stage_times(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> "list[MicroStep]":
@@ -191,7 +152,6 @@ class MicroStep:
         self.hardware = hardware
         self.gpus_per_node = gpus_per_node
         self.clock = Clock(hardware.rates)
-        self.matrices = 0.0
         self.calls = 0.0
         self.done: dict[Name, Transfer] = {}
         self.known: dict[int, tuple[float, float]] = {}
@@ -250,8 +210,7 @@ class MicroStep:
         for stretch, number in zip(stretches, kernels, strict=True):
             self._call(act.span.calls * number / sum(kernels))
             products, others = self._seconds(stretch)
-            self.matrices += products
-            self.clock.kernel(products + others)
+            self.clock.kernel(products + others, matrices=products)
             self.clock.launch()
             if stretch.then == "send":
                 self.clock.send(stretch.group, self._among("all-to-all", stretch.sent, stretch.group))

@@ -10,7 +10,8 @@ from expertmesh.sharding.pipeline.schedule import ScheduleName, schedule_without
 from expertmesh.sharding.place.choices import Checkpointing
 from expertmesh.sharding.topology import DenseShard, divisors
 from expertmesh.training.foresight.memory import NEAR, Memory
-from expertmesh.training.foresight.planner.cost import StepTime, model_flops, step_time, tokens_per_second
+from expertmesh.training.foresight.planner.clock import StepTime
+from expertmesh.training.foresight.planner.cost import model_flops, step_time, tokens_per_second
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import Measure, ModelParameters
 from expertmesh.training.foresight.planner.setting import Setting

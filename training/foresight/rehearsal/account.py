@@ -19,14 +19,14 @@ from expertmesh.training.foresight.rehearsal.world import Rehearsed
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Collectives of one operator in one group, of a whole step. group: its purpose. ranks: in it. times: calls.
-    sent: bytes to other ranks, of all calls. seconds: that they take."""
+    """Collectives of one kind in one group, of a whole step. group: its purpose. ranks: in it. times: calls. total:
+    bytes to other ranks, of all calls. seconds: that they take."""
 
     group: str
     ranks: int
-    operator: str
+    kind: str
     times: int
-    sent: float
+    total: float
     seconds: float
 
 

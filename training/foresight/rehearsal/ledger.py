@@ -1,12 +1,12 @@
 """Cost breakdown of a recorded step by part: FLOPs, bytes moved, minimum traffic, and time at a card's rates."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from expertmesh.sharding import pipeline_of
 from expertmesh.sharding.pipeline.schedule import Action
-from expertmesh.training.foresight.planner.clock import Clock, Transfer
+from expertmesh.training.foresight.planner.clock import Clock, StepTime, Transfer
 from expertmesh.training.foresight.planner.cost import kernel_seconds, seconds_among
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.rehearsal.recorder import SENDS, Event, Key, Recorder
@@ -40,28 +40,28 @@ class PartCost:
 class Ledger:
     """Cost breakdown of a step of one rank.
 
-    parts: by time, the longest first. needed: FLOPs of the mean rank without recomputation. seconds: of the whole step.
-    computing: of these, kernels. all_to_alls: waited for, or by which kernels beside them took longer. sharding: FSDP's
-    collectives in all, alone; exposed: what they add to the step. host: seconds that the host needs to call all
-    operators; launching: the part of them that kernels waited for. pipeline: of which the rank has stages, if any: what
-    it waits there is part of `seconds`.
+    parts: by time, the longest first. needed: FLOPs of the mean rank without recomputation. time: of the whole step.
+    pipeline: of which the rank has stages, if any.
     """
 
     parts: list[PartCost]
     needed: float
-    seconds: float
-    computing: float
-    all_to_alls: float
-    sharding: float
-    exposed: float
-    host: float
-    launching: float
+    time: StepTime
     pipeline: PipelinePart | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.time.total
+
+    @property
+    def total(self) -> PartCost:
+        """Sums over all parts."""
+        figures = (field.name for field in fields(PartCost)[1:])
+        return PartCost("all", *(sum(getattr(part, figure) for part in self.parts) for figure in figures))
 
     def within(self, pipeline: PipelinePart) -> "Ledger":
         """The same with what the rank waits in a pipeline."""
-        waited_before = 0.0 if self.pipeline is None else self.pipeline.waited
-        return replace(self, seconds=self.seconds - waited_before + pipeline.waited, pipeline=pipeline)
+        return replace(self, time=replace(self.time, bubble=pipeline.waited), pipeline=pipeline)
 
     def share_of_peak(self, hardware: Hardware) -> float:
         """The model's FLOPs over those of the card in bf16 in the time of the step: MFU, whatever computes in fp8."""
@@ -89,21 +89,11 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         parts[name or "other"].enough += times[number] * rehearsed.stack.times(layer) * size
 
     clocks = _clocks(events, hardware, gpus_per_node)
-    of_clocks = [
-        [times[number] * figure for figure in (c.now, c.computing, c.waiting, c.sharding, c.exposed, c.launching)]
-        for (number, _), c in clocks.items()
-    ]
-    seconds, computing, all_to_alls, sharding, exposed, launching = map(sum, zip(*of_clocks, strict=True))
+    host = hardware.rates.call * sum(times[number] * calls for number, calls in rehearsed.step.calls.items())
     found = Ledger(
         sorted(parts.values(), key=lambda part: -part.seconds),
         sum(times[event.micro] * event.needed / _rows_over_mean(event, rehearsed) for event in events),
-        seconds,
-        computing,
-        all_to_alls,
-        sharding,
-        exposed,
-        hardware.rates.call * sum(times[number] * calls for number, calls in rehearsed.step.calls.items()),
-        launching,
+        StepTime.of([(times[number], clock) for (number, _), clock in clocks.items()], host),
     )
     pipeline = pipeline_of(rehearsed.model)
     if pipeline is None:
@@ -234,7 +224,9 @@ def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) ->
             if "split_with_sizes_copy" in event.name and gathered:
                 clock.until(gathered.pop(0))
                 begun = clock.now
-            clock.kernel(event_seconds(event, hardware))
+            seconds = event_seconds(event, hardware)
+            is_update = event.phase == "optimizer step"
+            clock.kernel(seconds, seconds * (event.flops > 0 and not is_update), seconds * is_update)
         else:
             seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
             # weight gradients that were left for later are reduced with nothing beside
@@ -255,12 +247,3 @@ def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) ->
         found.append((event, False, Transfer(clock.now - begun, begun, clock.now)))
     clock.end()
     return clock, [LedgerSpan(event, beside, each.start, each.end) for event, beside, each in found]
-
-
-def sums(parts: Iterable[PartCost]) -> PartCost:
-    """Sums over all parts."""
-    total = PartCost("all")
-    for part in parts:
-        for figure in fields(PartCost)[1:]:
-            setattr(total, figure.name, getattr(total, figure.name) + getattr(part, figure.name))
-    return total

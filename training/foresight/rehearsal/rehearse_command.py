@@ -91,8 +91,8 @@ def main(argv: Sequence[str]) -> int:
     from expertmesh.training.foresight.rehearsal.account import Account, account_of
     from expertmesh.training.foresight.rehearsal.collective_order import Call, calls, check_order
     from expertmesh.training.foresight.rehearsal.picture import draw
-    from expertmesh.training.foresight.rehearsal.tables import print_account
     from expertmesh.training.foresight.rehearsal.world import rehearse
+    from expertmesh.training.foresight.tables import print_account
 
     warnings.filterwarnings("ignore")
     started = time.time()
