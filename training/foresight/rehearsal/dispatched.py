@@ -5,7 +5,7 @@ Of K distinct experts of E, drawn evenly, some are among m of them with probabil
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -14,6 +14,7 @@ from unittest import mock
 from torch import Tensor
 
 import expertmesh.moe.dispatch.once
+import expertmesh.moe.dispatch.plain
 from expertmesh.moe.dispatch.once import OnceDispatcher, Rows
 
 
@@ -60,19 +61,27 @@ def split(rows: int, shares: Sequence[float]) -> list[int]:
 
 
 @contextmanager
-def telling_rows(rows: Callable[[OnceDispatcher], Rows], exchange: Callable[[Tensor, Any], None]) -> Iterator[None]:
-    """Within it, `rows` says how many rows there are.
+def telling_rows(
+    counts: Callable[..., Any], rows: Callable[[OnceDispatcher], Rows], exchange: Callable[[Tensor, Any], None]
+) -> Iterator[None]:
+    """Within it, how many rows there are is not asked of other ranks.
 
     Args:
-        exchange: called with what would be told, and to which group.
+        counts: in place of `moe.dispatch.plain.exchange_counts`.
+        rows: what a dispatcher that sends once is told.
+        exchange: called with what would be told to it, and to which group.
     """
 
     def gather(counts_C: Tensor, group: Any) -> tuple[Tensor, None]:
         exchange(counts_C, group)
         return counts_C.new_empty(group.size(), counts_C.numel()), None
 
-    with ExitStack() as stack:
-        for name, instead in (("gather_counts", gather), ("wait_for_counts", lambda device: None)):
-            stack.enter_context(mock.patch.object(expertmesh.moe.dispatch.once, name, instead))
-        stack.enter_context(mock.patch.object(OnceDispatcher, "rows", lambda dispatcher, told: rows(dispatcher)))
+    def done(device: Any) -> None: ...
+
+    plain, once = expertmesh.moe.dispatch.plain, expertmesh.moe.dispatch.once
+    with (
+        mock.patch.multiple(plain, exchange_counts=counts, wait_for_counts=done),
+        mock.patch.multiple(once, gather_counts=gather, wait_for_counts=done),
+        mock.patch.object(OnceDispatcher, "rows", lambda dispatcher, told: rows(dispatcher)),
+    ):
         yield

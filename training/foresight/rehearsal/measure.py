@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import expertmesh.moe.dispatch.exchange
-import expertmesh.moe.dispatch.plain
 import expertmesh.moe.experts.quantised
 import expertmesh.moe.kernels.expert_kernels
 import expertmesh.moe.kernels.expert_products
@@ -51,7 +50,7 @@ from expertmesh.sharding.place.offload import offload_inputs
 from expertmesh.sharding.place.recompute import checkpoint_layers, keep_products
 from expertmesh.sharding.topology import rows_of
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch, SplitSequences
+from expertmesh.training.data import Batch
 from expertmesh.training.engine import compute_dtype
 from expertmesh.training.foresight.planner.measured import (
     LayerGroup,
@@ -81,7 +80,7 @@ from expertmesh.training.foresight.rehearsal.loops import (
 from expertmesh.training.foresight.rehearsal.parts import Parts
 from expertmesh.training.foresight.rehearsal.recorder import Event, Recorder, recording_triton
 from expertmesh.training.foresight.rehearsal.seen_spans import SeenSpans, Tape, between
-from expertmesh.training.foresight.rehearsal.world import Splits, _fused_attention, what_failed
+from expertmesh.training.foresight.rehearsal.world import Splits, _fused_attention, batch_of, what_failed
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
 from expertmesh.training.optim.optimizer import muon_parts, state_bytes
@@ -440,13 +439,11 @@ class _Measurement:
 
         with ExitStack() as stack:
             patches: list[Any] = [
-                mock.patch.object(expertmesh.moe.dispatch.plain, "exchange_counts", exchange),
-                mock.patch.object(expertmesh.moe.dispatch.plain, "wait_for_counts", return_value=None),
                 *(
                     mock.patch.object(m, "UnderWay", partial(_UnderWay, self))
                     for m in (expertmesh.moe.dispatch.exchange, expertmesh.sharding.comms.context_parallel)
                 ),
-                telling_rows(told_once, exchange_all),
+                telling_rows(exchange, told_once, exchange_all),
                 never_tracing(),
                 *(
                     mock.patch.object(m, "host_counts", counts)
@@ -782,17 +779,9 @@ def _checkpoint(model: Any, workload: Workload) -> None:
 
 
 def _batch(workload: Workload) -> Batch:
-    rows, length, cp_size = workload.micro_batch, workload.seq_length // workload.cp_size, workload.cp_size
-    tokens_BS = torch.zeros(rows, length, dtype=torch.int64)
-    index_N = torch.zeros(workload.targets, dtype=torch.int64)
-    positions_BS, shared = None, None
-    if cp_size > 1:
-        group: Any = _Group(cp_size, "cp")
-        positions_BS = torch.zeros_like(tokens_BS)
-        whole_BS = torch.zeros(rows, length * cp_size, dtype=torch.int64)
-        shared = SplitSequences(CPGroup(cp_size, 0, group), whole_BS, is_packed=False)
-    figures = (rows * length, workload.targets)
-    return Batch(tokens_BS, positions_BS, None, None, tokens_BS, index_N, *figures, (), shared)
+    group: Any = _Group(workload.cp_size, "cp")
+    cp_group = CPGroup(workload.cp_size, 0, group) if workload.cp_size > 1 else None
+    return batch_of(workload.micro_batch, workload.seq_length // workload.cp_size, workload.targets, cp_group)
 
 
 def _parameters(

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import expertmesh.moe.dispatch.plain
 from expertmesh.moe import (
     ExpertMeshError,
     ParameterCounts,
@@ -259,18 +258,26 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, told: Told, fake: Fake
     if length < 2:
         raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have no trained token")
     here = -(-samples * length // config.cp_size)
-    tokens, targets = rows * here, rows * here - max(rows * samples // config.cp_size, 1)
-    shared = None
-    with fake:
-        tokens_BS = torch.zeros(rows, here, dtype=torch.int64)
-        positions_BS = torch.zeros_like(tokens_BS) if config.packing or cp_group is not None else None
-        index_N = torch.zeros(targets, dtype=torch.int64)
-        if cp_group is not None:
-            whole_BS = torch.zeros(rows, here * config.cp_size, dtype=torch.int64)
-            shared = SplitSequences(cp_group, whole_BS, config.packing)
+    targets = rows * here - max(rows * samples // config.cp_size, 1)
     padding = here * config.cp_size - samples * length
     segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
-    return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, tokens, targets, (), shared)
+    with fake:
+        return batch_of(rows, here, targets, cp_group, segments)
+
+
+def batch_of(
+    rows: int, here: int, targets: int, cp_group: CPGroup | None, segments: tuple[int, ...] | None = None
+) -> Batch:
+    """So many sequences of which this rank has so many tokens. segments: where they are packed, samples' lengths."""
+    is_packed = segments is not None
+    tokens_BS = torch.zeros(rows, here, dtype=torch.int64)
+    positions_BS = torch.zeros_like(tokens_BS) if is_packed or cp_group is not None else None
+    index_N = torch.zeros(targets, dtype=torch.int64)
+    shared = None
+    if cp_group is not None:
+        whole_BS = torch.zeros(rows, here * cp_group.size, dtype=torch.int64)
+        shared = SplitSequences(cp_group, whole_BS, is_packed)
+    return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared)
 
 
 class Splits:
@@ -309,9 +316,7 @@ def _telling(
         dist.all_to_all_single(torch.empty_like(told_SC), told_SC, group=group)
 
     with (
-        telling_rows(told_once, exchange_all),
-        mock.patch.object(expertmesh.moe.dispatch.plain, "exchange_counts", told),
-        mock.patch.object(expertmesh.moe.dispatch.plain, "wait_for_counts", return_value=None),
+        telling_rows(told, told_once, exchange_all),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         never_tracing(),
     ):
