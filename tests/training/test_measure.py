@@ -12,10 +12,10 @@ from expertmesh.training.foresight.planner.cost import step_time
 from expertmesh.training.foresight.planner.hardware import preset
 from expertmesh.training.foresight.planner.measured import MeasuredModel, Workload
 from expertmesh.training.foresight.planner.model_config import read_config
-from expertmesh.training.foresight.planner.peak_memory import peak
+from expertmesh.training.foresight.planner.peak_memory import communicators, peak
 from expertmesh.training.foresight.planner.step_order import PlannedRun
 from expertmesh.training.foresight.planner.traffic import step_traffic
-from expertmesh.training.foresight.rehearsal import cached
+from expertmesh.training.foresight.rehearsal import account, cached
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
 from expertmesh.training.foresight.rehearsal.ledger import ledger
@@ -78,6 +78,8 @@ def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     # steps are counted besides, a number for each parameter
     steps = 4 * sum(unit.num_trained for unit in run.units.values())
     assert rehearsed.memory.state - steps <= state <= rehearsed.memory.state
+    recorded = account.communicators(rehearsed.step.events, rehearsed.groups)
+    assert sum(each.size for each in communicators(run)) == sum(each.size for each in recorded)
 
 
 @pytest.mark.exhaustive
@@ -99,13 +101,13 @@ def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -
     config = flags_of(max_seq_length=4096, gradient_checkpointing="selective", **flags)
     run = planned(config, model_config, world_size, is_kept=False, trained=1 - 1 / 4096)
     rehearsed = rehearse(config, model_config, world_size)
-    account = ledger(rehearsed, config.gradient_accumulation_steps, H100, gpus_per_node=8)
+    cost = ledger(rehearsed, config.gradient_accumulation_steps, H100, gpus_per_node=8)
     time = step_time(run, H100, gpus_per_node=8)
     assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.01)
-    assert time.total == pytest.approx(account.seconds, rel=0.02)
-    assert time.all_to_alls == pytest.approx(account.time.all_to_alls, rel=0.02)
-    assert time.sharding == pytest.approx(account.time.sharding, rel=0.02)
-    assert time.host == pytest.approx(account.time.host, rel=0.12)
+    assert time.total == pytest.approx(cost.seconds, rel=0.02)
+    assert time.all_to_alls == pytest.approx(cost.time.all_to_alls, rel=0.02)
+    assert time.sharding == pytest.approx(cost.time.sharding, rel=0.02)
+    assert time.host == pytest.approx(cost.time.host, rel=0.12)
 
 
 @pytest.mark.exhaustive
@@ -123,12 +125,12 @@ def test_memory_and_time_across_nodes(flags: dict[str, Any], checkpointing: str)
     config = flags_of(max_seq_length=4096, per_device_train_batch_size=2, **settings)
     run = planned(config, model_config, 16, is_kept=False, trained=1 - 1 / 4096)
     rehearsed = rehearse(config, model_config, 16)
-    account = ledger(rehearsed, 1, H100, gpus_per_node=8)
+    cost = ledger(rehearsed, 1, H100, gpus_per_node=8)
     time = step_time(run, H100, gpus_per_node=8)
     assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.01)
-    assert time.total == pytest.approx(account.seconds, rel=0.02)
-    assert time.all_to_alls == pytest.approx(account.time.all_to_alls, rel=0.02)
-    assert time.host == pytest.approx(account.time.host, rel=0.12)
+    assert time.total == pytest.approx(cost.seconds, rel=0.02)
+    assert time.all_to_alls == pytest.approx(cost.time.all_to_alls, rel=0.02)
+    assert time.host == pytest.approx(cost.time.host, rel=0.12)
     sent = {traffic.group for traffic in step_traffic(run) if traffic.what == "rows"}
     assert sent == ({"ep"} if flags.get("dispatch") == "rank" else {"ep across", "ep inside"})
 
