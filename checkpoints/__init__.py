@@ -27,7 +27,13 @@ if TYPE_CHECKING:
         recorded_settings,
         whole_checkpoints,
     )
-    from expertmesh.checkpoints.state.resuming import find_checkpoint, load_best_model, load_training_state
+    from expertmesh.checkpoints.state.resuming import (
+        ResumableOptimizer,
+        StateLayout,
+        find_checkpoint,
+        load_best_model,
+        load_training_state,
+    )
     from expertmesh.checkpoints.state.saving import Progress, Saver, checkpoint_name
     from expertmesh.checkpoints.state.untrained import check_carried
     from expertmesh.checkpoints.storage.directories import side_files, write_errors
@@ -40,7 +46,9 @@ __all__ = [
     "ModelSource",
     "Names",
     "Progress",
+    "ResumableOptimizer",
     "Saver",
+    "StateLayout",
     "check_carried",
     "check_model",
     "checkpoint_name",

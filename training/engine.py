@@ -22,6 +22,7 @@ from expertmesh.checkpoints import (
     ModelSource,
     Names,
     Progress,
+    ResumableOptimizer,
     Saver,
     check_carried,
     checkpoint_name,
@@ -294,7 +295,7 @@ class Engine:
         torch.manual_seed(config.seed + ranks.rank)
 
     @cached_property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> ResumableOptimizer:
         """The optimizer that the settings name, made when it is first asked for."""
         return build_optimizer(self.model, self.config, self.mesh)
 

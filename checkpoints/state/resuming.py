@@ -1,7 +1,7 @@
 """Resumes from training checkpoints, on any parallel layout."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,17 @@ from expertmesh.checkpoints.state.state_table import StateReader, load_state
 from expertmesh.checkpoints.storage.directories import write_errors
 from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import changing_state, raise_together, zeros_by_rows
+
+StateLayout = Literal["rows", "whole", "elsewhere"]
+"""How a tensor of an optimizer's state lies on a rank: cut by rows as its parameter is; whole; or not at all."""
+
+
+class ResumableOptimizer(torch.optim.Optimizer):
+    """An optimizer that says how each tensor of its state lies on the ranks: a resume on others asks it."""
+
+    def state_layout(self, parameter: Tensor, key: str) -> StateLayout:
+        """How a tensor of a parameter's state lies on this rank: by rows, but the number of steps, which is whole."""
+        return "whole" if key == "step" else "rows"
 
 
 def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path | None, list[str]]:
@@ -64,7 +75,7 @@ def _check_together(path: Path, any_owner: bool) -> str | None:
     return None
 
 
-def load_training_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+def load_training_state(path: Path, model: nn.Module, optimizer: ResumableOptimizer) -> Progress:
     """Fill a sharded model and its optimizer from a checkpoint that `find_checkpoint` has checked, on any parallel
     layout. The random state is taken over where as many ranks saved it; else each rank seeds its own.
 
@@ -119,7 +130,7 @@ def load_best_model(directory: Path, model: nn.Module, step: int, any_owner: boo
 
 
 def _state_to_fill(
-    path: Path, saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path, saved: dict[str, Any], model: nn.Module, optimizer: ResumableOptimizer
 ) -> dict[str, Tensor]:
     """The model's own tensors, and an optimizer state made anew with the names and shapes that the checkpoint has."""
     parts = changing_state(model)
@@ -135,10 +146,13 @@ def _state_to_fill(
         if not parts[owner].is_here:
             continue
         parameter = parts[owner].tensor
-        if entry.size and entry.size[0] == parameter.shape[0]:
-            value = zeros_by_rows(parameter, entry.size[1:], entry.properties.dtype)
-        else:
-            value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
+        match optimizer.state_layout(parameter, key):
+            case "rows":
+                value = zeros_by_rows(parameter, entry.size[1:], entry.properties.dtype)
+            case "whole":
+                value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
+            case "elsewhere":
+                continue
         optimizer.state[parameter][key] = value
     for name, part in parts.items():
         if tuple(saved[f"model.{name}"].size) != part.shape:

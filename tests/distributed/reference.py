@@ -22,6 +22,7 @@ from expertmesh.training.data import Batch, DataOrder, Sample, collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step
+from tests.distributed.shampoo import PlainShampoo
 from tests.families.configs import tiny_model
 from tests.tiny import our_rows, tiny_mixtral
 
@@ -93,7 +94,8 @@ def reference(case: Case, **changes: Any) -> Figures:
         parameter.requires_grad_(not (case.frozen and re.search(case.frozen, name)))
     model.train()
     config = train_config(**case.settings)
-    optimizer: Any = HFMuon(model, config) if config.optim == "muon" else hf_adamw(model, config)
+    is_of_matrices = config.optim in ("muon", "shampoo")
+    optimizer: Any = HFMatrices(model, config) if is_of_matrices else hf_adamw(model, config)
     batch = collate([[sample] for sample in case.samples])
     labels = unshifted_labels(case.samples, batch)
     losses, grad_norms, grads, balances, zs = [], [], {}, [], []
@@ -152,8 +154,8 @@ def hf_adamw(model: Any, config: TrainConfig, but: Collection[Tensor] = ()) -> t
     )
 
 
-class HFMuon:
-    """torch's Muon for every projection and for every expert's gate, up and down; torch's AdamW for the rest."""
+class HFMatrices:
+    """Muon or Shampoo for every projection and for every expert's gate, up and down; torch's AdamW for the rest."""
 
     def __init__(self, model: Any, config: TrainConfig):
         # (a matrix, sharing memory with the parameter that holds it; that parameter; where in it)
@@ -166,12 +168,15 @@ class HFMuon:
                 self._add(p, ...)
         self.owners = {owner for _, owner, _ in self.matrices}
         self.adamw = hf_adamw(model, config, but=self.owners)
-        self.muon = torch.optim.Muon(
-            [matrix for matrix, _, _ in self.matrices],
-            lr=config.learning_rate,
-            weight_decay=config.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
+        matrices = [matrix for matrix, _, _ in self.matrices]
+        settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+        self.optimizer: Any
+        if config.optim == "muon":
+            self.optimizer = torch.optim.Muon(matrices, **settings, adjust_lr_fn="match_rms_adamw")
+        else:
+            first = config.shampoo_frequency if config.shampoo_start is None else config.shampoo_start
+            every, size = config.shampoo_frequency, config.shampoo_block_size
+            self.optimizer = PlainShampoo(matrices, **settings, every=every, first=first, size=size)
 
     def _add_experts(self, experts: Any) -> None:
         fused, down = experts.gate_up_proj, experts.down_proj
@@ -196,7 +201,7 @@ class HFMuon:
         for matrix, owner, index in self.matrices:
             assert owner.grad is not None
             matrix.grad = owner.grad[index]
-        self.muon.step()
+        self.optimizer.step()
         self.adamw.step()
 
 

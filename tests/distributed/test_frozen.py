@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["--optim", "adamw_bf16", "--bf16"],
         ["--optim", "adamw_torch_8bit", "--bf16"],
         ["--optim", "muon", "--bf16"],
+        ["--optim", "shampoo", "--shampoo-start", "1"],
     ],
     ids=" ".join,
 )

@@ -8,6 +8,7 @@ import torch
 
 from expertmesh.sharding import Topology
 from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.optim.shampoo import inverse_fourth_root
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, ours, random_samples, reference, sharded_model, train_config
 from tests.distributed.test_checkpoints import read
@@ -17,9 +18,9 @@ from tests.distributed.test_train_ep import run_main
 from tests.tiny import relative_error, save_model, save_tokenizer
 
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
-OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
+OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"]
 # between parallel layouts after three steps; a rank with random numbers of its own would be 3e-3 off in bf16
-TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5}
+TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5, "shampoo": 1e-5}
 
 
 @pytest.mark.quick(3)
@@ -50,6 +51,35 @@ def test_muon_is_torchs_on_every_experts_matrices(
     found = ranks.run(ours, world_size, tmp_path, Topology(world_size, ep_size, dense_shard), case)[0]
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     assert_same(found, reference(case), case)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("num_experts", "world_size", "ep_size", "dense_shard"),
+    [
+        (8, 1, 1, "full"),
+        (8, 4, 2, "full"),
+        (8, 4, 4, "full"),
+        (8, 4, 2, "hybrid"),
+        # a block's rows lie on two ranks
+        (2, 4, 1, "full"),
+    ],
+)
+def test_shampoo_is_that_of_whole_matrices(
+    ranks: RankPool, tmp_path: Path, num_experts: int, world_size: int, ep_size: int, dense_shard: Any
+) -> None:
+    """Twenty steps, in which roots are taken three times, in blocks of which some are smaller, to a relative 1e-5."""
+    settings = {"optim": "shampoo", "shampoo_frequency": 7, "shampoo_start": 5, "shampoo_block_size": 24}
+    changes = {"num_local_experts": num_experts}
+    case = Case(SAMPLES, z=0.01, steps=20, changes=changes, settings=settings)
+    save_model(tmp_path, **case.changes)
+    found = ranks.run(ours, world_size, tmp_path, Topology(world_size, ep_size, dense_shard), case)[0]
+    assert_same(found, reference(case), case)
+
+
+def test_shampoo_of_an_expert_that_is_reached_late() -> None:
+    """Its factors were zeros when the roots were taken."""
+    assert torch.equal(inverse_fourth_root(torch.zeros(3, 3)), torch.eye(3))
 
 
 @pytest.mark.quick(1)
@@ -84,12 +114,14 @@ def decay_by_name(path: Path, optim: str) -> dict[str, float]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16", "muon"])
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"])
 def test_resume(ranks: RankPool, tiny_data: Path, tmp_path: Path, optim: str) -> None:
     """From step 2 of 3: bit for bit on the same ranks, and on others as close as parallel layouts are."""
     save_model(tmp_path / "model", hidden_size=256)
     save_tokenizer(tmp_path / "model")
     common = ["--optim", optim, "--ep-size", "2", "--max-steps", "3", "--save-steps", "2"]
+    # of step 2, which step 3 computes with
+    common += ["--shampoo-start", "2", "--shampoo-block-size", "96"] if optim == "shampoo" else []
     run(ranks, 4, [*flags(tmp_path / "model", tiny_data, tmp_path / "whole", *shares(4)), *common])
     expected = read(tmp_path / "whole" / "hf")
     saved = tmp_path / "whole" / "checkpoints" / "step-00000002"
@@ -116,7 +148,7 @@ def test_another_optimizers_checkpoint_is_refused(
     assert "that run had --optim adamw_torch_fused, this one has muon" in told
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon", "shampoo"])
 def test_offload_changes_nothing(ranks: RankPool, tiny_model: Path, optim: str) -> None:
     """On a CPU FSDP takes the same path through its offload policy; only the copies go nowhere."""
     found = []

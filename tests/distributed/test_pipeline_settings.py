@@ -152,6 +152,8 @@ ROWS = {
         tolerance=1e-2,
         after=1e-2,
     ),
+    "shampoo": Row(PP_DP_EP, {"optim": "shampoo", "shampoo_start": 2, "shampoo_block_size": 24}),
+    "shampoo, offload": Row(PP_EP, {"optim": "shampoo", "shampoo_start": 2, "offload": True}, INTERLEAVED),
     "muon, interleaved": Row(PP_EP, {"optim": "muon"}, INTERLEAVED),
     "muon, head alone": Row(PP, {"optim": "muon", "freeze": [r"^(?!lm_head)"]}, more={"balance": 0.0, "z": 0.0}),
     "tied, interleaved": Row(PP_EP, FULL, INTERLEAVED, changed(tie_word_embeddings=True), is_exact=False),

@@ -89,6 +89,7 @@ RUNS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "lora": (of_mixtral, ["--adapter", "lora", "--lora-rank", "4"]),
     "8-bit": (of_mixtral, ["--optim", "adamw_torch_8bit"]),
     "muon": (of_mixtral, ["--optim", "muon"]),
+    "shampoo": (of_mixtral, ["--optim", "shampoo", "--shampoo-start", "2", "--shampoo-block-size", "24"]),
     "bf16": (of_mixtral, ["--optim", "adamw_bf16"]),
     "tied": (partial(of_mixtral, tie_word_embeddings=True), []),
     "bias update": (of_deepseek, ["--router-bias-update-rate", "0.001"]),

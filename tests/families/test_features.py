@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from expertmesh.moe import build_model, moe_layers
 from expertmesh.sharding import Topology, parameters_of
-from expertmesh.training.optim.optimizer import muon_parts
+from expertmesh.training.optim.optimizer import matrix_parts
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
 from tests.distributed.test_checkpoints import read
@@ -34,7 +34,7 @@ from tests.tiny import relative_error, save_tokenizer
 PAIR = Topology(2, 2)
 SAMPLES = random_samples([5 + (5 * i) % 9 for i in range(8)], vocabulary=TEXT_IDS)
 TOLERANCE = 1e-5
-WEIGHT_TOLERANCES = {"adamw_torch_8bit": 5e-5, "adamw_bf16": 5e-4, "muon": 5e-5}
+WEIGHT_TOLERANCES = {"adamw_torch_8bit": 5e-5, "adamw_bf16": 5e-4, "muon": 5e-5, "shampoo": 5e-5}
 """After two steps, as in tests/distributed/test_optimizers.py: low-bit state is rounded to another value here and
 there, and AdamW's first steps follow the signs of gradients."""
 NEW_TOKENS = 6
@@ -155,14 +155,15 @@ def low_bit(optim: str, cell: Cell) -> None:
     _assert_near(found, alone, WEIGHT_TOLERANCES[optim])
 
 
-def muon(cell: Cell) -> None:
-    """As torch's own, of every projection and each expert's matrices."""
-    case = Case(SAMPLES, family=cell.family, settings={"optim": "muon"}, steps=2)
+def of_matrices(optim: str, cell: Cell) -> None:
+    """As torch's own Muon, or Shampoo of whole matrices, of every projection and each expert's matrices."""
+    settings = {"optim": optim, "shampoo_start": 2, "shampoo_block_size": 24}
+    case = Case(SAMPLES, family=cell.family, settings=settings, steps=2)
     with pytest.MonkeyPatch.context() as patch:
         # torch.optim.Muon goes to bf16 by itself
         patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
         expected = reference(case, seed=1)
-    _assert_near(cell.pair(case), expected, WEIGHT_TOLERANCES["muon"])
+    _assert_near(cell.pair(case), expected, WEIGHT_TOLERANCES[optim])
 
 
 def offload(cell: Cell) -> None:
@@ -195,7 +196,8 @@ FEATURES: dict[str, Callable[[Cell], None]] = {
     "check-replicas": check_replicas,
     "adamw_torch_8bit": functools.partial(low_bit, "adamw_torch_8bit"),
     "adamw_bf16": functools.partial(low_bit, "adamw_bf16"),
-    "muon": muon,
+    "muon": functools.partial(of_matrices, "muon"),
+    "shampoo": functools.partial(of_matrices, "shampoo"),
     "offload": offload,
     "elastic": elastic,
 }
@@ -247,13 +249,14 @@ MATRICES = {
     "gpt_oss": ATTENTION,
     "qwen3_next": ATTENTION | DELTA | DENSE | SHARED,
 }
-"""Of each family, what Muon takes beside the experts: no router, gate of a single row, convolution, sink or bias."""
+"""Of each family, what Muon and Shampoo take beside the experts: no router, gate of a single row, convolution, sink or
+bias."""
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_which_matrices_are_muons(family: str) -> None:
+def test_which_matrices_are_taken(family: str) -> None:
     model = on_meta(family)
-    dense, experts = muon_parts(model)
+    dense, experts = matrix_parts(model)
     names = {re.sub(r".*?\.layers\.\d+\.", "", part.name) for part in dense}
     assert names == {f"{name}.weight" for name in MATRICES[family]}
     assert {part.name.rpartition(".")[2] for part in experts} == {"w1", "v1", "w2"}

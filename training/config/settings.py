@@ -15,7 +15,7 @@ from expertmesh.sharding import Checkpointing, DenseShard, Dispatch, DispatchSum
 from expertmesh.sharding.pipeline.schedule import schedule_without_queue
 from expertmesh.training.data import TEMPLATES, SampleBy, TrainOn
 
-Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon"]
+Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"]
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]
 CpuMatmul = Literal["auto", "blas", "onednn"]
 Adapter = Literal["none", "lora"]
@@ -432,14 +432,19 @@ class OptimizerSettings:
     optim: Optimizer = _flag(
         "Optimizer",
         "adamw_torch_fused",
-        "AdamW; with 8-bit state; with parameters, gradients and state in bf16 and stochastic rounding; or Muon for "
-        "attention's and the experts' matrices, with AdamW for the rest",
+        "AdamW; with 8-bit state; with parameters, gradients and state in bf16 and stochastic rounding; or Muon or "
+        "Distributed Shampoo for attention's and the experts' matrices, with AdamW for the rest",
     )
     learning_rate: float = _flag("Optimizer", 5e-5, "Peak learning rate")
     weight_decay: float = _flag("Optimizer", 0.0, "Weight decay; norms and biases are exempt")
     adam_beta1: float = _flag("Optimizer", 0.9, "AdamW's beta1")
     adam_beta2: float = _flag("Optimizer", 0.999, "AdamW's beta2")
     adam_epsilon: float = _flag("Optimizer", 1e-8, "AdamW's epsilon")
+    shampoo_frequency: int = _flag("Optimizer", 10, "With --optim shampoo: steps between two preconditioners")
+    shampoo_start: int | None = _flag(
+        "Optimizer", None, "With --optim shampoo: the first step with one; AdamW's until then (default: the frequency)"
+    )
+    shampoo_block_size: int = _flag("Optimizer", 1024, "With --optim shampoo: cut matrices into blocks of this size")
     max_grad_norm: float = _flag("Optimizer", 1.0, "Clip the global gradient norm to this; 0: no clipping")
 
     def check_optimizer(self) -> None:

@@ -84,9 +84,10 @@ class TrainConfig(
 
     def _check_combinations(self) -> None:
         """Check settings of several groups against one another."""
-        if self.adapter != "none" and self.optim == "muon":
+        if self.adapter != "none" and self.optim in ("muon", "shampoo"):
             raise ExpertMeshError(
-                "--optim muon: orthogonalizes weights, and LoRA's factors are none; with --adapter lora take another"
+                f"--optim {self.optim}: treats weights as matrices, which LoRA's factors by themselves are not; "
+                "with --adapter lora take another"
             )
         if self.adapter != "none" and self.router_bias_update_rate > 0:
             raise ExpertMeshError(
@@ -166,6 +167,9 @@ _AT_LEAST = {
     "warmup_ratio": 0,
     "weight_decay": 0,
     "adam_epsilon": 0,
+    "shampoo_frequency": 1,
+    "shampoo_start": 1,
+    "shampoo_block_size": 2,
     "max_grad_norm": 0,
     "router_aux_loss_coef": 0,
     "router_z_loss_coef": 0,

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from expertmesh.checkpoints import ResumableOptimizer
 from expertmesh.moe.base.declared import StepPart, lasting
 from expertmesh.moe.kernels.gpu import takes_triton
 from expertmesh.sharding import local_tensor, zeros_by_rows
@@ -50,7 +50,7 @@ class Update:
     eps: float
 
 
-class _AdamW(Optimizer):
+class _AdamW(ResumableOptimizer):
     """AdamW (Loshchilov and Hutter 2019, as `torch.optim.AdamW` computes it) over a subclass's own form of state.
 
     Args:

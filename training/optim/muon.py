@@ -4,16 +4,16 @@ Shape suffixes: R rows of a matrix, D its columns.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.checkpoints.hf.mapping import overlap
+from expertmesh.checkpoints import ResumableOptimizer
 from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding import Mesh, StateTensor, local_tensor
+from expertmesh.sharding import Mesh, local_tensor
+from expertmesh.training.optim.matrices import Matrix, on_owners, rounds_of, with_gradients
 
 STEP_PART: StepPart = "optimizer step"
 
@@ -21,54 +21,7 @@ MOMENTUM, COEFFICIENTS, ITERATIONS, EPSILON = 0.95, (3.4445, -4.7750, 2.0315), 5
 """Coefficients of Jordan et al. 2024 (kellerjordan.github.io/posts/muon), and torch.optim.Muon's defaults."""
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix that is orthogonalised as a whole: a parameter, or one expert's part of it.
-
-    Attributes:
-        parameter: sharded along dim 0.
-        mine: where this rank's rows of the matrix lie in its local tensor.
-        counts: how many of the matrix's rows each rank of its group holds, in row order.
-    """
-
-    parameter: Tensor
-    mine: slice
-    counts: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return sum(self.counts), self.parameter.shape[1]
-
-
-def dense_matrix(part: StateTensor, mesh: Mesh) -> Matrix:
-    """A parameter that is one matrix, over the ranks of `Mesh.dense_shards`."""
-    parts = _parts(part, mesh)
-    me = dist.get_rank(mesh.dense_shards.get_group())
-    return Matrix(part.tensor, slice(0, len(parts[me])), tuple(len(rows) for rows in parts))
-
-
-def expert_matrices(part: StateTensor, mesh: Mesh) -> list[Matrix]:
-    """Those of this ep rank's experts in one of their parameters, over the ranks of `mesh.dp`."""
-    assert part.expert is not None
-    parts = _parts(part, mesh)
-    mine = parts[dist.get_rank(mesh.dp.get_group())]
-    width = part.expert.rows_an_expert
-    matrices = []
-    for start in range(parts[0].start, parts[0].start + part.num_rows // mesh.topology.ep_size, width):
-        rows = range(start, start + width)
-        here = overlap(rows, mine)
-        local = slice(here.start - mine.start, here.stop - mine.start) if here else slice(0, 0)
-        matrices.append(Matrix(part.tensor, local, tuple(len(overlap(rows, there)) for there in parts)))
-    return matrices
-
-
-def _parts(part: StateTensor, mesh: Mesh) -> list[range]:
-    """The rows of a parameter that each rank of the group that shares it holds."""
-    group = (mesh.dp if part.is_expert else mesh.dense_shards).get_group()
-    return [mesh.topology.rows(part.num_rows, part.layout, rank) for rank in dist.get_process_group_ranks(group)]
-
-
-class Muon(torch.optim.Optimizer):
+class Muon(ResumableOptimizer):
     """Muon (`torch.optim.Muon`, its learning rate adjusted as `match_rms_adamw` does, so that AdamW's learning rate and
     weight decay carry over) for matrices, and an AdamW for other parameters.
 
@@ -106,8 +59,9 @@ class Muon(torch.optim.Optimizer):
         # gradients may lie in host memory; the matrices are multiplied where the model computes
         self.device = torch.device(mesh.grid.device_type)
         self.rounds = [
-            *_rounds(dense, mesh.dense_shards.get_group()),
-            *_rounds(experts, mesh.dp.get_group()),
+            (lot, group)
+            for matrices, group in ((dense, mesh.dense_shards.get_group()), (experts, mesh.dp.get_group()))
+            for lot in rounds_of(matrices, dist.get_world_size(group))
         ]
 
     @torch.no_grad()
@@ -123,63 +77,27 @@ class Muon(torch.optim.Optimizer):
         if trained:
             torch._foreach_lerp_(momenta, [local_tensor(parameter.grad) for parameter in trained], 1 - MOMENTUM)
         for lot, group in self.rounds:
-            # what nothing is learned of has no gradient on any rank
-            matrices = [matrix for matrix in lot if matrix.parameter.grad is not None]
-            if not matrices:
+            trained_of_lot = with_gradients(lot)
+            if not trained_of_lot:
                 continue
-            directions = orthogonalize([self._direction(matrix) for matrix in matrices], matrices, group)
-            for matrix, direction_RD in zip(matrices, directions, strict=True):
-                self._update(matrix, direction_RD)
+            pieces = [[self._direction(owned.matrix)] for owned in trained_of_lot]
+            directions = on_owners(pieces, trained_of_lot, group, lambda matrix, whole: newton_schulz(*whole))
+            for owned, direction_RD in zip(trained_of_lot, directions, strict=True):
+                self._update(owned.matrix, direction_RD)
         self.adamw.step()
 
     def _direction(self, matrix: Matrix) -> Tensor:
         """Nesterov momentum of this rank's rows."""
-        momentum_RD = local_tensor(self.state[matrix.parameter]["momentum_buffer"])[matrix.mine]
-        grad_RD = local_tensor(matrix.parameter.grad)[matrix.mine]  # type: ignore[arg-type]
+        momentum_RD = matrix.rows_of(self.state[matrix.parameter]["momentum_buffer"])
+        grad_RD = matrix.rows_of(matrix.parameter.grad)  # type: ignore[arg-type]
         return grad_RD.lerp(momentum_RD, MOMENTUM).to(self.device, self.dtype)
 
     def _update(self, matrix: Matrix, direction_RD: Tensor) -> None:
         lr, weight_decay = self.matrix_group["lr"], self.matrix_group["weight_decay"]
-        weight_RD = local_tensor(matrix.parameter)[matrix.mine]
+        weight_RD = matrix.rows_of(matrix.parameter)
         weight_RD.mul_(1 - lr * weight_decay)
         # match_rms_adamw: an orthogonal matrix's elements have RMS 1/√(longer side), AdamW's updates about 0.2
         weight_RD.add_(direction_RD.to(weight_RD.device), alpha=-lr * 0.2 * max(matrix.shape) ** 0.5)
-
-
-def _rounds(matrices: Sequence[Matrix], group: dist.ProcessGroup) -> list[tuple[list[Matrix], dist.ProcessGroup]]:
-    """Matrices in lots of at most one per rank, like sizes together."""
-    size = dist.get_world_size(group)
-    in_order = sorted(matrices, key=lambda matrix: matrix.shape, reverse=True)
-    return [(in_order[start : start + size], group) for start in range(0, len(in_order), size)]
-
-
-def orthogonalize(pieces: Sequence[Tensor], matrices: Sequence[Matrix], group: dist.ProcessGroup) -> list[Tensor]:
-    """Orthogonalise at most as many matrices as the group has ranks, each on one of them.
-
-    Args:
-        pieces: this rank's rows (R, D) of each matrix.
-        matrices: which they are; the same on all ranks of the group.
-
-    Returns:
-        This rank's rows of each orthogonalised matrix.
-    """
-    me, size = dist.get_rank(group), dist.get_world_size(group)
-    sent = [piece.numel() for piece in pieces] + [0] * (size - len(pieces))
-    received = [0] * size
-    if me < len(matrices):
-        received = [count * matrices[me].shape[1] for count in matrices[me].counts]
-    whole = _all_to_all(torch.cat([piece.flatten() for piece in pieces]), sent, received, group)
-    if me < len(matrices):
-        whole = newton_schulz(whole.view(matrices[me].shape)).flatten()
-    returned = _all_to_all(whole, received, sent, group)
-    parts = returned.split(sent[: len(pieces)])
-    return [part.view_as(piece) for part, piece in zip(parts, pieces, strict=True)]
-
-
-def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(sum(received))
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
 
 
 def newton_schulz(matrix_RD: Tensor) -> Tensor:

@@ -7,18 +7,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from expertmesh.checkpoints import ResumableOptimizer
 from expertmesh.moe import decoder_layers, router_prefixes
 from expertmesh.sharding import Mesh, StateTensor, trainable_of
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.optim.low_bit import AdamW8bit, AdamWBf16, block_size
-from expertmesh.training.optim.muon import Muon, dense_matrix, expert_matrices
+from expertmesh.training.optim.matrices import dense_matrix, expert_matrices
+from expertmesh.training.optim.muon import Muon
+from expertmesh.training.optim.shampoo import Shampoo, factor_bytes
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
+class AdamW(torch.optim.AdamW, ResumableOptimizer):
+    """torch's."""
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
     """The optimizer of a sharded model; as in transformers' Trainer, norms and biases (the one-dimensional parameters)
     have no weight decay."""
-    if config.optim == "muon":
-        return _muon(model, config, mesh)
+    if config.optim in ("muon", "shampoo"):
+        return _of_matrices(model, config, mesh)
     groups = _groups([part.tensor for part in trainable_of(model).values()], config)
     settings: dict[str, Any] = _adam_settings(config)
     if config.optim == "adamw_torch_8bit":
@@ -29,19 +36,22 @@ def build_optimizer(model: nn.Module, config: TrainConfig, mesh: Mesh) -> torch.
             # by its name: its number would change with every parameter that comes before it
             rows[part.tensor] = (crc32(name.encode()), mesh.topology.rows(part.num_rows, part.layout, dist.get_rank()))
         return AdamWBf16(groups, **settings, rows=rows, seed=config.seed)
-    return torch.optim.AdamW(groups, **settings, fused=True)
+    return AdamW(groups, **settings, fused=True)
 
 
-def state_bytes(parameter: Tensor, optim: str, is_orthogonalized: bool) -> float:
+def state_bytes(parameter: Tensor, config: TrainConfig, matrix_rows: int) -> float:
     """Bytes of state that an optimizer has for each element of a parameter, which may be unsharded or on the meta
     device.
 
-    is_orthogonalized: whether it is one of `muon_parts`.
+    matrix_rows: the rows of each of its matrices; 0: it is none of `matrix_parts`.
     """
+    optim = config.optim
     if not parameter.requires_grad:
         return 0
     if optim == "muon":
-        return 4 if is_orthogonalized else 8
+        return 4 if matrix_rows else 8
+    if optim == "shampoo" and matrix_rows:
+        return 8 + factor_bytes((matrix_rows, parameter.shape[1]), config.shampoo_block_size)
     if optim == "adamw_torch_8bit" and (block := block_size(parameter.shape)) is not None:
         return 2 + 8 / block
     return 2 * parameter.element_size() if optim == "adamw_bf16" else 8
@@ -59,10 +69,10 @@ def _adam_settings(config: TrainConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
 
 
-def muon_parts(model: nn.Module) -> tuple[list[StateTensor], list[StateTensor]]:
-    """(dense, experts): what Muon takes, the rest being AdamW's. The experts' matrices, and the weights of the decoder
-    layers' linear modules: no biases, convolutions, tables or decays, whatever their shape; nor the routers, whose rows
-    are experts' scores, and gates of a single row, which are vectors.
+def matrix_parts(model: nn.Module) -> tuple[list[StateTensor], list[StateTensor]]:
+    """(dense, experts): what Muon and Shampoo take, the rest being AdamW's. The experts' matrices, and the weights of
+    the decoder layers' linear modules: no biases, convolutions, tables or decays, whatever their shape; nor the
+    routers, whose rows are experts' scores, and gates of a single row, which are vectors.
 
     A projection that a family has fused of several (queries with their gate, keys with values) is one matrix here, as
     nothing in its module says where one ends.
@@ -80,16 +90,27 @@ def muon_parts(model: nn.Module) -> tuple[list[StateTensor], list[StateTensor]]:
     return dense, experts
 
 
-def _muon(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Muon:
-    dense, experts = muon_parts(model)
-    orthogonalized = {part.tensor for part in (*dense, *experts)}
-    others = [part.tensor for part in trainable_of(model).values() if part.tensor not in orthogonalized]
-    return Muon(
-        [dense_matrix(part, mesh) for part in dense],
-        [matrix for part in experts for matrix in expert_matrices(part, mesh)],
-        torch.optim.AdamW(_groups(others, config), **_adam_settings(config), fused=True),
+def _of_matrices(model: nn.Module, config: TrainConfig, mesh: Mesh) -> ResumableOptimizer:
+    """Muon or Shampoo for matrices, AdamW for the rest."""
+    dense, experts = matrix_parts(model)
+    taken = {part.tensor for part in (*dense, *experts)}
+    others = [part.tensor for part in trainable_of(model).values() if part.tensor not in taken]
+    settings = _adam_settings(config)
+    adamw = AdamW(_groups(others, config), **settings, fused=True)
+    dense_matrices = [dense_matrix(part, mesh) for part in dense]
+    matrices = [matrix for part in experts for matrix in expert_matrices(part, mesh)]
+    decay = config.weight_decay
+    if config.optim == "muon":
+        dtype = torch.bfloat16 if config.bf16 else torch.float32
+        return Muon(dense_matrices, matrices, adamw, mesh, config.learning_rate, decay, dtype)
+    return Shampoo(
+        dense_matrices,
+        matrices,
+        adamw,
         mesh,
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        dtype=torch.bfloat16 if config.bf16 else torch.float32,
+        **settings,
+        weight_decay=decay,
+        frequency=config.shampoo_frequency,
+        start=config.shampoo_frequency if config.shampoo_start is None else config.shampoo_start,
+        block_size=config.shampoo_block_size,
     )

@@ -41,7 +41,7 @@ UNIT_CALLS = {"gather": (6, 1), "use": (2, 2), "reduce": (7, 1)}
 """Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""
 CLIPPING_CALLS = 2
 """For each parameter that is trained; those for all of them together are few."""
-UPDATE_CALLS = {"adamw_torch_fused": 0, "adamw_torch_8bit": 9, "adamw_bf16": 9, "muon": 21}
+UPDATE_CALLS = {"adamw_torch_fused": 0, "adamw_torch_8bit": 9, "adamw_bf16": 9, "muon": 21, "shampoo": 48}
 """The same, by optimizer."""
 SUMS = 3
 """All-reduces of a few numbers among all ranks in a step: of tokens, of the loss, of the gradient norm."""

@@ -83,7 +83,7 @@ from expertmesh.training.foresight.rehearsal.seen_spans import SeenSpans, Tape, 
 from expertmesh.training.foresight.rehearsal.world import Splits, _fused_attention, batch_of, what_failed
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
-from expertmesh.training.optim.optimizer import muon_parts, state_bytes
+from expertmesh.training.optim.optimizer import matrix_parts, state_bytes
 
 Part = int | Literal["root"]
 """A kind of decoder layer, or what is around the layers."""
@@ -791,26 +791,26 @@ def _parameters(
     for part in parameters_of(model).values():
         if part.scales is not None:
             expert_of[part.scales] = part.expert
-    orthogonalized = set()
-    if config.optim == "muon":
-        orthogonalized = {part.tensor for parts in muon_parts(model) for part in parts}
+    of_matrices = set()
+    if config.optim in ("muon", "shampoo"):
+        of_matrices = {part.tensor for parts in matrix_parts(model) for part in parts}
     computed = 2 if config.bf16 else 4
     kept = set(fp32_parameters(model).values())
 
     def told(parameter: Tensor) -> Parameter:
         rows = rows_of(tuple(parameter.shape))
         expert, row = expert_of[parameter], parameter.numel() // rows
-        matrix = 0
-        if parameter in orthogonalized:
-            matrix = parameter.numel() if expert is None else expert.rows_an_expert * row
+        matrix_rows = 0
+        if parameter in of_matrices:
+            matrix_rows = rows if expert is None else expert.rows_an_expert
         return Parameter(
             rows,
             row,
             parameter.element_size(),
             computed if parameter.is_floating_point() and parameter not in kept else parameter.element_size(),
-            state_bytes(parameter, config.optim, parameter in orthogonalized),
+            state_bytes(parameter, config, matrix_rows),
             parameter.requires_grad,
-            matrix,
+            matrix_rows * row,
         )
 
     own: list[LayerParameters] = []

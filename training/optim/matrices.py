@@ -1,0 +1,162 @@
+"""Matrices that are cut over ranks, and what an optimizer computes of a whole one, on one rank of their group.
+
+Shape suffixes: R rows of a matrix, D its columns.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expertmesh.checkpoints.hf.mapping import overlap
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.sharding import Mesh, StateTensor, local_tensor
+
+STEP_PART: StepPart = "optimizer step"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of which an optimizer needs the whole: a parameter, one expert's part of it, or a block of either.
+
+    Attributes:
+        parameter: sharded along dim 0.
+        mine: where this rank's rows of the matrix lie in its local tensor.
+        counts: how many of the matrix's rows each rank of its group holds, in row order.
+        columns: which of the parameter's.
+        number: of the matrix among those of its parameter, over all ranks.
+    """
+
+    parameter: Tensor
+    mine: slice
+    counts: tuple[int, ...]
+    columns: range
+    number: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(self.counts), len(self.columns)
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """This rank's rows (R, D) of the matrix in a tensor that is sharded like the parameter, sharing its memory."""
+        return local_tensor(tensor)[self.mine, self.columns.start : self.columns.stop]
+
+
+def dense_matrix(part: StateTensor, mesh: Mesh) -> Matrix:
+    """A parameter that is one matrix, over the ranks of `Mesh.dense_shards`."""
+    parts = _parts(part, mesh)
+    me = dist.get_rank(mesh.dense_shards.get_group())
+    counts = tuple(len(rows) for rows in parts)
+    return Matrix(part.tensor, slice(0, counts[me]), counts, range(part.tensor.shape[1]))
+
+
+def expert_matrices(part: StateTensor, mesh: Mesh) -> list[Matrix]:
+    """Those of this ep rank's experts in one of their parameters, over the ranks of `mesh.dp`."""
+    assert part.expert is not None
+    parts = _parts(part, mesh)
+    mine = parts[dist.get_rank(mesh.dp.get_group())]
+    width = part.expert.rows_an_expert
+    columns = range(part.tensor.shape[1])
+    matrices = []
+    for start in range(parts[0].start, parts[0].start + part.num_rows // mesh.topology.ep_size, width):
+        rows = range(start, start + width)
+        here = overlap(rows, mine)
+        local = slice(here.start - mine.start, here.stop - mine.start) if here else slice(0, 0)
+        counts = tuple(len(overlap(rows, there)) for there in parts)
+        matrices.append(Matrix(part.tensor, local, counts, columns, start // width))
+    return matrices
+
+
+def _parts(part: StateTensor, mesh: Mesh) -> list[range]:
+    """The rows of a parameter that each rank of the group that shares it holds."""
+    group = (mesh.dp if part.is_expert else mesh.dense_shards).get_group()
+    return [mesh.topology.rows(part.num_rows, part.layout, rank) for rank in dist.get_process_group_ranks(group)]
+
+
+def blocks_of(matrix: Matrix, size: int, me: int) -> list[Matrix]:
+    """A matrix cut into blocks of at most `size` rows and columns, each a matrix with a number of its own.
+
+    me: this rank, in the group that shares the matrix.
+    """
+    num_rows, num_columns = matrix.shape
+    stops = list(accumulate(matrix.counts))
+    held = [range(stop - count, stop) for stop, count in zip(stops, matrix.counts, strict=True)]
+    row_blocks = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    column_blocks = [range(start, min(start + size, num_columns)) for start in range(0, num_columns, size)]
+    first = matrix.number * len(row_blocks) * len(column_blocks)
+    blocks: list[Matrix] = []
+    for rows in row_blocks:
+        here = overlap(rows, held[me])
+        start = matrix.mine.start + (here.start - held[me].start if here else 0)
+        cut = replace(
+            matrix,
+            mine=slice(start, start + len(here)),
+            counts=tuple(len(overlap(rows, there)) for there in held),
+        )
+        for columns in column_blocks:
+            blocks.append(replace(cut, columns=columns, number=first + len(blocks)))
+    return blocks
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A matrix, and the rank of its group that computes with the whole of it."""
+
+    matrix: Matrix
+    owner: int
+
+
+def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Owned]]:
+    """Matrices in lots of at most one for each of the `size` ranks of their group, like shapes together."""
+    in_order = sorted(matrices, key=lambda matrix: matrix.shape, reverse=True)
+    lots = [in_order[start : start + size] for start in range(0, len(in_order), size)]
+    return [[Owned(matrix, owner) for owner, matrix in enumerate(lot)] for lot in lots]
+
+
+def with_gradients(lot: Sequence[Owned]) -> list[Owned]:
+    """Those of a lot of which something is learned: the others have no gradient on any rank."""
+    return [owned for owned in lot if owned.matrix.parameter.grad is not None]
+
+
+def on_owners(
+    pieces: Sequence[Sequence[Tensor]],
+    lot: Sequence[Owned],
+    group: dist.ProcessGroup,
+    compute: Callable[[Matrix, list[Tensor]], Tensor],
+) -> list[Tensor]:
+    """Bring each matrix of a lot together on its owner, have that compute another of its shape, and send this back.
+
+    Args:
+        pieces: for each matrix this rank's rows (R, D), of one or more tensors of its shape and of one dtype.
+        lot: the matrices, the same on all ranks of the group, by rising owners.
+        compute: called on a matrix's owner with the whole tensors.
+
+    Returns:
+        This rank's rows of each result.
+    """
+    me, number = dist.get_rank(group), len(pieces[0])
+    mine = next((owned.matrix for owned in lot if owned.owner == me), None)
+    sent = [0] * dist.get_world_size(group)
+    for owned, piece in zip(lot, pieces, strict=True):
+        sent[owned.owner] = piece[0].numel()
+    received = [0] * len(sent) if mine is None else [count * mine.shape[1] for count in mine.counts]
+    whole = _all_to_all(
+        torch.cat([each.flatten() for piece in pieces for each in piece]),
+        [number * count for count in sent],
+        [number * count for count in received],
+        group,
+    )
+    if mine is not None:
+        by_rank = [part.view(number, -1) for part in whole.split([number * count for count in received])]
+        whole = compute(mine, [torch.cat(rows).view(mine.shape) for rows in zip(*by_rank, strict=True)]).flatten()
+    returned = _all_to_all(whole, received, sent, group).split([sent[owned.owner] for owned in lot])
+    return [part.view_as(piece[0]) for part, piece in zip(returned, pieces, strict=True)]
+
+
+def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(received))
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out

@@ -1,0 +1,179 @@
+"""Shampoo for matrices that are cut over ranks, AdamW for everything else, as one optimizer.
+
+Shape suffixes: R rows of a block of a matrix, D its columns.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expertmesh.checkpoints import ResumableOptimizer, StateLayout
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.sharding import Mesh, local_tensor
+from expertmesh.training.optim.matrices import Matrix, Owned, blocks_of, on_owners, rounds_of, with_gradients
+
+STEP_PART: StepPart = "optimizer step"
+
+RIDGE = 1e-5
+"""Added to the eigenvalues of a factor before their root is taken, as a share of the largest one, as Anil et al. do,
+who take 1e-6 of factors in fp32. Near that eigenvalues are rounding errors, which the root makes large: after 20 steps
+weights then differ between parallel layouts by 1.6e-5, with 1e-5 by less than 1e-5."""
+
+FACTORS = ("left", "right")
+
+
+class Shampoo(ResumableOptimizer):
+    """Distributed Shampoo (Shi et al. 2023, arXiv 2309.06497; Anil et al. 2021, arXiv 2002.09018) for matrices, its
+    updates as large as AdamW's ("grafting"), and an AdamW for other parameters.
+
+    A matrix is cut into blocks of at most `block_size` rows and columns. Of a block with gradients G, moving averages
+    L of G·Gᵀ and R of Gᵀ·G (weight beta2, corrected for their beginning at zero) are kept, and from time to time
+    L^(-1/4) and R^(-1/4). Its update has the direction of L^(-1/4)·M·R^(-1/4), where M is the first moment, and the
+    Frobenius norm of AdamW's; until the first roots are taken it is AdamW's. Weight decay is AdamW's.
+
+    Each block is brought together on one rank of the group that holds its rows, which keeps its factors and roots: what
+    comes out does not depend on how matrices are cut, and the ranks share work and memory.
+    State of a matrix: `exp_avg` and `exp_avg_sq` of its shape, `step`; on a block's rank `left_N`, `right_N` and their
+    roots `left_root_N`, `right_root_N`, in fp32; N numbers the blocks of a parameter. With square blocks 24 bytes per
+    parameter in all.
+
+    Args:
+        dense: the matrices over `mesh.dense_shards`.
+        experts: those over `mesh.dp`.
+        adamw: the optimizer of all other parameters; its groups and state become this one's.
+        mesh: the ranks.
+        lr, betas, eps, weight_decay: of the matrices, as AdamW's.
+        frequency: steps from one taking of roots to the next. start: the step at which they are first taken.
+        block_size: the most rows and columns of a block.
+    """
+
+    def __init__(
+        self,
+        dense: Sequence[Matrix],
+        experts: Sequence[Matrix],
+        adamw: torch.optim.AdamW,
+        mesh: Mesh,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        frequency: int,
+        start: int,
+        block_size: int,
+    ):
+        parameters = list(dict.fromkeys(matrix.parameter for matrix in (*dense, *experts)))
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__([{"params": parameters}], settings)
+        self.matrix_group = self.param_groups[0]
+        self.param_groups += adamw.param_groups
+        adamw.state = self.state
+        self.adamw = adamw
+        self.frequency, self.start = frequency, start
+        self.device = torch.device(mesh.grid.device_type)
+        self.rounds: list[tuple[list[Owned], dist.ProcessGroup]] = []
+        self.mine: dict[tuple[Tensor, int], Matrix] = {}
+        for matrices, group in ((dense, mesh.dense_shards.get_group()), (experts, mesh.dp.get_group())):
+            me = dist.get_rank(group)
+            blocks = [block for matrix in matrices for block in blocks_of(matrix, block_size, me)]
+            for lot in rounds_of(blocks, dist.get_world_size(group)):
+                self.rounds.append((lot, group))
+                for owned in lot:
+                    if owned.owner == me:
+                        self.mine[owned.matrix.parameter, owned.matrix.number] = owned.matrix
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of all parameters. All ranks call it together."""
+        assert closure is None
+        self._count()
+        for lot, group in self.rounds:
+            trained = with_gradients(lot)
+            if trained:
+                pieces = [self._pieces(owned.matrix) for owned in trained]
+                changes = on_owners(pieces, trained, group, self._change)
+                for owned, change_RD in zip(trained, changes, strict=True):
+                    self._update(owned.matrix, change_RD)
+        self.adamw.step()
+
+    def _count(self) -> None:
+        """Begin an update: one more step, and moments of the new gradients."""
+        beta1, beta2 = self.matrix_group["betas"]
+        for parameter in self.matrix_group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["step"] += 1
+            grad = local_tensor(parameter.grad)
+            local_tensor(state["exp_avg"]).lerp_(grad, 1 - beta1)
+            local_tensor(state["exp_avg_sq"]).lerp_(grad.square(), 1 - beta2)
+
+    def _pieces(self, matrix: Matrix) -> list[Tensor]:
+        """This rank's rows of a block's gradient, of its first moment, and of AdamW's change of it."""
+        beta1, beta2 = self.matrix_group["betas"]
+        state = self.state[matrix.parameter]
+        step = int(state["step"])
+        mean_RD = matrix.rows_of(state["exp_avg"]) / (1 - beta1**step)
+        root_RD = (matrix.rows_of(state["exp_avg_sq"]) / (1 - beta2**step)).sqrt_().add_(self.matrix_group["eps"])
+        grad_RD = matrix.rows_of(matrix.parameter.grad)  # type: ignore[arg-type]
+        return [each.to(self.device, torch.float32) for each in (grad_RD, mean_RD, mean_RD / root_RD)]
+
+    def _change(self, matrix: Matrix, whole: list[Tensor]) -> Tensor:
+        """Keep up a block's factors; the change of the block, for a learning rate of 1."""
+        grad_RD, mean_RD, adam_RD = whole
+        beta2 = self.matrix_group["betas"][1]
+        state, step = self.state[matrix.parameter], int(self.state[matrix.parameter]["step"])
+        factors = [self._factor(state, f"{side}_{matrix.number}", matrix, side) for side in FACTORS]
+        roots = [self._factor(state, f"{side}_root_{matrix.number}", matrix, side) for side in FACTORS]
+        for factor, product in zip(factors, (grad_RD @ grad_RD.T, grad_RD.T @ grad_RD), strict=True):
+            factor.lerp_(product, 1 - beta2)
+        if step < self.start:
+            return adam_RD
+        if (step - self.start) % self.frequency == 0:
+            for root, factor in zip(roots, factors, strict=True):
+                root.copy_(inverse_fourth_root(factor / (1 - beta2**step)))
+        change_RD = roots[0] @ mean_RD @ roots[1]
+        return change_RD * (adam_RD.norm() / change_RD.norm().clamp(min=torch.finfo(torch.float32).tiny))
+
+    def _factor(self, state: dict[str, Tensor], name: str, matrix: Matrix, side: str) -> Tensor:
+        """A factor or root of a block on this rank; zeros if it is not there yet."""
+        if name not in state:
+            size = matrix.shape[FACTORS.index(side)]
+            state[name] = torch.zeros(size, size, device=self.device)
+        return state[name]
+
+    def _update(self, matrix: Matrix, change_RD: Tensor) -> None:
+        lr, weight_decay = self.matrix_group["lr"], self.matrix_group["weight_decay"]
+        weight_RD = matrix.rows_of(matrix.parameter)
+        weight_RD.mul_(1 - lr * weight_decay).add_(change_RD.to(weight_RD.device), alpha=-lr)
+
+    def state_layout(self, parameter: Tensor, key: str) -> StateLayout:
+        """How a tensor of a parameter's state lies on the ranks: a factor or root on its block's alone."""
+        name, _, number = key.rpartition("_")
+        if name.removesuffix("_root") in FACTORS:
+            return "whole" if (parameter, int(number)) in self.mine else "elsewhere"
+        return super().state_layout(parameter, key)
+
+
+def inverse_fourth_root(factor: Tensor) -> Tensor:
+    """The power -1/4 of a symmetric matrix without negative eigenvalues, its ridge added, by its eigenvalues in double;
+    an fp32 matrix. Of zeros, as of an expert that no token has reached, the identity: gradients that come later are
+    not preconditioned."""
+    values, vectors = torch.linalg.eigh(factor.double())
+    if values[-1] <= 0:
+        return torch.eye(len(factor), device=factor.device)
+    powers = (values.clamp(min=0) + RIDGE * values[-1]).pow(-0.25)
+    return (vectors * powers @ vectors.T).float()
+
+
+def factor_bytes(shape: tuple[int, int], block_size: int) -> float:
+    """Bytes of the factors and roots of a matrix, for each of its elements."""
+    sizes = [[min(block_size, side - start) for start in range(0, side, block_size)] for side in shape]
+    squares = sum(rows**2 + columns**2 for rows in sizes[0] for columns in sizes[1])
+    return 2 * 4 * squares / (shape[0] * shape[1])
