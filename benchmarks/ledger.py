@@ -45,7 +45,7 @@ def main() -> int:
         if config.router_aux_loss_coef is None:
             config = replace(config, router_aux_loss_coef=0.0)
         config = replace(config, packing=False)
-        hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.expert_precision == "fp8")
+        hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
         started = time.time()
         told = Told(busiest=read_imbalance(arguments.imbalance), loaded=arguments.rank % config.ep_size)
         rehearsed = rehearse(config, model_config, arguments.gpus, arguments.rank, told=told)
@@ -94,6 +94,8 @@ def setting(config: TrainConfig, model_config: object, arguments: argparse.Names
     dtype = "bf16" if config.bf16 else "fp32"
     if config.expert_precision == "fp8":
         dtype += ", expert GEMMs in fp8"
+    if config.dense_precision == "fp8":
+        dtype += ", dense GEMMs in fp8"
     return (
         f"{config.model}, {getattr(model_config, 'num_hidden_layers', '?')} layers; rank {arguments.rank} of "
         f"{arguments.gpus} on {hardware.name}; ep {config.ep_size}, {dtype}, checkpointing "

@@ -71,6 +71,7 @@ from expertmesh.training.attention.flash_3 import use_flash_attention_3
 from expertmesh.training.attention.packed_attention import check_packing, choose_attention
 from expertmesh.training.attention.padded_lengths import padding_of
 from expertmesh.training.change.compiling import compile_layers
+from expertmesh.training.change.dense_precision import multiply_in_fp8
 from expertmesh.training.change.freezing import freeze
 from expertmesh.training.change.lora_targets import adapt, lora_of, unquantized_lines
 from expertmesh.training.config.train_config import TrainConfig
@@ -154,6 +155,8 @@ def assemble(
         trained += [adapt(model, config).line(), *unquantized_lines(model, config)]
     elif config.freeze:
         trained.append(freeze(model, config.freeze).line())
+    if config.dense_precision == "fp8":
+        trained.append(multiply_in_fp8(model, device_type))
     if config.packing:
         check_packing(model)
     if config.cp_size > 1:

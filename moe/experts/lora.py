@@ -116,7 +116,7 @@ def store_frozen(model: Any, kind: Kind) -> None:
             for part in module.layout.parameters:
                 if part.row:
                     store(module, part.name, kind)
-    for path, module in _layers_linear(model).items():
+    for path, module in layers_linear(model).items():
         if path not in kept:
             if not isinstance(module, FrozenLinear):
                 module.__class__ = FrozenLinear
@@ -126,12 +126,10 @@ def store_frozen(model: Any, kind: Kind) -> None:
 def unquantized(model: Any) -> list[str]:
     """Paths of the decoder layers' linear layers that `store_frozen` leaves as they are: other code than their own
     forward reads their weight, or the family keeps it in fp32."""
-    return [
-        path for path in _layers_linear(model) if path in model.read_weights or f"{path}.weight" in model.fp32_names
-    ]
+    return [path for path in layers_linear(model) if path in model.read_weights or f"{path}.weight" in model.fp32_names]
 
 
-def _layers_linear(model: nn.Module) -> dict[str, nn.Module]:
+def layers_linear(model: nn.Module) -> dict[str, nn.Module]:
     """Linear layers of a model's decoder layers, but for routers, by path."""
     layers, routers = layer_prefixes(model), router_prefixes(model)
     return {

@@ -45,7 +45,8 @@ from expertmesh.moe.kernels.expert_products import (
     looped_product,
     runs,
 )
-from expertmesh.moe.kernels.fp8 import MULTIPLE, WIDEST, fp8_products
+from expertmesh.moe.kernels.fp8 import fp8_products
+from expertmesh.moe.kernels.fp8_casts import MULTIPLE, WIDEST
 from expertmesh.moe.kernels.gpu import computes_on_cpu
 from expertmesh.moe.kernels.grouped import GroupedMatmul, grouped_gated_mlp, grouped_joined_mlp
 from expertmesh.moe.kernels.kernel_names import Precision, check_kernel_name

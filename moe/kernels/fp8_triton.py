@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expertmesh.moe.base.declared import StepPart, writes
 
-STEP_PART: StepPart = "expert GEMMs"
+STEP_PART: StepPart = None
 
 ROWS, COLUMNS = 128, 64
 """Size of the tile that a program of the column kernels holds at a time."""

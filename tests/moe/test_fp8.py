@@ -14,7 +14,7 @@ import expertmesh.moe.kernels.fp8
 from expertmesh.moe import ExpertMeshError, Needs, choose_kernel
 from expertmesh.moe.experts.expert_mlp import LowRank
 from expertmesh.moe.kernels.expert_kernels import FP8, LOOP
-from expertmesh.moe.kernels.fp8 import (
+from expertmesh.moe.kernels.fp8_casts import (
     MULTIPLE,
     WIDEST,
     Scaled,

@@ -348,6 +348,12 @@ class PrecisionSettings:
         "Expert GEMMs: as everything else, or in fp8 with row-wise scales, on GPUs of compute capability 9 (H100, "
         "H200); emulated on CPUs",
     )
+    dense_precision: Precision = _flag(
+        "Precision and kernels",
+        "same",
+        "GEMMs of attention's projections, dense MLPs and shared experts: as everything else, or in fp8 with row-wise "
+        "scales, on GPUs of compute capability 9 and above; emulated on CPUs",
+    )
     expert_kernel: str = _flag(
         "Precision and kernels", "auto", f"Expert kernel: auto, {', '.join(KERNEL_NAMES)}", metavar="NAME"
     )
@@ -376,6 +382,12 @@ class PrecisionSettings:
 
     def check_precision(self) -> None:
         check_kernel_name(self.expert_kernel)
+        if self.dense_precision == "fp8" and not self.bf16:
+            raise ExpertMeshError("--dense-precision fp8: everything else is computed in bf16; add --bf16")
+        if self.dense_precision == "fp8" and self.compile:
+            raise ExpertMeshError(
+                "--dense-precision fp8: --compile would compile its casts anew; leave out one of them"
+            )
         if self.expert_precision != "fp8":
             return
         if not self.bf16:

@@ -94,6 +94,11 @@ class TrainConfig(
                 f"--router-bias-update-rate {self.router_bias_update_rate:g}: an adapter's files have no router bias; "
                 "leave it out with --adapter lora"
             )
+        if self.dense_precision == "fp8" and self.adapter != "none":
+            raise ExpertMeshError(
+                "--dense-precision fp8: is for linear layers that are trained, which --adapter lora freezes; leave out "
+                "one of them"
+            )
         if self.expert_precision == "fp8" and self.base_dtype in ("fp8", "nf4"):
             raise ExpertMeshError(
                 f"--expert-precision fp8: would round twice what --base-dtype {self.base_dtype} quantizes; "
@@ -105,6 +110,11 @@ class TrainConfig(
             raise ExpertMeshError("--profile: does not see into what --compile compiles; leave out one of them")
         if self.load_best_model_at_end and self.save_steps == 0:
             raise ExpertMeshError("--load-best-model-at-end: --save-steps 0 saves no checkpoint to load it from")
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether some matmuls run in fp8."""
+        return "fp8" in (self.expert_precision, self.dense_precision)
 
     @property
     def strategy(self) -> Strategy:

@@ -189,7 +189,7 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from expertmesh.training.foresight.rehearsal.planning import setting_of
 
     measure, config = _measure(arguments, rest)
-    hardware = products_in(hardware, config.bf16, arguments.tf32, config.expert_precision == "fp8")
+    hardware = products_in(hardware, config.bf16, arguments.tf32, config.in_fp8)
     cluster = Cluster(hardware, arguments.gpus_per_node, memory)
     base = setting_of(
         config,

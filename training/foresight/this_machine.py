@@ -33,7 +33,7 @@ def this_machine(config: TrainConfig, ranks: Ranks, memory: float) -> Cluster:
         ExpertMeshError: the experts' matmuls are to run in fp8, which this GPU does not have.
     """
     hardware = CPU if ranks.device.type == "cpu" else preset(_known(torch.cuda.get_device_name(ranks.device)), NETWORK)
-    hardware = products_in(hardware, config.bf16, config.tf32, config.expert_precision == "fp8")
+    hardware = products_in(hardware, config.bf16, config.tf32, config.in_fp8)
     return Cluster(hardware, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory)
 
 

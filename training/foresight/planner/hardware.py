@@ -122,14 +122,16 @@ def products_in(hardware: Hardware, bf16: bool, tf32: bool, fp8: bool) -> Hardwa
     """The same, with `matrix` the rate of matmuls in the compute dtype: bf16, TF32 or fp32.
 
     Args:
-        fp8: whether the experts' matmuls run in fp8.
+        fp8: whether some of them, the experts' or the dense ones, run in fp8.
 
     Raises:
         ExpertMeshError: it has none in fp8.
     """
     device = hardware.device
     if fp8 and not device.fp8:
-        raise ExpertMeshError(f"--expert-precision fp8: no fp8 matmul rate is known of {hardware.name}")
+        raise ExpertMeshError(
+            f"--expert-precision and --dense-precision fp8: no fp8 matmul rate is known of {hardware.name}"
+        )
     matrix = device.matrix if bf16 else device.matrix / TF32_SLOWDOWN if tf32 else device.fp32
     return replace(hardware, device=replace(device, matrix=matrix))
 

@@ -39,7 +39,7 @@ SOURCES = ("moe", "sharding", "training")
 READ = frozenset(
     {
         *("rope_scaling", "packing", "cp_size", "attn_implementation", "cross_entropy", "bf16", "optim", "freeze"),
-        *("expert_kernel", "expert_precision", "keep_expert_products"),
+        *("expert_kernel", "expert_precision", "dense_precision", "keep_expert_products", "shampoo_block_size"),
         *("router_aux_loss_coef", "router_z_loss_coef"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "use_rslora", "base_dtype"),
     }

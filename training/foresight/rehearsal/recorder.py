@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from expertmesh.moe import Attention, seen_pairs
 from expertmesh.moe.base.declared import written_by
 from expertmesh.moe.dispatch.exchange import UnderWay
-from expertmesh.moe.kernels.fp8 import MULTIPLE
+from expertmesh.moe.kernels.fp8_casts import MULTIPLE
 from expertmesh.moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
 from expertmesh.sharding import has_dtensor
 from expertmesh.sharding.pipeline.schedule import Action, Exchange
@@ -451,6 +451,8 @@ def _flops(operator: Any, inputs: list[Tensor], results: list[Tensor], args: Any
 def _work(operator: Any, inputs: list[Tensor], args: Any, flops: float) -> Work:
     """Class and size of an operator with matmuls. inputs: as for `_flops`."""
     found = _OPERATORS.get(operator.name(), "matmul")
+    if operator.name() == "aten::_scaled_mm":
+        return Work(found, flops)  # in place of figures of its own, those of one group
     if found in ("grouped matmul", "grouped matmul fp8"):
         # experts' matrices, or where the rows of each end
         groups = inputs[1].shape[0] if inputs[1].dim() == 3 else inputs[_ENDS[found]].numel()
@@ -477,7 +479,7 @@ def _grouped(inputs: list[Tensor], results: list[Tensor]) -> float:
 
 def _scaled_grouped(inputs: list[Tensor], results: list[Tensor]) -> float:
     """FLOPs of a scaled grouped GEMM. inputs: operands, their scales, and where experts' rows end. Where rows are
-    summed over, what follows the last expert's rows is padding that is not multiplied (see `moe.kernels.fp8.Runs`)."""
+    summed over, what follows the last expert's rows is padding that is not multiplied (see `fp8_casts.Runs`)."""
     a, b, ends_e = inputs[0], inputs[1], inputs[-1]
     if b.dim() == 3:
         return _grouped(inputs, results)
@@ -518,6 +520,7 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "mkldnn::_linear_pointwise": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
     "aten::_grouped_mm": _grouped,
     "aten::_scaled_grouped_mm": _scaled_grouped,
+    "aten::_scaled_mm": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_efficient_attention": _attention,
@@ -528,6 +531,7 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
 _OPERATORS: dict[str, Operator] = {
     "aten::_grouped_mm": "grouped matmul",
     "aten::_scaled_grouped_mm": "grouped matmul fp8",
+    "aten::_scaled_mm": "grouped matmul fp8",
     "aten::_scaled_dot_product_flash_attention": "attention",
     "aten::_scaled_dot_product_flash_attention_backward": "attention backward",
     "aten::_scaled_dot_product_efficient_attention": "efficient attention",

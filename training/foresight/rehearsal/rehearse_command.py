@@ -154,7 +154,7 @@ def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
     if arguments.gpu_memory:
         memory = parse_size("--gpu-memory", arguments.gpu_memory)
         hardware = replace(hardware, device=replace(hardware.device, memory=memory))
-    return products_in(hardware, config.bf16, config.tf32, config.expert_precision == "fp8")
+    return products_in(hardware, config.bf16, config.tf32, config.in_fp8)
 
 
 def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespace, hardware: Hardware) -> TrainConfig:

@@ -1,0 +1,78 @@
+"""Linear layers in fp8, against products of the rounded values in fp32, and with Triton's kernels."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from expertmesh.moe.kernels.fp8_linear import FP8Linear, suits_fp8
+from tests.tiny import relative_error
+
+
+def rounded(x: Tensor, dim: int) -> Tensor:
+    """Values as fp8 has them, with a power of two for all along `dim`."""
+    largest = x.float().abs().amax(dim=dim, keepdim=True)
+    scale = torch.exp2(torch.ceil(torch.log2(largest / 448)))
+    return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def in_fp8(num_in: int, num_out: int, bias: bool) -> Any:
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(num_in, num_out, bias=bias).bfloat16()
+    layer.__class__ = FP8Linear
+    return layer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [(3, 7), (32,), (1, 1)])
+def test_products_of_rounded_values(bias: bool, rows: tuple[int, ...]) -> None:
+    layer = in_fp8(48, 32, bias)
+    x = (torch.randn(*rows, 48) * 3).bfloat16().requires_grad_()
+    grad = torch.randn(*rows, 32).bfloat16()
+    out = layer(x)
+    out.backward(grad)
+    x_MK, grad_MN, weight = x.detach().flatten(0, -2), grad.flatten(0, -2), layer.weight.detach()
+    expected = rounded(x_MK, 1) @ rounded(weight, 1).T
+    expected = expected.bfloat16() + layer.bias.detach() if bias else expected
+    assert relative_error(out.detach().flatten(0, -2).float(), expected.float()) < 4e-3
+    assert x.grad is not None
+    assert relative_error(x.grad.flatten(0, -2).float(), rounded(grad_MN, 1) @ rounded(weight, 0)) < 4e-3
+    assert relative_error(layer.weight.grad.float(), rounded(grad_MN, 0).T @ rounded(x_MK, 0)) < 4e-3
+    # and no nearer than that to what is not rounded
+    exact = nn.functional.linear(x_MK, weight, layer.bias)
+    assert relative_error(out.detach().flatten(0, -2).float(), exact.detach().float()) > 1e-2
+
+
+def test_in_another_dtype_as_any_linear_layer() -> None:
+    layer = in_fp8(48, 32, True).float()
+    x = torch.randn(5, 48)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_without_rows() -> None:
+    assert in_fp8(48, 32, False)(torch.empty(0, 48, dtype=torch.bfloat16)).shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    ("widths", "suits"), [((48, 32), True), ((40, 32), False), ((48, 8), False), ((2**16, 16), False)]
+)
+def test_widths(widths: tuple[int, int], suits: bool) -> None:
+    assert suits_fp8(torch.empty(widths, device="meta")) == suits
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_as_on_a_cpu() -> None:
+    layer = in_fp8(256, 128, True)
+    x = torch.randn(100, 256).bfloat16()
+    found = []
+    for device in ("cpu", "cuda"):
+        own = layer.to(device)
+        own.zero_grad()
+        given = x.to(device).requires_grad_()
+        out = own(given)
+        out.square().sum().backward()
+        assert given.grad is not None
+        found.append([each.cpu().float() for each in (out.detach(), given.grad, own.weight.grad)])
+    for here, there in zip(*found, strict=True):
+        assert relative_error(there, here) < 4e-3
