@@ -4,7 +4,10 @@ arithmetic: no process group, no torch."""
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
 
 from expertmesh.sharding.pipeline.schedule import (
     Action,
@@ -38,10 +41,6 @@ class Costs:
     backward: Sequence[float]
     weights: Sequence[float] = ()
     send: float = 0.0
-
-    def of(self, action: Action) -> float:
-        seconds = {"forward": self.forward, "backward": self.backward, "weights": self.weights}
-        return seconds[action.kind][action.stage]
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def check(schedule: Schedule, pp_size: int, chunks: int, micro_batches: int) -> 
     - has each action once, on the rank that holds its stage: all forwards; all backwards or none; all weights or none;
     - computes each stage's backwards, and its weights, in the micro-batches' order;
     - receives, of every pair of ranks and direction, in the order in which the other one sends;
-    - does not deadlock by the rules of `simulate`. Waiting there for less, such as with unlimited buffers, it does not
+    - does not deadlock by the rules of `Timetable`. Waiting there for less, such as with unlimited buffers, it does not
       either.
     """
     kinds = {action.kind for action in chain.from_iterable(schedule)}
@@ -139,7 +138,16 @@ def _check_queues(schedule: Schedule) -> None:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run a schedule's `communications` with given costs.
+    """Run a schedule's `communications` with given costs (see `Timetable`).
+
+    Raises:
+        AssertionError: the ranks wait for one another; the message has what each waits for.
+    """
+    return Timetable(schedule).timeline(costs)
+
+
+class Timetable:
+    """What each event of a schedule's `communications` waits for; whatever the costs, it is the same.
 
     The rules are the strictest under which an executor may run them. A rank does one event after another. In each
     direction its exchanges run one at a time, as in a communicator's stream: it begins one when the one before is done,
@@ -149,19 +157,90 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises:
         AssertionError: the ranks wait for one another; the message has what each waits for.
     """
-    ranks = [_Rank(events) for events in communications(schedule)]
-    run = _Run(costs, stages_of(schedule))
-    while sum(run.advance(rank) for rank in ranks):
-        pass
-    behind = [(index, rank) for index, rank in enumerate(ranks) if rank.at < len(rank.events)]
-    waiting = [f"pp rank {index} before {rank.events[rank.at]}" for index, rank in behind]
-    assert not waiting, f"deadlock: {'; '.join(waiting)}"
-    assert all(len(begun) == 2 for begun in run.begun.values()), "an output is sent that no rank receives"
-    return Timeline(tuple(tuple(rank.spans) for rank in ranks))
+
+    def __init__(self, schedule: Schedule):
+        self.num_stages = stages_of(schedule)
+        ranks = _follow(schedule, self.num_stages)
+        done = [(node, event) for rank in ranks for node, event in zip(rank.done, rank.events, strict=True)]
+        # those that wait for the same number of others, one after another, at a time
+        done.sort(key=lambda each: each[0].depth)
+        rows = {id(node): row for row, (node, _) in enumerate(done, _FIRST_ROW)}
+        self.before = np.array([_START if node.before is None else rows[id(node.before)] for node, _ in done])
+        self.begun = np.array(
+            [[rows[id(begun)] for begun in node.begun] + [_NEVER] * (_MOST_BEGUN - len(node.begun)) for node, _ in done]
+        )
+        # those of an exchange take none: the last row of `_by_kind`
+        self.takes = np.array(
+            [
+                _KINDS[event.action.kind] * self.num_stages + event.action.stage if isinstance(event, Compute) else -1
+                for _, event in done
+            ]
+        )
+        depths = np.array([node.depth for node, _ in done])
+        self.bounds = [0, *(np.flatnonzero(np.diff(depths)) + 1).tolist(), len(done)]
+        self.ranks = [
+            [(rows[id(node)] - _FIRST_ROW, event.action) for node, event in zip(rank.done, rank.events, strict=True)
+             if isinstance(event, Compute)]
+            for rank in ranks
+        ]  # fmt: skip
+
+    def seconds(self, costs: Sequence[Costs]) -> list[float]:
+        """With each of these costs, from the first action's start to the last one's end, of all ranks."""
+        _, ends = self._run(costs)
+        found: list[float] = ends[self.takes >= 0].max(axis=0).tolist()
+        return found
+
+    def timeline(self, costs: Costs) -> Timeline:
+        """When each action begins and ends."""
+        starts, ends = (times[:, 0].tolist() for times in self._run([costs]))
+        return Timeline(
+            tuple(tuple(Span(action, starts[row], ends[row]) for row, action in actions) for actions in self.ranks)
+        )
+
+    def _run(self, costs: Sequence[Costs]) -> tuple[Any, Any]:
+        """When each event begins, and when it is done, with each of the costs."""
+        takes = np.array([_by_kind(each, self.num_stages) for each in costs]).T[self.takes]
+        send = np.array([each.send for each in costs])
+        starts = np.empty_like(takes)
+        done = np.empty((_FIRST_ROW + len(takes), len(costs)))
+        done[_START], done[_NEVER] = 0.0, -np.inf
+        for first, end in pairwise(self.bounds):
+            arrived = done[self.begun[first:end]].max(axis=1) + send
+            begins = np.maximum(done[self.before[first:end]], arrived, out=starts[first:end])
+            np.add(begins, takes[first:end], out=done[_FIRST_ROW + first : _FIRST_ROW + end])
+        return starts, done[_FIRST_ROW:]
 
 
-Travels = list[list[float]]
-"""Of an exchange: for each output that it sends or receives, when those ends of it that have begun have done so."""
+_KINDS: dict[Kind, int] = {"forward": 0, "backward": 1, "weights": 2}
+_START, _NEVER, _FIRST_ROW = 0, 1, 2
+"""Rows of the time at which everything begins, and of what is waited for by nothing; events come after them."""
+_MOST_BEGUN = 4
+"""An exchange sends an output and receives one, and each has two ends."""
+
+
+def _by_kind(costs: Costs, num_stages: int) -> list[float]:
+    """Seconds of all stages' forwards, backwards and weights, and of what takes none."""
+    weights = costs.weights or [0.0] * num_stages
+    return [*costs.forward, *costs.backward, *weights, 0.0]
+
+
+class _Node:
+    """An event that has been done.
+
+    Attributes:
+        before: the one before it on its rank. begun: exchanges whose outputs it waits for. depth: of the longest line
+            of events that wait for one another up to this one.
+    """
+
+    __slots__ = ("before", "begun", "depth")
+
+    def __init__(self, before: "_Node | None", begun: "Sequence[_Node]"):
+        self.before, self.begun = before, begun
+        self.depth = 1 + max((each.depth for each in (*begun, *([] if before is None else [before]))), default=0)
+
+
+Travels = list[list[_Node]]
+"""Of an exchange: for each output that it sends or receives, those ends of it that have begun."""
 
 
 class _Rank:
@@ -169,27 +248,41 @@ class _Rank:
 
     def __init__(self, events: Sequence[Event]):
         self.events = events
-        self.at = 0
-        self.now = 0.0
-        self.spans: list[Span] = []
+        self.done: list[_Node] = []
         self.latest: dict[Kind, Travels] = {}
         """The latest exchange that it has begun, per direction."""
         self.receiving: dict[Action, Travels] = {}
+
+
+def _follow(schedule: Schedule, num_stages: int) -> list[_Rank]:
+    """All ranks with all their events done.
+
+    Raises:
+        AssertionError: they wait for one another.
+    """
+    ranks = [_Rank(events) for events in communications(schedule)]
+    run = _Run(num_stages)
+    while sum(run.advance(rank) for rank in ranks):
+        pass
+    behind = [(index, rank) for index, rank in enumerate(ranks) if len(rank.done) < len(rank.events)]
+    waiting = [f"pp rank {index} before {rank.events[len(rank.done)]}" for index, rank in behind]
+    assert not waiting, f"deadlock: {'; '.join(waiting)}"
+    assert all(len(begun) == 2 for begun in run.begun.values()), "an output is sent that no rank receives"
+    return ranks
 
 
 class _Run:
     """What ranks know of one another.
 
     Attributes:
-        begun: for each action whose output travels, when each of its ends has begun its exchange.
-        ends: when actions have been computed.
+        begun: for each action whose output travels, those of its ends that have begun their exchange.
+        computed: actions.
     """
 
-    def __init__(self, costs: Costs, num_stages: int):
-        self.costs = costs
+    def __init__(self, num_stages: int):
         self.num_stages = num_stages
-        self.begun: dict[Action, list[float]] = defaultdict(list)
-        self.ends: dict[Action, float] = {}
+        self.begun: dict[Action, list[_Node]] = defaultdict(list)
+        self.computed: set[Action] = set()
 
     def advance(self, rank: _Rank) -> bool:
         """Do a rank's events until it has to wait.
@@ -197,40 +290,44 @@ class _Run:
         Returns:
             Whether it has done any.
         """
-        first = rank.at
-        while rank.at < len(rank.events):
-            event = rank.events[rank.at]
+        first = len(rank.done)
+        while len(rank.done) < len(rank.events):
+            event = rank.events[len(rank.done)]
             can_go_on = self._compute(rank, event.action) if isinstance(event, Compute) else self._begin(rank, event)
             if not can_go_on:
                 break
-            rank.at += 1
-        return rank.at > first
+        return len(rank.done) > first
 
     def _compute(self, rank: _Rank, action: Action) -> bool:
-        arrival = self._done(rank.receiving.get(action, []))
-        if arrival is None or any(before not in self.ends for before in needed(action, self.num_stages)):
+        begun = _both_ends(rank.receiving.get(action, []))
+        if begun is None or any(before not in self.computed for before in needed(action, self.num_stages)):
             return False
-        start = max(rank.now, arrival)
-        rank.now = self.ends[action] = start + self.costs.of(action)
-        rank.spans.append(Span(action, start, rank.now))
+        self._do(rank, begun)
+        self.computed.add(action)
         return True
 
     def _begin(self, rank: _Rank, exchange: Exchange) -> bool:
-        before = self._done(rank.latest.get(exchange.direction, []))
+        before = _both_ends(rank.latest.get(exchange.direction, []))
         if before is None:
             return False
-        rank.now = max(rank.now, before)
+        node = self._do(rank, before)
         received = None if exchange.receive is None else source(exchange.receive, self.num_stages)
         travels = [self.begun[output] for output in (exchange.send, received) if output is not None]
         for ends in travels:
-            ends.append(rank.now)
+            ends.append(node)
         rank.latest[exchange.direction] = travels
         if exchange.receive is not None:
             rank.receiving[exchange.receive] = travels
         return True
 
-    def _done(self, travels: Travels) -> float | None:
-        """When an exchange is done: at 0 if it is none; None while one of its other ends has not begun."""
-        if any(len(ends) < 2 for ends in travels):
-            return None
-        return max((max(ends) + self.costs.send for ends in travels), default=0.0)
+    def _do(self, rank: _Rank, begun: Sequence[_Node]) -> _Node:
+        node = _Node(rank.done[-1] if rank.done else None, begun)
+        rank.done.append(node)
+        return node
+
+
+def _both_ends(travels: Travels) -> list[_Node] | None:
+    """Who has begun the outputs that travel; None while an end of one has not."""
+    if any(len(ends) < 2 for ends in travels):
+        return None
+    return list(chain.from_iterable(travels))
