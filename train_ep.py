@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -116,7 +117,8 @@ def run_training(
     training.check_schedule(config, num_steps, config.evaluates)
     training.check_profile(config, num_steps, ranks.world_size)
     memory = training.forecast(source, engine.topology, engine.kernel, config, inputs, ranks, engine.padding)
-    config = engine.config = memory.settled(config)
+    chosen = memory.chosen(config)
+    config = engine.config = replace(config, **chosen)
     if ranks.rank == 0:
         told = training.first_lines(engine, inputs, order, memory)
         print(folded(told), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
@@ -129,7 +131,7 @@ def run_training(
     if inputs.training is not None and not config.force:
         with sharding.raise_together():
             memory.check(ranks.world_size)
-    log = training.RunLog(config, output_dir, num_steps, ranks, products, engine.flash_attention_3)
+    log = training.RunLog(config, output_dir, num_steps, ranks, products, engine.flash_attention_3, chosen)
     watchdog.at("loading the model", limited=False)
     resume_from = find_resume(config, output_dir, ranks)
     facts = engine.facts | data_facts

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         recorded_facts,
         recorded_order,
         recorded_settings,
+        recorded_world_size,
         whole_checkpoints,
     )
     from expertmesh.checkpoints.state.resuming import (
@@ -70,6 +71,7 @@ __all__ = [
     "recorded_facts",
     "recorded_order",
     "recorded_settings",
+    "recorded_world_size",
     "resolve_model",
     "shard_and_load",
     "side_files",

@@ -75,6 +75,16 @@ def recorded_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
+def recorded_world_size(path: Path) -> int:
+    """How many ranks wrote a training checkpoint.
+
+    Raises:
+        ExpertMeshError: as `read_marker`.
+    """
+    number: int = read_marker(path)["world_size"]
+    return number
+
+
 _FIELDS = {
     "world_size": int,
     "step": int,

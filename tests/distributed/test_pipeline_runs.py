@@ -15,6 +15,8 @@ import yaml
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.sharding import Topology
+from expertmesh.training import parse_config
+from expertmesh.training.foresight.rank_memory import recorded_pipeline
 from expertmesh.training.step import train_step
 from tests.checkpoints.test_encodings import SOURCES
 from tests.distributed.pool import RankPool
@@ -78,13 +80,23 @@ def test_a_whole_run(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Pa
         "4 ranks: pp 2 x dp 1 x ep 2, 4 experts per rank, dense shard full; "
         "global batch 12 sequences = 2 pipelines x 3 sequences x 2 micro-batches"
     ) in told
-    # what was chosen is said, and recorded as if it had been asked for
+    # what was chosen is said and recorded, and binds no other run
     ((layers, schedule),) = re.findall(
         r"pipeline: 2 stages of (\d and \d) layers \(balanced by forecast seconds\); ([\w-]+) \(by forecast ", told
     )
-    recorded = yaml.safe_load((found / "config.yaml").read_text())
-    assert recorded["pipeline_schedule"] == schedule
-    assert recorded["pipeline_layers"] == layers.replace(" and ", ",")
+    chosen = {"pipeline_schedule": schedule, "pipeline_layers": layers.replace(" and ", ",")}
+    text = (found / "config.yaml").read_text()
+    assert chosen.items() <= json.loads((found / "environment.json").read_text()).items()
+    assert all(f"# chosen for this run: {name}: {value}\n" in text for name, value in chosen.items())
+    assert {yaml.safe_load(text)[name] for name in chosen} == {None}
+    again = ["--config", str(found / "config.yaml"), "--resume", "auto"]
+    assert recorded_pipeline(parse_config(again), 4) == chosen
+    # of other sizes it is another pipeline
+    assert recorded_pipeline(parse_config([*again, "--pp-size", "4", "--ep-size", "1"]), 4) == {}
+    assert recorded_pipeline(parse_config([*again, "--pipeline-chunks", "2"]), 4) == {}
+    assert recorded_pipeline(parse_config(again), 8) == {}
+    asked = parse_config([*again, "--pipeline-layers", "3,1"])
+    assert recorded_pipeline(asked, 4) == {"pipeline_schedule": schedule}
     steps, steps_alone = ([line for line in logged(out) if "loss" in line] for out in (found, expected))
     for name in ("expert_tokens", "router_entropy"):
         assert np.array(steps[0][name]) == pytest.approx(np.array(steps_alone[0][name]), rel=1e-5), name
@@ -132,6 +144,19 @@ def test_damaged_and_unfinished_checkpoints(ranks: RankPool, model: Path, tiny_d
     assert "step-00000002/state/__1_0.distcp: is damaged" in told
     assert not list((out / "checkpoints").glob(".*"))
     assert [line["step"] for line in logged(out)] == [1, 2, 3]
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_run_keeps_its_pipeline(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Also one that it would not choose; its config.yaml serves a run of another size."""
+    out = tmp_path / "run"
+    argv = [*flags(model, tiny_data, out), *spread(2, 1, 1), "--save-steps", "1", "--no-export"]
+    run(ranks, 2, [*argv, "--max-steps", "1", "--pipeline-layers", "1,3", "--pipeline-schedule", "1f1b"])
+    (told, *_) = ranks.run(_said, 2, [*argv, "--max-steps", "2", "--resume", "auto"], join_group=False)
+    assert "2 stages of 1 and 3 layers (as before it was resumed); 1f1b (as before it was resumed)" in told
+    other = ["--config", str(out / "config.yaml"), "--resume", "", "--output-dir", str(tmp_path / "other")]
+    (told, *_) = ranks.run(_said, 4, [*other, "--pp-size", "4", "--max-steps", "1"], join_group=False)
+    assert "pipeline: 4 stages of 1, 1, 1 and 1 layers (balanced by forecast seconds)" in told
 
 
 BAD: dict[str, tuple[list[str], str]] = {

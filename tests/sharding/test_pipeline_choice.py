@@ -86,12 +86,14 @@ def test_no_queue_where_it_gains_nothing() -> None:
 
 def test_settings_with_what_was_chosen() -> None:
     config = flags_of(pp_size=2)
-    assert NoForecast("no reason").settled(config) == config
+    assert NoForecast("no reason").chosen(config) == {}
     assert config.schedule_name == "1f1b"
     _, chosen = choose_pipeline(run_of(2, {"intermediate_size": 1024}, pp_size=2), Cluster(SLOW, 8, PLENTY), config)
-    assert chosen.settled(config).schedule_name == "zero-bubble"
-    settled = ChosenPipeline("1f1b", (3, 5), "as asked", "as asked").settled(config)
-    assert (settled.schedule_name, settled.layers_of_stages) == ("1f1b", [3, 5])
+    assert replace(config, **chosen.left_open(config)).schedule_name == "zero-bubble"
+    chosen = ChosenPipeline("1f1b", (3, 5), "why", "balance")
+    assert chosen.left_open(config) == {"pipeline_schedule": "1f1b", "pipeline_layers": "3,5"}
+    # what was asked for is not chosen
+    assert chosen.left_open(replace(config, pipeline_schedule="1f1b")) == {"pipeline_layers": "3,5"}
 
 
 def all_cuts(num_layers: int, number: int, allowed: Sequence[int]) -> list[tuple[range, ...]]:

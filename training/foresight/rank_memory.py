@@ -4,6 +4,7 @@ a pipeline is run, where that was left open."""
 import os
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from expertmesh.checkpoints import ModelSource
+from expertmesh.checkpoints import ModelSource, recorded_settings, recorded_world_size, whole_checkpoints
 from expertmesh.moe import ExpertMeshError, KernelChoice
 from expertmesh.sharding import Ranks, Topology
 from expertmesh.sharding.pipeline.schedule import ScheduleName
@@ -41,9 +42,10 @@ class ChosenPipeline:
     why: str
     balance: str
 
-    def settled(self, config: TrainConfig) -> TrainConfig:
-        """The settings with what they leave open."""
-        return replace(config, pipeline_schedule=self.schedule, pipeline_layers=",".join(map(str, self.layers)))
+    def left_open(self, config: TrainConfig) -> dict[str, str]:
+        """What was chosen, by the names of those settings that leave it open."""
+        chosen = {"pipeline_schedule": str(self.schedule), "pipeline_layers": ",".join(map(str, self.layers))}
+        return {name: value for name, value in chosen.items() if getattr(config, name) is None}
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ class Forecast:
     def total(self) -> float:
         return self.memory.total + self.before
 
-    def settled(self, config: TrainConfig) -> TrainConfig:
-        """The settings with what was chosen of what they leave open."""
-        return config if self.pipeline is None else self.pipeline.settled(config)
+    def chosen(self, config: TrainConfig) -> dict[str, Any]:
+        """What was chosen of what the settings leave open, by their names."""
+        return {} if self.pipeline is None else self.pipeline.left_open(config)
 
     def lines(self) -> list[str]:
         """The terms, and a warning where it will be close."""
@@ -116,9 +118,9 @@ class NoForecast:
     why: str
     pipeline: None = None
 
-    def settled(self, config: TrainConfig) -> TrainConfig:
-        """The settings as they are."""
-        return config
+    def chosen(self, config: TrainConfig) -> dict[str, Any]:
+        """Nothing."""
+        return {}
 
     def lines(self) -> list[str]:
         return [f"memory per rank: no forecast: {self.why}"]
@@ -137,14 +139,18 @@ def forecast(
     padding: Padding,
 ) -> Forecast | NoForecast:
     """Forecast the memory of the rank that holds the most, for sequences as long as the longest becomes (packed ones:
-    --max-seq-length). Rank 0 measures the model for all; all ranks call it together."""
+    --max-seq-length). Rank 0 measures the model for all; all ranks call it together.
+
+    A run that resumes on as many ranks keeps the pipeline that it had, where its settings leave it open.
+    """
     told: list[Any] = [None]
     if ranks.rank == 0:
         try:
-            run = _planned(source, topology, kernel, config, inputs, ranks, padding)
+            recorded = recorded_pipeline(config, topology.world_size)
+            run = _planned(source, topology, kernel, replace(config, **recorded), inputs, ranks, padding)
             # without training there is no schedule to choose
             is_open = topology.pp_size > 1 and inputs.training is not None
-            told = [_choose(run, kernel, config, ranks) if is_open else (peak(run), None)]
+            told = [_choose(run, kernel, config, ranks, recorded) if is_open else (peak(run), None)]
         except Exception as error:  # a run does not depend on it: what cannot be measured may still be trained
             told = [" ".join(f"{type(error).__name__}: {error}".split())[:200]]
     dist.broadcast_object_list(told, src=0)
@@ -184,13 +190,36 @@ def _planned(
     return planned(flags, source.config, topology.world_size, device, seq_length=longest, trained=trained)
 
 
+def recorded_pipeline(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """Of the pipeline's settings that are left open, those with which the run that is resumed ran; nothing where it ran
+    on other ranks, or cannot be read, of which is told later."""
+    if config.pp_size == 1 or not config.resume:
+        return {}
+    directory = Path(config.output_dir) / "checkpoints"
+    for path in whole_checkpoints(directory) if config.resume == "auto" else [Path(config.resume)]:
+        with suppress(ExpertMeshError, OSError):
+            there = recorded_settings(path)
+            is_alike = all(there.get(name) == getattr(config, name) for name in ("pp_size", "pipeline_chunks"))
+            if not is_alike or recorded_world_size(path) != world_size:
+                return {}
+            open_ones = (name for name in ("pipeline_schedule", "pipeline_layers") if getattr(config, name) is None)
+            return {name: there.get(name) for name in open_ones}
+    return {}
+
+
 def _choose(
-    run: PlannedRun, kernel: KernelChoice, config: TrainConfig, ranks: Ranks
+    run: PlannedRun, kernel: KernelChoice, config: TrainConfig, ranks: Ranks, recorded: dict[str, Any]
 ) -> tuple[Peak, ChosenPipeline | None]:
     before = _before(ranks)
     cluster = this_machine(config, ranks, NEAR * available_memory(ranks.device, before) - before)
     # whose matmuls are another package's cannot leave their weight gradients for later
-    return choose_pipeline(run, cluster, config, can_queue=kernel.kernel.product is not None)
+    can_queue = kernel.kernel.product is not None
+    held, chosen = choose_pipeline(run, cluster, replace(config, **recorded), can_queue)
+    why, balance = ("as before it was resumed" if recorded.get(f"pipeline_{name}") else "" for name in _CHOSEN)
+    return held, replace(chosen, why=why or chosen.why, balance=balance or chosen.balance)
+
+
+_CHOSEN = ("schedule", "layers")
 
 
 def choose_pipeline(

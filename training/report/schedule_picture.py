@@ -23,7 +23,8 @@ def schedule_picture(config: Mapping[str, Any], environment: Mapping[str, Any]) 
     world_size = _number(environment, "ranks")
     if pp_size < 2 or world_size < pp_size:
         return None
-    name: ScheduleName = config.get("pipeline_schedule") or schedule_without_queue(chunks)
+    told = config.get("pipeline_schedule") or environment.get("pipeline_schedule")
+    name: ScheduleName = told or schedule_without_queue(chunks)
     micro_batches = _micro_batches(config, world_size, pp_size)
     shown = max(1, min(micro_batches, MOST_ACTIONS // (3 * pp_size * chunks)))
     timeline = timeline_of_equal_stages(name, pp_size, chunks, shown)

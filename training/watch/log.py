@@ -7,7 +7,7 @@ Only the main process writes.
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,9 @@ from expertmesh.training.watch.trackers import TRACKERS, Trackers
 class RunLog:
     """Use as a context manager; on processes other than the main one every method does nothing.
 
+    chosen: by name, settings that the run was not told and chose; config.yaml leaves them open, environment.json has
+    them.
+
     state: for the report; whoever brings the run to its end sets it to "finished", else it ends as "stopped".
     """
 
@@ -40,6 +43,7 @@ class RunLog:
         ranks: Ranks,
         products: MatmulLibraries | None,
         flash_attention_3: str | None,
+        chosen: Mapping[str, str] | None = None,
     ):
         self.trackers = Trackers(config, output_dir / TRACKERS, ranks, self.line)
         self.is_main = ranks.rank == 0
@@ -47,6 +51,7 @@ class RunLog:
         self.ranks = ranks
         self.products = products
         self.flash_attention_3 = flash_attention_3
+        self.chosen = chosen or {}
         self.output_dir = output_dir
         self.path = output_dir / "metrics.jsonl"
         self.num_steps = num_steps
@@ -60,11 +65,11 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         matmul = None if self.products is None else str(self.products)
         batch = self.config.sequences_per_step(self.ranks.world_size)
-        facts = environment(self.ranks, batch, matmul, self.flash_attention_3)
+        facts = {**environment(self.ranks, batch, matmul, self.flash_attention_3), **self.chosen}
         with raise_together(), write_errors(self.output_dir):
             if self.is_main:
                 sweep_reports(self.output_dir)
-                self.config.save(self.output_dir / "config.yaml")
+                self.config.save(self.output_dir / "config.yaml", self.chosen)
                 write_environment(self.output_dir, facts)
                 # a resumed run keeps what the one before it has logged: see begin_after
                 self._open("a" if self.config.resume else "w")

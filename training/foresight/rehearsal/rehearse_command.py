@@ -168,7 +168,7 @@ def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespa
     busiest = 1.0 if arguments.routing is not None else read_imbalance(arguments.imbalance)
     run = planned(config, model_config, arguments.gpus, imbalance=busiest, ranks_per_node=node)
     cluster = Cluster(hardware, arguments.gpus_per_node, NEAR * hardware.device.memory)
-    return choose_pipeline(run, cluster, config)[1].settled(config)
+    return replace(config, **choose_pipeline(run, cluster, config)[1].left_open(config))
 
 
 def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:
