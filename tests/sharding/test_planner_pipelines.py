@@ -90,7 +90,10 @@ def test_many_rounds_take_as_long_as_all_of_them(schedule: Any, chunks: int, mic
     costs = Costs(forward, [1.7 * seconds for seconds in forward], [0.3] * len(forward), 0.05)
     setting = Setting(8, 2, pp_size=4, chunks=chunks, schedule=schedule, accumulation=micro_batches)
     complete = simulate(make_schedule(schedule, 4, chunks, micro_batches), costs).seconds
-    assert pipeline_seconds(setting, costs) == pytest.approx(complete, rel=1e-3)
+    slower = replace(costs, send=0.5)
+    found = pipeline_seconds(setting, [costs, slower])
+    assert found[0] == pytest.approx(complete, rel=1e-3)
+    assert found == [*pipeline_seconds(setting, [costs]), *pipeline_seconds(setting, [slower])]
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (4, 2)])

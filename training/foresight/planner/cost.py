@@ -11,6 +11,7 @@ waits for the others.
 Left out: stragglers, data loading, and in a pipeline that different collectives meet on a link.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import MeasuredRange
 from expertmesh.training.foresight.planner.pipelines import expert_spans, leaves_weights, pipeline_seconds
 from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.planner.step_order import ROOT, Act, Name, PlannedRun
+from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
 from expertmesh.training.foresight.planner.traffic import (
     GroupName,
     all_gather,
@@ -80,18 +81,54 @@ def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardwa
 
 def step_time(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> StepTime:
     """Seconds of a step, in a pipeline of the rank that computes most. hardware: from `products_in`."""
-    stages = _stage_times(run, hardware, gpus_per_node)
-    ranks = [_rank_time(each, [stages[stage] for stage in each.stages], hardware) for each in run.by_pp_rank]
+    return step_times([run], hardware, gpus_per_node)[0]
+
+
+def step_times(runs: "Sequence[PlannedRun]", hardware: Hardware, gpus_per_node: int) -> list[StepTime]:
+    """The same of several runs, which takes less than one after another: stages that are alike take as long in all of
+    them, and pipelines of one schedule are run together."""
+    known: dict[Hashable, MicroStep] = {}
+    stages = [_stage_times(run, hardware, gpus_per_node, known) for run in runs]
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for number, run in enumerate(runs):
+        s = run.setting
+        alike[s.schedule, s.pp_size, s.chunks, s.accumulation].append(number)
+    seconds = [0.0] * len(runs)
+    for numbers in alike.values():
+        setting = runs[numbers[0]].setting
+        if setting.pp_size > 1:
+            costs = [_costs(runs[number], stages[number], hardware, gpus_per_node) for number in numbers]
+            for number, found in zip(numbers, pipeline_seconds(setting, costs), strict=True):
+                seconds[number] = found
+    return [_together(*each, hardware, gpus_per_node) for each in zip(runs, stages, seconds, strict=True)]
+
+
+def _together(
+    run: PlannedRun, stages: "Sequence[MicroStep]", seconds: float, hardware: Hardware, gpus_per_node: int
+) -> StepTime:
+    """The time of the rank that computes most, with what it waits for others: until the pipeline's `seconds` are
+    over."""
+    ranks = _rank_times(run, stages, hardware)
     slowest = max(range(len(ranks)), key=lambda pp_rank: ranks[pp_rank].total)
     time, update = ranks[slowest], max(each.update for each in ranks)
-    bubble = 0.0
-    if run.setting.pp_size > 1:
-        seconds = pipeline_seconds(run.setting, _costs(run, stages, hardware, gpus_per_node))
-        bubble = max(0.0, seconds - (time.total - time.update))
+    bubble = max(0.0, seconds - (time.total - time.update)) if run.setting.pp_size > 1 else 0.0
     world = range(run.setting.world_size)
     sums = SUMS * seconds_among("all-reduce", 0.0, world, hardware, gpus_per_node) if len(world) > 1 else 0.0
     sums += _sharing_seconds(run, hardware, gpus_per_node)
     return replace(time, all_to_alls=time.all_to_alls + sums, update=update, bubble=bubble)
+
+
+def _rank_times(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardware) -> list[StepTime]:
+    """Of each pp index. Those with the same stages take as long."""
+    found: dict[Hashable, StepTime] = {}
+    ranks = []
+    for each in run.by_pp_rank:
+        own = [stages[stage] for stage in each.stages]
+        key = tuple(map(id, own))
+        if key not in found:
+            found[key] = _rank_time(each, own, hardware)
+        ranks.append(found[key])
+    return ranks
 
 
 def _rank_time(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardware) -> StepTime:
@@ -106,17 +143,30 @@ def _rank_time(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardwar
     return replace(time, update=max(_update_seconds(run, hardware, update_calls), call * update_calls))
 
 
-def _stage_times(run: PlannedRun, hardware: Hardware, gpus_per_node: int) -> "list[MicroStep]":
-    """Forward and backward of one micro-batch, of every stage."""
-    found: dict[Hashable, MicroStep] = {}
+def _stage_times(
+    run: PlannedRun, hardware: Hardware, gpus_per_node: int, known: "dict[Hashable, MicroStep]"
+) -> "list[MicroStep]":
+    """Forward and backward of one micro-batch, of every stage.
+
+    Args:
+        known: stages of any runs, by what their time depends on.
+    """
+    s = run.setting
+    # whatever the pipeline, as long as what is computed is the same; further micro-batches are like the second
+    alike = replace(
+        s,
+        **dict(world_size=s.ranks_per_stage, pp_size=1, chunks=1, stage_layers=None),
+        schedule="zero-bubble" if leaves_weights(run) else "1f1b",
+        accumulation=min(s.accumulation, 2),
+    )
+    of_run = id(run.measured), alike
     stages = []
     for number, layers in enumerate(run.all_stages):
-        each = replace(run, pp_rank=number % run.setting.pp_size)
-        # stages of the same layers take as long
-        key = tuple(run.model.layers[layer] for layer in layers), number == 0, each.units[ROOT]
-        if key not in found:
-            found[key] = MicroStep(each, number, hardware, gpus_per_node)
-        stages.append(found[key])
+        each = run.by_pp_rank[number % s.pp_size]
+        key = of_run, tuple(run.model.layers[layer] for layer in layers), number == 0, each.root_numbers
+        if key not in known:
+            known[key] = MicroStep(each, number, hardware, gpus_per_node)
+        stages.append(known[key])
     return stages
 
 

@@ -1,7 +1,10 @@
 """A pipeline's schedule in a setting, how long it takes, and what it sends."""
 
-from expertmesh.sharding.pipeline.schedule import Schedule, make_schedule
-from expertmesh.sharding.pipeline.timeline import Costs, simulate
+from collections.abc import Sequence
+from functools import cache
+
+from expertmesh.sharding.pipeline.schedule import Schedule, ScheduleName, make_schedule
+from expertmesh.sharding.pipeline.timeline import Costs, Timetable
 from expertmesh.training.foresight.planner.measured import MeasuredSpan
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.step_order import Name, PlannedRun
@@ -16,20 +19,24 @@ def schedule_of(setting: Setting, steady: bool = False) -> Schedule:
     return make_schedule(setting.schedule, setting.pp_size, setting.chunks, micro_batches)
 
 
-def pipeline_seconds(setting: Setting, costs: Costs) -> float:
-    """Seconds from the first forward of a step to the last backward.
+def pipeline_seconds(setting: Setting, costs: Sequence[Costs]) -> list[float]:
+    """Seconds from the first forward of a step to the last backward, with each of the costs.
 
     Of many rounds of micro-batches the later ones are alike: so many are left out, and added as often as there are.
     """
-    pp_size = setting.pp_size
-    few = STEADY * pp_size + setting.accumulation % pp_size
-    if setting.accumulation <= few + pp_size:
-        return simulate(schedule_of(setting), costs).seconds
-    first, second = (
-        simulate(make_schedule(setting.schedule, pp_size, setting.chunks, number), costs).seconds
-        for number in (few, few + pp_size)
-    )
-    return first + (setting.accumulation - few) // pp_size * (second - first)
+    pp_size, accumulation = setting.pp_size, setting.accumulation
+    few = STEADY * pp_size + accumulation % pp_size
+    name, chunks = setting.schedule, setting.chunks
+    if accumulation <= few + pp_size:
+        return _timetable(name, pp_size, chunks, accumulation).seconds(costs)
+    first, second = (_timetable(name, pp_size, chunks, number).seconds(costs) for number in (few, few + pp_size))
+    rounds = (accumulation - few) // pp_size
+    return [once + rounds * (more - once) for once, more in zip(first, second, strict=True)]
+
+
+@cache
+def _timetable(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int) -> Timetable:
+    return Timetable(make_schedule(name, pp_size, chunks, micro_batches))
 
 
 def queued_bytes(run: PlannedRun, layer: int) -> float:

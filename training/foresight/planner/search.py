@@ -11,12 +11,13 @@ from expertmesh.sharding.place.choices import Checkpointing
 from expertmesh.sharding.topology import DenseShard, divisors
 from expertmesh.training.foresight.memory import NEAR, Memory
 from expertmesh.training.foresight.planner.clock import StepTime
-from expertmesh.training.foresight.planner.cost import model_flops, step_time, tokens_per_second
+from expertmesh.training.foresight.planner.cost import model_flops, step_times, tokens_per_second
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import Measure, ModelParameters
+from expertmesh.training.foresight.planner.peak_memory import Peak
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.stage_costs import balanced
-from expertmesh.training.foresight.planner.step_order import planned_run
+from expertmesh.training.foresight.planner.step_order import PlannedRun, planned_run
 from expertmesh.training.foresight.planner.traffic import Traffic, by_link, step_traffic
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -89,11 +90,24 @@ class Plan:
 
 def forecast(measure: Measure, setting: Setting, cluster: Cluster) -> Plan:
     """What one setting takes."""
-    run, most = balanced(planned_run(measure, setting), cluster.hardware, cluster.gpus_per_node, NEAR * cluster.memory)
+    (plan,) = _plans([_held(measure, setting, cluster)], cluster)
+    return plan
+
+
+def _held(measure: Measure, setting: Setting, cluster: Cluster) -> tuple[PlannedRun, Peak]:
+    """A setting with its stages, and its memory."""
+    return balanced(planned_run(measure, setting), cluster.hardware, cluster.gpus_per_node, NEAR * cluster.memory)
+
+
+def _plans(held: Sequence[tuple[PlannedRun, Peak]], cluster: Cluster) -> list[Plan]:
+    times = step_times([run for run, _ in held], cluster.hardware, cluster.gpus_per_node)
+    return [_plan(run, most, time, cluster) for (run, most), time in zip(held, times, strict=True)]
+
+
+def _plan(run: PlannedRun, most: Peak, time: StepTime, cluster: Cluster) -> Plan:
     setting = run.setting
     # of a middle rank, which sends either way
-    traffic = tuple(step_traffic(replace(run, pp_rank=setting.pp_size // 2)))
-    time = step_time(run, cluster.hardware, cluster.gpus_per_node)
+    traffic = tuple(step_traffic(run.by_pp_rank[setting.pp_size // 2]))
     return Plan(
         setting,
         most.when,
@@ -114,7 +128,8 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
     Raises:
         ExpertMeshError: it can compute none of them; says why not the last.
     """
-    plans, error = [], None
+    held: list[tuple[PlannedRun, Peak]] = []
+    error = None
     too_large: dict[Setting, int] = {}
     for setting in settings:
         layout = replace(setting, micro_batch=0, accumulation=0)
@@ -122,15 +137,15 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
         if setting.micro_batch >= least:
             continue
         try:
-            plans.append(forecast(measure, setting, cluster))
+            held.append(_held(measure, setting, cluster))
         except ExpertMeshError as raised:
             error = raised
             continue
-        if setting.pp_size > 1 and not plans[-1].fits:
+        if setting.pp_size > 1 and held[-1][1].memory.total > cluster.memory:
             too_large[layout] = setting.micro_batch
-    if not plans and error is not None:
+    if not held and error is not None:
         raise error
-    return plans
+    return _plans(held, cluster)
 
 
 def _without_queue(setting: Setting) -> Setting:

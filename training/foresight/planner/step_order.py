@@ -75,12 +75,18 @@ class PlannedRun:
     cuts: ModelCuts | None = None
     pp_rank: int = 0
 
-    @property
+    @cached_property
     def by_pp_rank(self) -> "list[PlannedRun]":
         """The run of each pp index."""
-        return [replace(self, pp_rank=pp_rank) for pp_rank in range(self.setting.pp_size)]
+        return [self._at(pp_rank) for pp_rank in range(self.setting.pp_size)]
 
-    @property
+    def _at(self, pp_rank: int) -> "PlannedRun":
+        other = replace(self, pp_rank=pp_rank)
+        # found out once for all of them
+        vars(other).update({name: getattr(self, name) for name in ("all_stages", "root_holders", "_kinds")})
+        return other
+
+    @cached_property
     def all_stages(self) -> tuple[range, ...]:
         """The decoder layers of each stage, of all pp indices.
 
@@ -107,23 +113,36 @@ class PlannedRun:
     def units(self) -> dict[Name, Unit]:
         """All units of FSDP here, and the experts of each layer, whether they are one or not."""
         s, model = self.setting, self.model
-        replicas = s.ranks_per_stage // s.dense_ranks
-        dense = [unit(kind.dense, s.dense_ranks, replicas) for kind in model.kinds]
-        experts = [unit(kind.experts, s.dp_size, 1, s.ep_size) for kind in model.kinds]
-        found = {ROOT: unit(self.root, s.dense_ranks, replicas)}
+        found = {ROOT: unit(self.root, s.dense_ranks, s.ranks_per_stage // s.dense_ranks)}
         for layer in self.layers:
             kind = model.layers[layer]
-            found[Name("layer", layer)] = dense[kind]
+            dense, experts = self._kinds[kind]
+            found[Name("layer", layer)] = dense
             if model.kinds[kind].experts:
-                found[Name("experts", layer)] = experts[kind]
+                found[Name("experts", layer)] = experts
         return found
+
+    @cached_property
+    def _kinds(self) -> list[tuple[Unit, Unit]]:
+        """Of each kind of layer, the unit of what is no expert, and that of the experts."""
+        s = self.setting
+        replicas = s.ranks_per_stage // s.dense_ranks
+        return [
+            (unit(kind.dense, s.dense_ranks, replicas), unit(kind.experts, s.dp_size, 1, s.ep_size))
+            for kind in self.model.kinds
+        ]
 
     @property
     def root(self) -> list[Parameter]:
         """What is in no decoder layer, of which each stage that uses it has a copy."""
-        return [p for p, holders in zip(self.model.root, self.root_holders, strict=True) if self.pp_rank in holders]
+        return [self.model.root[number] for number in self.root_numbers]
 
-    @property
+    @cached_property
+    def root_numbers(self) -> tuple[int, ...]:
+        """Which of the model's parameters that are in no decoder layer are here."""
+        return tuple(number for number, holders in enumerate(self.root_holders) if self.pp_rank in holders)
+
+    @cached_property
     def root_holders(self) -> list[set[int]]:
         """Of each parameter that is in no decoder layer, the pp indices that use it."""
         if self.cuts is None:
