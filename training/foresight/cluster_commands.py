@@ -38,7 +38,7 @@ from expertmesh.training.foresight.planner.measured import ModelCuts
 from expertmesh.training.foresight.planner.mesh_picture import picture, ranks_of
 from expertmesh.training.foresight.planner.model_config import find_config
 from expertmesh.training.foresight.planner.plot import draw
-from expertmesh.training.foresight.planner.search import MICRO_BATCHES, SWEPT, Cluster, Tried, search, sweep
+from expertmesh.training.foresight.planner.search import MICRO_BATCHES, SWEPT, Cluster, Tried, reckon, search, sweep
 from expertmesh.training.foresight.tables import print_plans, sweep_columns
 
 _EXAMPLES = """\
@@ -218,6 +218,7 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         plans = search(measure, base, Tried(micro_batches, arguments.global_batch_size, *pipelines), cluster)
     measure.save()
     if arguments.json:
+        reckon(plans)
         print(json.dumps([plan.as_json() for plan in plans], indent=1))
     else:
         batch, seconds = arguments.global_batch_size, time.perf_counter() - begun

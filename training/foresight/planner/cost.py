@@ -19,7 +19,7 @@ from functools import cached_property
 from expertmesh.sharding.pipeline.timeline import Costs
 from expertmesh.training.foresight.planner.clock import Clock, StepTime, Transfer
 from expertmesh.training.foresight.planner.hardware import Hardware
-from expertmesh.training.foresight.planner.measured import MeasuredRange
+from expertmesh.training.foresight.planner.measured import MeasuredRange, MeasuredSpan
 from expertmesh.training.foresight.planner.pipelines import expert_spans, leaves_weights, pipeline_seconds
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
@@ -163,7 +163,8 @@ def _stage_times(
     stages = []
     for number, layers in enumerate(run.all_stages):
         each = run.by_pp_rank[number % s.pp_size]
-        key = of_run, tuple(run.model.layers[layer] for layer in layers), number == 0, each.root_numbers
+        ends = number == 0, number == len(run.all_stages) - 1
+        key = of_run, tuple(run.model.layers[layer] for layer in layers), ends, each.root_numbers
         if key not in known:
             known[key] = MicroStep(each, number, hardware, gpus_per_node)
         stages.append(known[key])
@@ -190,6 +191,22 @@ def _sharing_seconds(run: PlannedRun, hardware: Hardware, gpus_per_node: int) ->
     return seconds_among("all-reduce", sent, ranks, hardware, gpus_per_node) if sent else 0.0
 
 
+@dataclass(frozen=True)
+class _StretchTime:
+    """What a stretch takes: calls of the host; seconds of kernels with matmuls, of all others, and of its
+    all-to-all."""
+
+    stretch: MeasuredRange
+    calls: float
+    products: float
+    others: float
+    exchange: float
+
+
+_SPANS: dict[Hashable, tuple[object, list[_StretchTime]]] = {}
+"""By numbers of the span and of the hardware, which live as long as these are keys."""
+
+
 class MicroStep:
     """Forward and backward of one micro-batch of a stage on the clock.
 
@@ -204,7 +221,6 @@ class MicroStep:
         self.clock = Clock(hardware.rates)
         self.calls = 0.0
         self.done: dict[Name, Transfer] = {}
-        self.known: dict[int, tuple[float, float]] = {}
         forward, backward = run.acts_of(stage)
         for act in forward:
             self.do(act)
@@ -219,7 +235,7 @@ class MicroStep:
         if not leaves_weights(self.run):
             return 0.0
         spans = (span for layer in self.run.all_stages[self.stage] for span in expert_spans(self.run, layer))
-        return sum(self._seconds(stretch)[0] for span in spans for stretch in span.stretches)
+        return sum(each.products for span in spans for each in self._known(span))
 
     def do(self, act: Act) -> None:
         unit = self.run.units[act.unit]
@@ -254,33 +270,49 @@ class MicroStep:
 
     def _compute(self, act: Act) -> None:
         assert act.span is not None
-        stretches = act.span.stretches
-        # the host's calls are counted for all stretches together: as many for each kernel
-        kernels = [1 + sum(times for *_, times in stretch.kernels) for stretch in stretches]
-        for stretch, number in zip(stretches, kernels, strict=True):
-            self._call(act.span.calls * number / sum(kernels))
-            products, others = self._seconds(stretch)
-            self.clock.kernel(products + others, matrices=products)
+        for each in self._known(act.span):
+            self._call(each.calls)
+            self.clock.kernel(each.products + each.others, matrices=each.products)
             self.clock.launch()
+            stretch = each.stretch
             if stretch.then == "send":
-                self.clock.send(stretch.group, self._among("all-to-all", stretch.sent, stretch.group))
+                self.clock.send(stretch.group, each.exchange)
             elif stretch.then == "arrive":
                 self.clock.arrive(stretch.group)
             elif stretch.then == "exchange":
-                self.clock.wait(self._among("all-to-all", stretch.sent, stretch.group))
+                self.clock.wait(each.exchange)
             if stretch.is_read:
                 self.clock.read()
 
+    def _known(self, span: MeasuredSpan) -> "list[_StretchTime]":
+        """What the stretches of a span take, which many layers and many layouts have in common."""
+        s = self.run.setting
+        layout = s.ranks_of_ep, s.ep_across_nodes and s.ranks_per_stage
+        key = id(span), id(self.hardware), self.gpus_per_node, layout
+        if key not in _SPANS:
+            _SPANS[key] = (span, self.hardware), self._timed(span)
+        return _SPANS[key][1]
+
+    def _timed(self, span: MeasuredSpan) -> "list[_StretchTime]":
+        # the host's calls are counted for all stretches together: as many for each kernel
+        kernels = [1 + sum(times for *_, times in stretch.kernels) for stretch in span.stretches]
+        return [
+            _StretchTime(
+                stretch,
+                span.calls * number / sum(kernels),
+                *self._seconds(stretch),
+                self._among("all-to-all", stretch.sent, stretch.group) if stretch.then in ("send", "exchange") else 0.0,
+            )
+            for stretch, number in zip(span.stretches, kernels, strict=True)
+        ]
+
     def _seconds(self, stretch: MeasuredRange) -> tuple[float, float]:
         """Returns the seconds of kernels with matmuls, and of all others."""
-        # layers of one kind have theirs in common
-        if id(stretch) not in self.known:
-            products = others = 0.0
-            for flops, moved, work, times in stretch.kernels:
-                seconds = times * kernel_seconds(flops, moved, work, self.hardware)
-                products, others = products + seconds * (flops > 0), others + seconds * (flops == 0)
-            self.known[id(stretch)] = (products, others)
-        return self.known[id(stretch)]
+        products = others = 0.0
+        for flops, moved, work, times in stretch.kernels:
+            seconds = times * kernel_seconds(flops, moved, work, self.hardware)
+            products, others = products + seconds * (flops > 0), others + seconds * (flops == 0)
+        return products, others
 
     def _move(self, moved: float) -> None:
         if moved:

@@ -9,14 +9,15 @@ In a pipeline each stage's forward and backward are followed once, at the moment
 micro-batches keep the most.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from expertmesh.sharding.pipeline.schedule import Kind
 from expertmesh.training.foresight.memory import Communicator, Memory, slack
 from expertmesh.training.foresight.planner.measured import Measured
-from expertmesh.training.foresight.planner.pipelines import queued_bytes, schedule_of
+from expertmesh.training.foresight.planner.pipelines import beside_actions, queued_bytes
 from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
 from expertmesh.training.foresight.planner.units import Unit, unit
 
@@ -64,7 +65,7 @@ def _unlike(run: PlannedRun) -> list[PlannedRun]:
     for each in run.by_pp_rank:
         layers = tuple(tuple(run.model.layers[layer] for layer in run.all_stages[stage]) for stage in each.stages)
         ends = (each.pp_rank == 0, each.pp_rank == run.setting.pp_size - 1)
-        key = layers, ends, tuple(each.root)
+        key = layers, ends, each.root_numbers
         first.setdefault(key, each)
         last[key] = each
     later = last if run.setting.schedule == "zero-bubble" else ()
@@ -87,25 +88,12 @@ def _peak_of_rank(run: PlannedRun) -> Peak:
 def _kept_by_others(run: PlannedRun) -> dict[tuple[Kind, int], float]:
     """Bytes that other micro-batches keep at the most while a stage computes one, and buffers of what is received ahead
     and sent."""
-    kept = {stage: _kept_of(run, stage) for stage in run.stages}
-    queued = {stage: sum(queued_bytes(run, layer) for layer in run.all_stages[stage]) for stage in run.stages}
-    schedule = schedule_of(run.setting, steady=True)
-    is_split = run.setting.schedule == "zero-bubble"
-    held = 0.0
-    most: dict[tuple[Kind, int], float] = defaultdict(float)
-    for action in schedule[run.pp_rank]:
-        stage = action.stage
-        if action.kind == "backward":
-            held -= kept[stage]
-        elif action.kind == "weights":
-            held -= queued[stage]
-        most[action.kind, stage] = max(most[action.kind, stage], held)
-        if action.kind == "forward":
-            held += kept[stage]
-        elif action.kind == "backward" and is_split:
-            held += queued[stage]
-    buffers = _exchanged(run)
-    return {key: others + buffers for key, others in most.items()}
+    kept = [_kept_of(run, stage) for stage in run.stages]
+    queued = [sum(queued_bytes(run, layer) for layer in run.all_stages[stage]) for stage in run.stages]
+    each, buffers = np.array([*kept, *queued], dtype=float), _exchanged(run)
+    return {
+        key: float((counts @ each).max()) + buffers for key, counts in beside_actions(run.setting)[run.pp_rank].items()
+    }
 
 
 def _kept_of(run: PlannedRun, stage: int) -> float:
@@ -156,6 +144,8 @@ class _Rank:
         self.gradients = 0.0
         # of other micro-batches in a pipeline
         self.others = 0.0
+        self.kept_by_others: dict[tuple[Kind, int], float] = {}
+        self.acts: dict[int, tuple[list[Act], list[Act]]] = {}
         # what has been noted
         self.when, self.most, self.least = "", Memory(), Memory()
         self.most_total = self.least_total = self.tensors = 0.0
@@ -186,9 +176,13 @@ class _Rank:
     def micro_batch(self) -> None:
         """Follow a forward and backward of each stage."""
         is_pipeline = self.run.setting.pp_size > 1
-        others = _kept_by_others(self.run) if is_pipeline else {}
+        if is_pipeline and not self.kept_by_others:
+            self.kept_by_others = _kept_by_others(self.run)
+        others = self.kept_by_others
         for stage in self.run.stages:
-            forward, backward = self.run.acts_of(stage)
+            if stage not in self.acts:
+                self.acts[stage] = self.run.acts_of(stage)
+            forward, backward = self.acts[stage]
             self.others = others.get(("forward", stage), 0.0)
             self.go_through(forward)
             if is_pipeline and stage < len(self.run.all_stages) - 1:

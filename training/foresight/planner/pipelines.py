@@ -1,9 +1,13 @@
 """A pipeline's schedule in a setting, how long it takes, and what it sends."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
-from expertmesh.sharding.pipeline.schedule import Schedule, ScheduleName, make_schedule
+import numpy as np
+
+from expertmesh.sharding.pipeline.schedule import Kind, ScheduleName, make_schedule
 from expertmesh.sharding.pipeline.timeline import Costs, Timetable
 from expertmesh.training.foresight.planner.measured import MeasuredSpan
 from expertmesh.training.foresight.planner.setting import Setting
@@ -11,12 +15,6 @@ from expertmesh.training.foresight.planner.step_order import Name, PlannedRun
 
 STEADY = 3
 """After so many rounds, of as many micro-batches as there are pp indices, each takes as long as the one before."""
-
-
-def schedule_of(setting: Setting, steady: bool = False) -> Schedule:
-    """The schedule of a step; with `steady` one of a few rounds, that has all that the complete one has at once."""
-    micro_batches = min(setting.accumulation, STEADY * setting.pp_size) if steady else setting.accumulation
-    return make_schedule(setting.schedule, setting.pp_size, setting.chunks, micro_batches)
 
 
 def pipeline_seconds(setting: Setting, costs: Sequence[Costs]) -> list[float]:
@@ -37,6 +35,63 @@ def pipeline_seconds(setting: Setting, costs: Sequence[Costs]) -> list[float]:
 @cache
 def _timetable(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int) -> Timetable:
     return Timetable(make_schedule(name, pp_size, chunks, micro_batches))
+
+
+def beside_actions(setting: Setting) -> list[dict[tuple[Kind, int], Any]]:
+    """What there is of other micro-batches while a rank computes one.
+
+    Returns:
+        For each pp index, and there for each kind of action and stage, (moments, 2 * chunks): of each of the rank's
+        stages how many micro-batches are in flight, and of how many the weight gradients wait. Moments that are alike
+        count once.
+    """
+    return _beside_actions(*_steady(setting))
+
+
+@cache
+def _beside_actions(
+    name: ScheduleName, pp_size: int, chunks: int, micro_batches: int
+) -> list[dict[tuple[Kind, int], Any]]:
+    is_split = name == "zero-bubble"
+    ranks = []
+    for actions in make_schedule(name, pp_size, chunks, micro_batches):
+        found: dict[tuple[Kind, int], set[tuple[int, ...]]] = defaultdict(set)
+        now = [0] * (2 * chunks)
+        for action in actions:
+            in_flight, waiting = action.stage // pp_size, chunks + action.stage // pp_size
+            now[in_flight] -= action.kind == "backward"
+            now[waiting] -= action.kind == "weights"
+            found[action.kind, action.stage].add(tuple(now))
+            now[in_flight] += action.kind == "forward"
+            now[waiting] += action.kind == "backward" and is_split
+        ranks.append({key: np.array(sorted(counts)) for key, counts in found.items()})
+    return ranks
+
+
+def held_by_stages(setting: Setting) -> list[list[tuple[int, int]]]:
+    """Of each stage, how many micro-batches are in flight, and of how many the weight gradients wait, at any moment."""
+    return _held_by_stages(*_steady(setting))
+
+
+@cache
+def _held_by_stages(name: ScheduleName, pp_size: int, chunks: int, micro_batches: int) -> list[list[tuple[int, int]]]:
+    is_split = name == "zero-bubble"
+    found: list[set[tuple[int, int]]] = [set() for _ in range(pp_size * chunks)]
+    for actions in make_schedule(name, pp_size, chunks, micro_batches):
+        now = dict.fromkeys((action.stage for action in actions), (0, 0))
+        for action in actions:
+            in_flight, waiting = now[action.stage]
+            in_flight += {"forward": 1, "backward": -1, "weights": 0}[action.kind]
+            waiting += is_split * {"forward": 0, "backward": 1, "weights": -1}[action.kind]
+            now[action.stage] = in_flight, waiting
+            found[action.stage].add((in_flight, waiting))
+    return [sorted(moments) for moments in found]
+
+
+def _steady(setting: Setting) -> tuple[ScheduleName, int, int, int]:
+    """A schedule of a few rounds, that has all that the complete one has at once."""
+    micro_batches = min(setting.accumulation, STEADY * setting.pp_size)
+    return setting.schedule, setting.pp_size, setting.chunks, micro_batches
 
 
 def queued_bytes(run: PlannedRun, layer: int) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import Any, get_args
 
@@ -11,7 +12,7 @@ from expertmesh.sharding.place.choices import Checkpointing
 from expertmesh.sharding.topology import DenseShard, divisors
 from expertmesh.training.foresight.memory import NEAR, Memory
 from expertmesh.training.foresight.planner.clock import StepTime
-from expertmesh.training.foresight.planner.cost import model_flops, step_times, tokens_per_second
+from expertmesh.training.foresight.planner.cost import model_flops, step_time, step_times, tokens_per_second
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import Measure, ModelParameters
 from expertmesh.training.foresight.planner.peak_memory import Peak
@@ -39,20 +40,62 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Plan:
-    """A setting with its forecast. when: the moment at which `memory` is what a rank holds. inside, between: bytes that
-    a rank sends in a step, by link. tokens_per_second: of one rank. flops: that the
-    model needs per step."""
+    """A setting with its forecast. What it takes and sends is reckoned when it is asked for: of most layouts that do
+    not fit nobody does (see `reckon`).
 
-    setting: Setting
-    when: str
-    memory: Memory
-    traffic: tuple[Traffic, ...]
-    inside: float
-    between: float
-    time: StepTime
-    tokens_per_second: float
-    flops: float
-    fits: bool
+    Attributes:
+        run: the setting, with its stages. peak: what the rank holds that holds the most.
+    """
+
+    run: PlannedRun
+    peak: Peak
+    cluster: Cluster
+
+    @property
+    def setting(self) -> Setting:
+        return self.run.setting
+
+    @property
+    def memory(self) -> Memory:
+        return self.peak.memory
+
+    @property
+    def when(self) -> str:
+        """The moment at which `memory` is what a rank holds."""
+        return self.peak.when
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.cluster.memory
+
+    @cached_property
+    def time(self) -> StepTime:
+        return step_time(self.run, self.cluster.hardware, self.cluster.gpus_per_node)
+
+    @cached_property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What a middle rank sends in a step, which sends either way."""
+        return tuple(step_traffic(self.run.by_pp_rank[self.setting.pp_size // 2]))
+
+    @property
+    def inside(self) -> float:
+        """Bytes that a rank sends in a step inside its node."""
+        return by_link(self.traffic, self.setting, self.cluster.gpus_per_node)[0]
+
+    @property
+    def between(self) -> float:
+        """Bytes that it sends to other nodes."""
+        return by_link(self.traffic, self.setting, self.cluster.gpus_per_node)[1]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one rank."""
+        return tokens_per_second(self.setting, self.time.total)
+
+    @cached_property
+    def flops(self) -> float:
+        """That the model needs per step."""
+        return self.setting.accumulation * model_flops(self.run)
 
     def share_of_peak(self, hardware: Hardware) -> float:
         """The model's FLOPs over those of the card in the time of the step: MFU."""
@@ -90,35 +133,18 @@ class Plan:
 
 def forecast(measure: Measure, setting: Setting, cluster: Cluster) -> Plan:
     """What one setting takes."""
-    (plan,) = _plans([_held(measure, setting, cluster)], cluster)
-    return plan
+    run = planned_run(measure, setting)
+    return Plan(*balanced(run, cluster.hardware, cluster.gpus_per_node, NEAR * cluster.memory), cluster)
 
 
-def _held(measure: Measure, setting: Setting, cluster: Cluster) -> tuple[PlannedRun, Peak]:
-    """A setting with its stages, and its memory."""
-    return balanced(planned_run(measure, setting), cluster.hardware, cluster.gpus_per_node, NEAR * cluster.memory)
-
-
-def _plans(held: Sequence[tuple[PlannedRun, Peak]], cluster: Cluster) -> list[Plan]:
-    times = step_times([run for run, _ in held], cluster.hardware, cluster.gpus_per_node)
-    return [_plan(run, most, time, cluster) for (run, most), time in zip(held, times, strict=True)]
-
-
-def _plan(run: PlannedRun, most: Peak, time: StepTime, cluster: Cluster) -> Plan:
-    setting = run.setting
-    # of a middle rank, which sends either way
-    traffic = tuple(step_traffic(run.by_pp_rank[setting.pp_size // 2]))
-    return Plan(
-        setting,
-        most.when,
-        most.memory,
-        traffic,
-        *by_link(traffic, setting, cluster.gpus_per_node),
-        time,
-        tokens_per_second(setting, time.total),
-        setting.accumulation * model_flops(run),
-        most.memory.total <= cluster.memory,
-    )
+def reckon(plans: Iterable[Plan]) -> None:
+    """Reckon the time of several plans of a cluster, which takes less than one after another."""
+    plans = [plan for plan in plans if "time" not in vars(plan)]
+    if plans:
+        cluster = plans[0].cluster
+        times = step_times([plan.run for plan in plans], cluster.hardware, cluster.gpus_per_node)
+        for plan, time in zip(plans, times, strict=True):
+            vars(plan)["time"] = time
 
 
 def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -> list[Plan]:
@@ -128,7 +154,7 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
     Raises:
         ExpertMeshError: it can compute none of them; says why not the last.
     """
-    held: list[tuple[PlannedRun, Peak]] = []
+    plans: list[Plan] = []
     error = None
     too_large: dict[Setting, int] = {}
     for setting in settings:
@@ -137,15 +163,16 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
         if setting.micro_batch >= least:
             continue
         try:
-            held.append(_held(measure, setting, cluster))
+            plans.append(forecast(measure, setting, cluster))
         except ExpertMeshError as raised:
             error = raised
             continue
-        if setting.pp_size > 1 and held[-1][1].memory.total > cluster.memory:
+        if setting.pp_size > 1 and not plans[-1].fits:
             too_large[layout] = setting.micro_batch
-    if not held and error is not None:
+    if not plans and error is not None:
         raise error
-    return _plans(held, cluster)
+    reckon(plan for plan in plans if plan.fits)
+    return plans
 
 
 def _without_queue(setting: Setting) -> Setting:

@@ -1,6 +1,7 @@
 """How a model is trained: all that memory, traffic and time depend on beside the model itself."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from expertmesh.sharding.pipeline.schedule import ScheduleName
@@ -70,11 +71,11 @@ class Setting:
     ranks_per_node: int = 8
     sums_in_fp32: bool = False
 
-    @property
+    @cached_property
     def topology(self) -> Topology:
         return Topology(self.world_size, self.ep_size, self.dense_shard, self.cp_size, self.pp_size)
 
-    @property
+    @cached_property
     def dp_size(self) -> int:
         return self.topology.dp_size
 

@@ -11,7 +11,7 @@ from expertmesh.training.foresight.planner.cost import MicroStep
 from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import MeasuredModel
 from expertmesh.training.foresight.planner.peak_memory import Peak, largest, peaks
-from expertmesh.training.foresight.planner.pipelines import queued_bytes, schedule_of
+from expertmesh.training.foresight.planner.pipelines import held_by_stages, queued_bytes
 from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
 
 
@@ -128,9 +128,11 @@ def _memory(run: PlannedRun, found: Mapping[int, Peak], limit: float) -> StageMe
         limit: of a rank.
     """
     pp_size, chunks = run.setting.pp_size, run.setting.chunks
-    kept = {(stage, kind): n for stage in range(pp_size * chunks) for kind, n in _kept(run, stage).items()}
+    complete, kinds = _one_stage(run), run.model.layers
+    queued = {kind: queued_bytes(complete, kinds.index(kind)) for kind in set(kinds)}
+    kept = {(stage, kind): n for stage in range(pp_size * chunks) for kind, n in _kept(run, stage, queued).items()}
     lasting = _lasting(run)
-    layers = [[lasting[kind] + kept[stage, kind] for kind in run.model.layers] for stage in range(pp_size * chunks)]
+    layers = [[lasting[kind] + kept[stage, kind] for kind in kinds] for stage in range(pp_size * chunks)]
     costs = StageCosts(layers, [0.0] * (pp_size * chunks))
     beside = []
     for stage in range(pp_size * chunks):
@@ -161,20 +163,15 @@ def _lasting(run: PlannedRun) -> dict[int, float]:
     }
 
 
-def _kept(run: PlannedRun, stage: int) -> dict[int, float]:
+def _kept(run: PlannedRun, stage: int, queued: Mapping[int, float]) -> dict[int, float]:
     """Bytes that a layer keeps for backward on a stage, in all micro-batches that are in flight there at a time, and
-    for its weight gradients; by its kind."""
-    complete, kinds = _one_stage(run), run.model.layers
-    queued = {kind: queued_bytes(complete, kinds.index(kind)) for kind in set(kinds)}
-    in_flight = waiting = 0
-    most = dict.fromkeys(kinds, 0.0)
-    is_split = run.setting.schedule == "zero-bubble"
-    for action in schedule_of(run.setting, steady=True)[stage % run.setting.pp_size]:
-        if action.stage != stage:
-            continue
-        in_flight += {"forward": 1, "backward": -1, "weights": 0}[action.kind]
-        waiting += is_split * {"forward": 0, "backward": 1, "weights": -1}[action.kind]
-        for kind in most:
-            held = in_flight * run.measured.kinds[kind].kept + waiting * queued[kind]
-            most[kind] = max(most[kind], (1 + FRAGMENTATION) * held)
-    return most
+    for its weight gradients; by its kind.
+
+    Args:
+        queued: bytes of these, of one micro-batch.
+    """
+    kept, moments = run.measured.kinds, held_by_stages(run.setting)[stage]
+    return {
+        kind: (1 + FRAGMENTATION) * max(in_flight * kept[kind].kept + waiting * each for in_flight, waiting in moments)
+        for kind, each in queued.items()
+    }
