@@ -18,7 +18,7 @@ from expertmesh.sharding.pipeline.timeline import Costs, bubble, simulate
 from expertmesh.training.facts import pipeline_lines
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.memory import Memory
-from expertmesh.training.foresight.planner.cost import step_time, tokens_per_second
+from expertmesh.training.foresight.planner.cost import _stage_times, step_time, step_times, tokens_per_second
 from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
 from expertmesh.training.foresight.planner.peak_memory import _peak_of_rank, fullest, peak
 from expertmesh.training.foresight.planner.pipelines import pipeline_seconds
@@ -107,6 +107,17 @@ def test_ranks_wait_as_long_as_the_bubble_says(pp: int, chunks: int) -> None:
     # as many tokens, by more ranks
     slowdown = tokens_per_second(alone_setting := run_of(1).setting, 1.0) / tokens_per_second(run.setting, 1.0)
     assert slowdown == pytest.approx(pp), alone_setting
+
+
+def test_the_last_stage_has_the_head() -> None:
+    """Also where its rank has another one with the same layers; and runs that are forecast together take what each
+    does alone."""
+    layers = {"pipeline_chunks": 2, "pipeline_layers": "2,2,2,2"}
+    run = run_of(2, {"vocab_size": 16384}, pp_size=2, **layers)
+    other = replace(run, setting=replace(run.setting, stage_layers=(2, 2, 3, 1)))
+    _, third, _, last = _stage_times(run, SLOW, 8, {})
+    assert last.forward > 1.5 * third.forward
+    assert step_times([run, other], SLOW, 8) == [step_time(run, SLOW, 8), step_time(other, SLOW, 8)]
 
 
 def test_without_a_pipeline_nothing_waits() -> None:
