@@ -17,7 +17,7 @@ from expertmesh.sharding import check_ep_size
 from expertmesh.training import TrainConfig, parse_config
 from expertmesh.training.attention.packed_attention import check_packing, choose_attention
 from expertmesh.training.foresight.memory import NEAR
-from expertmesh.training.foresight.planner.hardware import Hardware, preset
+from expertmesh.training.foresight.planner.hardware import preset
 from expertmesh.training.foresight.planner.model_config import find_config, read_config
 from expertmesh.training.foresight.planner.search import Cluster, Plan, forecast
 from expertmesh.training.foresight.planner.setting import Setting
@@ -40,9 +40,6 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 README = (ROOT / "configs" / "README.md").read_text()
 POSITIONS = re.compile(r"([\d,]+) positions per step on (\d+) GPUs")
 FORECAST = re.compile(r"# Forecast of (\d+) H100: ([\d.]+) GiB per GPU, ([\d,]+) tokens/s per GPU, ([\d.]+)% MFU")
-OVER_ETHERNET = re.compile(
-    r"# Over 100 Gb/s Ethernet add `(.*)`\.\n" + FORECAST.pattern.replace("H100:", "H100 there:")
-)
 OPTIMIZERS = {
     "adamw_torch_fused": "fp32 AdamW",
     "adamw_torch_8bit": "8-bit AdamW",
@@ -157,22 +154,22 @@ def test_a_recipe_fits_its_model(name: str) -> None:
     assert f"{rows * config.max_seq_length:,}" == positions
 
 
-def planned_recipe(name: str, gpus: int, *flags: str, hardware: Hardware = H100) -> Plan:
+def planned_recipe(name: str, gpus: int, *flags: str) -> Plan:
     """On so many H100, with natural routing, as `plan` has it by default."""
     config, file = config_of(name, *flags), find_config(str(published(name)))
     measure = CachedMeasure(config, file.content, file.load, "cuda")
     setting = setting_of(config, gpus, imbalance=natural_imbalance(measure.parameters.num_experts))
     if setting.pp_size > 1:
         # as a run of it does
-        setting = settled(config, planned_run(measure, setting), hardware)
-    plan = forecast(measure, setting, Cluster(hardware, 8, H100.device.memory))
+        setting = settled(config, planned_run(measure, setting))
+    plan = forecast(measure, setting, Cluster(H100, 8, H100.device.memory))
     measure.save()
     return plan
 
 
-def settled(config: TrainConfig, run: PlannedRun, hardware: Hardware = H100) -> Setting:
+def settled(config: TrainConfig, run: PlannedRun) -> Setting:
     """The run's setting with the schedule and the stages that `train_ep.py` chooses where they are left open."""
-    _, chosen = choose_pipeline(run, Cluster(hardware, 8, NEAR * H100.device.memory), config)
+    _, chosen = choose_pipeline(run, Cluster(H100, 8, NEAR * H100.device.memory), config)
     return replace(run.setting, schedule=chosen.schedule, stage_layers=chosen.layers)
 
 
@@ -183,19 +180,6 @@ def test_forecasts_that_the_comments_state(name: str) -> None:
     now = f"# Forecast of {plan.setting.world_size} H100: {summary(plan, H100)}"
     assert FORECAST.search(text_of(name)), now
     assert_stated(plan, forecast_in(text_of(name)), now)
-
-
-def test_flags_for_another_network() -> None:
-    """With which a recipe is forecast to be the faster one there, by as much as its comment says."""
-    ethernet = preset("H100", "ethernet-100")
-    stated = [(name, *found) for name in RECIPES for found in OVER_ETHERNET.findall(text_of(name))]
-    assert stated
-    for name, flags, *figures in stated:
-        plan = planned_recipe(name, gpus_of(name), *flags.split(), hardware=ethernet)
-        now = f"{gpus_of(name)} H100: {summary(plan, ethernet)}"
-        assert_stated(plan, Forecast(*(float(figure.replace(",", "")) for figure in figures)), now)
-        as_it_is = planned_recipe(name, gpus_of(name), hardware=ethernet)
-        assert plan.tokens_per_second > 2 * as_it_is.tokens_per_second
 
 
 def assert_stated(plan: Plan, stated: Forecast, now: str) -> None:
@@ -319,18 +303,12 @@ def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
 
 def write_forecasts() -> None:
     """Write anew what the heads of configs/ state of forecasts: `python -m tests.test_configs`."""
-    ethernet = preset("H100", "ethernet-100")
-
-    def anew(name: str, hardware: Hardware, flags: str = "") -> str:
-        return summary(planned_recipe(name, gpus_of(name), *flags.split(), hardware=hardware), hardware)
-
     figures = FORECAST.pattern.partition("H100: ")[2]
     for name in RECIPES:
-        text = re.sub(f"(H100: ){figures}", rf"\g<1>{anew(name, H100)}", text_of(name))
-        for flags, *_ in OVER_ETHERNET.findall(text):
-            text = re.sub(f"(H100 there: ){figures}", rf"\g<1>{anew(name, ethernet, flags)}", text)
+        now = summary(planned_recipe(name, gpus_of(name)), H100)
+        text = re.sub(f"(H100: ){figures}", rf"\g<1>{now}", text_of(name))
         (ROOT / "configs" / f"{name}.yaml").write_text(text)
-        print(name, *FORECAST.findall(text), *OVER_ETHERNET.findall(text))
+        print(name, *FORECAST.findall(text))
 
 
 if __name__ == "__main__":

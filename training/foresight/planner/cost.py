@@ -13,7 +13,7 @@ Left out: stragglers, data loading, and in a pipeline that different collectives
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from expertmesh.sharding.pipeline.timeline import Costs
