@@ -236,7 +236,7 @@ class _Node:
 
     def __init__(self, before: "_Node | None", begun: "Sequence[_Node]"):
         self.before, self.begun = before, begun
-        self.depth = 1 + max((each.depth for each in (*begun, *([] if before is None else [before]))), default=0)
+        self.depth: int = 1 + max((each.depth for each in (*begun, *([] if before is None else [before]))), default=0)
 
 
 Travels = list[list[_Node]]
