@@ -42,7 +42,7 @@ class ChosenPipeline:
     why: str
     balance: str
 
-    def left_open(self, config: TrainConfig) -> dict[str, str]:
+    def left_open(self, config: TrainConfig) -> dict[str, Any]:
         """What was chosen, by the names of those settings that leave it open."""
         chosen = {"pipeline_schedule": str(self.schedule), "pipeline_layers": ",".join(map(str, self.layers))}
         return {name: value for name, value in chosen.items() if getattr(config, name) is None}

@@ -155,7 +155,10 @@ def _stage_times(
     # whatever the pipeline, as long as what is computed is the same; further micro-batches are like the second
     alike = replace(
         s,
-        **dict(world_size=s.ranks_per_stage, pp_size=1, chunks=1, stage_layers=None),
+        world_size=s.ranks_per_stage,
+        pp_size=1,
+        chunks=1,
+        stage_layers=None,
         schedule="zero-bubble" if leaves_weights(run) else "1f1b",
         accumulation=min(s.accumulation, 2),
     )
