@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         zeros_by_rows,
     )
     from expertmesh.sharding.place.recompute import checkpoint_layers
+    from expertmesh.sharding.place.unreached import agree_on_gradients
     from expertmesh.sharding.replicas import check_replicas
     from expertmesh.sharding.state import (
         StateTensor,
@@ -80,6 +81,7 @@ __all__ = [
     "Topology",
     "Watchdog",
     "adapters_of",
+    "agree_on_gradients",
     "build_mesh",
     "changing_state",
     "check_alike",

@@ -12,6 +12,7 @@ from torch import nn
 
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.sharding.mesh import Mesh
+from expertmesh.sharding.place.unreached import agree_on_gradients, num_lacking
 from expertmesh.sharding.state import StateTensor, local_tensor, parameters_of
 from expertmesh.sharding.topology import Topology
 
@@ -20,7 +21,8 @@ STEP_PART: StepPart = "clipping"
 
 def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; 0 leaves them alone, and so
-    does a norm that is not finite.
+    does a norm that is not finite. Afterwards a parameter has a gradient on all ranks that hold it, or on none, where
+    no rank's sequences have reached it.
 
     Returns:
         The norm before scaling. The scale is torch's: max_norm / (norm + 1e-6), at most 1.
@@ -34,8 +36,12 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     square = torch.stack(norms or [torch.zeros(())]).double().square().sum()
     # with --offload gradients are in host memory, where another backend would sum
     square = square.to(mesh.grid.device_type)
-    dist.all_reduce(square)
-    norm = float(square.sqrt())
+    sums = torch.stack([square, square.new_full((), num_lacking(model))])
+    dist.all_reduce(sums)
+    total, lacking = sums.tolist()
+    norm = math.sqrt(total)
+    if lacking:
+        agree_on_gradients(model, mesh)
     if max_norm > 0 and math.isfinite(norm):
         scale = min(max_norm / (norm + 1e-6), 1.0)
         # a rank may have none: where all that its stages of a pipeline hold is frozen

@@ -54,6 +54,7 @@ from expertmesh.sharding import (
     Mesh,
     Ranks,
     Topology,
+    agree_on_gradients,
     build_mesh,
     check_cp_size,
     check_ep_size,
@@ -397,6 +398,7 @@ class Engine:
         """
         self.release()
         self._wait_for_copies()
+        agree_on_gradients(self.model, self.mesh)
         self.optimizer.step()
         self.updated(result.routing)
         self.optimizer.zero_grad()

@@ -29,6 +29,7 @@ from expertmesh.sharding.place.choices import Strategy
 from expertmesh.sharding.place.dispatchers import choose_dispatcher
 from expertmesh.sharding.place.offload import offload_inputs
 from expertmesh.sharding.place.recompute import checkpoint_layers, keep_products
+from expertmesh.sharding.place.unreached import reduce_unreached
 from expertmesh.sharding.state import adapters_of, local_tensor, parameters_of
 from expertmesh.sharding.topology import Topology
 
@@ -63,6 +64,10 @@ def parallelize(
     # host memory can be pinned only for a GPU
     placement = CPUOffloadPolicy(pin_memory=mesh.grid.device_type == "cuda") if strategy.offload else OffloadPolicy()
     shard_dense(model, mesh, precision, placement)
+    experts = {layer.mlp for layer in moe_layers(model)}  # which compute with no tokens, too
+    # what a pipeline's model has around its layers is for the first and the last stage, which have no use for the other
+    around = {model} if stages_of(model) is not None else set()
+    reduce_unreached(model, (unit for unit in fsdp_units(model) if unit not in experts | around))
     for unit in fsdp_units(model):
         _sum_gradients(unit)
         if not strategy.reshard_after_forward:

@@ -144,7 +144,7 @@ def _balance_by_layer(model: Any, out: Any, batch: Batch) -> Tensor:
 def hf_adamw(model: Any, config: TrainConfig, but: Collection[Tensor] = ()) -> torch.optim.AdamW:
     """torch's AdamW for all parameters, `but` some; no weight decay for norms and biases."""
     named = [(n, p) for n, p in model.named_parameters() if not any(p is other for other in but)]
-    is_exempt = {n: p.dim() <= 1 or n.endswith("_bias") for n, p in named}
+    is_exempt = {n: p.dim() <= 1 or (".experts." in n and n.endswith("_bias")) for n, p in named}
     return torch.optim.AdamW(
         [
             {"params": [p for n, p in named if not is_exempt[n]], "weight_decay": config.weight_decay},
