@@ -140,8 +140,8 @@ def run_training(
     engine.place(resume_from, watchdog.limit)
     for line in (*training.pipeline_lines(engine, memory), *training.dispatch_lines(engine)):
         log.line(folded(line))
-    if engine.untrained:
-        log.line(engine.untrained)
+    for said in filter(None, (engine.untrained, engine.encoding)):
+        log.line(said)
     with sharding.raise_together(patient=ranks), checkpoints.write_errors(output_dir):
         if ranks.rank == 0:
             training.clear_output(config, output_dir)
@@ -171,25 +171,23 @@ def train_and_export(
         watchdog.at("the export", limited=False)
         with sharding.raise_together():
             log.check_directory()
-        for directory in export(engine, output_dir, run.inputs.saved_tokenizer):
-            log.line(f"exported to {directory}")
+        for line in export(engine, output_dir, run.inputs.saved_tokenizer):
+            log.line(line)
     elif engine.saver is None and run.inputs.training is not None:
         log.line("the trained weights are not saved: --no-export and --save-steps 0 were given")
     log.state = "finished"
     return True
 
 
-def export(engine: training.Engine, output_dir: Path, tokenizer: Any) -> list[Path]:
-    """Write the model, or its adapters and, if asked for, the model that they make; where to."""
+def export(engine: training.Engine, output_dir: Path, tokenizer: Any) -> list[str]:
+    """Write the model, or its adapters and, if asked for, the model that they make; what to say of it."""
     hf, adapter = output_dir / "hf", output_dir / "adapter"
     if engine.config.adapter == "none":
-        engine.export(hf, tokenizer, overwrite=True)
-        return [hf]
+        return [*engine.export(hf, tokenizer, overwrite=True), f"exported to {hf}"]
     engine.export(adapter, tokenizer, overwrite=True)
     if not engine.config.merge:
-        return [adapter]
-    engine.merge(adapter, hf, tokenizer)
-    return [adapter, hf]
+        return [f"exported to {adapter}"]
+    return [*engine.merge(adapter, hf, tokenizer), f"exported to {adapter}", f"exported to {hf}"]
 
 
 def find_resume(config: training.TrainConfig, output_dir: Path, ranks: sharding.Ranks) -> Path | None:

@@ -12,7 +12,7 @@ from expertmesh.moe.base.lazy import import_on_demand
 if TYPE_CHECKING:
     from expertmesh.checkpoints.adapter.adapter_files import export_adapter, load_adapter
     from expertmesh.checkpoints.adapter.merge import merge_adapter
-    from expertmesh.checkpoints.ep_shards.convert import HowToWrite
+    from expertmesh.checkpoints.ep_shards.convert import HowToWrite, encoded_as_source
     from expertmesh.checkpoints.hf.export import export_model
     from expertmesh.checkpoints.hf.fingerprint import explain_model, file_facts, model_facts
     from expertmesh.checkpoints.hf.names import Names
@@ -53,6 +53,7 @@ __all__ = [
     "check_carried",
     "check_model",
     "checkpoint_name",
+    "encoded_as_source",
     "explain_model",
     "export_adapter",
     "export_model",

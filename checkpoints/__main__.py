@@ -32,6 +32,7 @@ _EXAMPLE = """\
 example:
   python -m expertmesh.checkpoints convert MODEL SHARDS --ep-size 8"""
 
+EXPORT_ENCODINGS = ("plain", "source")
 DTYPES = {name: code for code, name in FLOATS.items()}
 
 
@@ -53,6 +54,15 @@ def build_parser() -> Parser:
         "instead of copying them unchanged",
     )
 
+    encoding = Parser(add_help=False)
+    encoding.add_argument(
+        "--export-encoding",
+        choices=EXPORT_ENCODINGS,
+        default="plain",
+        help="of tensors that the source has quantized: plain: in bfloat16; source: quantized as the source has them, "
+        "unchanged blocks bit for bit",
+    )
+
     trust = Parser(add_help=False)
     trust.add_argument(
         "--trust-checkpoint-owner",
@@ -68,17 +78,21 @@ def build_parser() -> Parser:
         "--dtype", choices=list(DTYPES), help="dtype of all parameters (default: unchanged, quantized ones too)"
     )
 
-    to_hf = _add(commands, "export", "SOURCE OUT", "EP shards or training checkpoint to Hugging Face form", how, trust)
+    to_hf = _add(
+        commands, "export", "SOURCE OUT", "EP shards or training checkpoint to Hugging Face form", how, encoding, trust
+    )
     to_hf.add_argument("source", metavar="SOURCE", help="directory, or hub id")
     to_hf.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     to_hf.add_argument(
         "--base",
         metavar="DIR",
         help="for a training checkpoint whose run's model has moved: directory or hub id of that model, which has the "
-        "tensors that are not trained",
+        "tensors that are not trained, and their encoding",
     )
 
-    merged = _add(commands, "merge", "BASE ADAPTER OUT", "merge an adapter into a model, in Hugging Face form", how)
+    merged = _add(
+        commands, "merge", "BASE ADAPTER OUT", "merge an adapter into a model, in Hugging Face form", how, encoding
+    )
     merged.add_argument("base", metavar="BASE", help="model: directory of any form, or hub id")
     merged.add_argument("adapter", metavar="ADAPTER", type=Path, help="PEFT's directory")
     merged.add_argument("out", metavar="OUT", type=Path, help="directory to write")
@@ -133,8 +147,14 @@ def _how(arguments: argparse.Namespace) -> HowToWrite:
         *(size, arguments.workers, arguments.overwrite),
         show_progress=True,
         drop_untrained=arguments.drop_untrained,
-        tell=lambda line: print(folded(line), flush=True),
+        tell=_tell,
+        tell_errors=_tell,
+        as_source=getattr(arguments, "export_encoding", "plain") == "source",
     )
+
+
+def _tell(line: str) -> None:
+    print(folded(line), flush=True)
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -37,12 +37,13 @@ def open_checkpoint(source: ModelSource, names: Names, strict: bool = True) -> C
 @dataclass(frozen=True)
 class Readable:
     """A checkpoint of any form, a training checkpoint included, and how to read its parameters. `make_reader` may be
-    called once a thread."""
+    called once a thread. origin: the model that a training checkpoint's run began with, where it was asked for."""
 
     path: Path
     checkpoint: Checkpoint
     names: Names
     make_reader: Callable[[], ParameterReader]
+    origin: Checkpoint | None = None
 
 
 def open_readable(
@@ -59,7 +60,7 @@ def open_readable(
     Raises:
         ExpertMeshError: there is no checkpoint, or it is damaged or incomplete (see the forms' own functions).
     """
-    if (path / MARKER).exists():
+    if is_training(path):
         from expertmesh.checkpoints.state.reading import (  # of all forms the one that needs torch
             TrainingReader,
             open_training,
@@ -70,6 +71,26 @@ def open_readable(
     source = open_source(path)
     checkpoint = open_checkpoint(source, source.names, strict)
     return Readable(path, checkpoint, source.names, lambda: SafetensorsReader(checkpoint))
+
+
+def is_training(path: Path) -> bool:
+    """Whether a directory is a training checkpoint."""
+    return (path / MARKER).exists()
+
+
+def open_origin(path: Path, base: Path | None, names: Names) -> Checkpoint:
+    """The model that the run of a training checkpoint began with.
+
+    Args:
+        base: where it is now; None: where it was.
+
+    Raises:
+        ExpertMeshError: it is no longer there, or damaged.
+    """
+    from expertmesh.checkpoints.state.untrained import origin_of
+
+    directory = origin_of(path) if base is None else base
+    return open_checkpoint(open_source(directory), names)
 
 
 def parameter_dtypes(checkpoint: Checkpoint) -> dict[str, str]:

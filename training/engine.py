@@ -26,6 +26,7 @@ from expertmesh.checkpoints import (
     Saver,
     check_carried,
     checkpoint_name,
+    encoded_as_source,
     export_adapter,
     export_model,
     find_checkpoint,
@@ -238,6 +239,7 @@ class Engine:
         facts: of what the run has read, to be compared on resume.
         step_number, tokens: optimizer steps so far, and the tokens in them.
         mesh, checkpoint, untrained: from `place` on; the last one says what becomes of tensors that are not trained.
+        encoding: of the export, in words, from `place` on; None where --export-encoding asks for nothing.
 
     Raises:
         ExpertMeshError: on all ranks, when the model cannot be built or trained with these settings.
@@ -269,6 +271,7 @@ class Engine:
         self.topology = topology_of(config, ranks.world_size)
         self.saver: Saver | None = None
         self.untrained: str | None = None
+        self.encoding: str | None = None
         self.scheduler: Schedule | None = None
         self.step_number, self.tokens = 0, 0
 
@@ -295,6 +298,11 @@ class Engine:
         elif resume_from is not None:
             with raise_together():
                 check_carried(resume_from, checkpoint)
+        if config.export_encoding == "source":
+            said = [f"exported as {checkpoint.source.path} is quantized: {checkpoint.encodings}"]
+            with raise_together():
+                checkpoint = encoded_as_source(checkpoint, checkpoint, said.append)
+            self.encoding = said[-1]
         self.checkpoint = checkpoint
         torch.manual_seed(config.seed + ranks.rank)
 
@@ -602,12 +610,15 @@ class Engine:
 
     # ---- exports ----
 
-    def export(self, directory: str | Path, tokenizer: Any = None, overwrite: bool = False) -> None:
+    def export(self, directory: str | Path, tokenizer: Any = None, overwrite: bool = False) -> list[str]:
         """Write the model for `from_pretrained` or, of a model with adapters, these alone, for PEFT.
 
         Args:
             tokenizer: saved with it, in place of the source's own.
             overwrite: whether to replace what is in the directory, which is done atomically.
+
+        Returns:
+            With --export-encoding source, on rank 0: what quantizing has changed, in lines.
 
         Raises:
             ExpertMeshError: on all ranks, when the directory is not empty, or cannot be written.
@@ -620,23 +631,34 @@ class Engine:
         config = self.config
         if config.adapter == "none":
             how = (config.shard_bytes, tokenizer, self.ranks)
-            export_model(self.model, self.checkpoint, self.topology, out, *how)
-        else:
-            written = (lora_of(config), config.model, config.adapter_format, tokenizer)
-            export_adapter(self.model, self.checkpoint, self.topology, out, *written)
+            return export_model(self.model, self.checkpoint, self.topology, out, *how)
+        written = (lora_of(config), config.model, config.adapter_format, tokenizer)
+        export_adapter(self.model, self.checkpoint, self.topology, out, *written)
+        return []
 
-    def merge(self, adapter: Path, directory: Path, tokenizer: Any = None) -> None:
+    def merge(self, adapter: Path, directory: Path, tokenizer: Any = None) -> list[str]:
         """Write the model with an adapter merged into its weights.
 
         Args:
             adapter: where `export` has written it.
             directory: is replaced.
+
+        Returns:
+            As `export`.
         """
-        drops, max_shard_size = self.config.drop_untrained, self.config.shard_bytes
-        how = HowToWrite(max_shard_size, 1, overwrite=True, drop_untrained=drops, tokenizer=tokenizer)
+        told: list[str] = []
+        how = HowToWrite(
+            *(self.config.shard_bytes, 1),
+            overwrite=True,
+            drop_untrained=self.config.drop_untrained,
+            tokenizer=tokenizer,
+            as_source=self.checkpoint.origin is not None,
+            tell_errors=told.append,
+        )
         with raise_together(patient=self.ranks):
             if self.ranks.rank == 0:
                 merge_adapter(self.source.path, adapter, directory, how)
+        return told
 
 
 def _untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:

@@ -18,7 +18,14 @@ from expertmesh.checkpoints.ep_shards.manifest import (
 from expertmesh.checkpoints.ep_shards.relayout import FileRecord, forget_progress, traces, write_files
 from expertmesh.checkpoints.hf.reader import SafetensorsReader, kept_encodings
 from expertmesh.checkpoints.hf.source import Checkpoint
-from expertmesh.checkpoints.opening import Readable, open_readable, parameter_dtypes
+from expertmesh.checkpoints.opening import (
+    Readable,
+    is_shards,
+    is_training,
+    open_origin,
+    open_readable,
+    parameter_dtypes,
+)
 from expertmesh.checkpoints.storage.checksums import file_checksum
 from expertmesh.checkpoints.storage.directories import (
     check_apart,
@@ -56,6 +63,8 @@ class HowToWrite:
     drop_untrained: bool = False
     tell: Callable[[str], None] = lambda _: None
     tokenizer: Any = None
+    as_source: bool = False
+    tell_errors: Callable[[str], None] = lambda _: None
 
 
 def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: HowToWrite) -> list[str]:
@@ -94,7 +103,9 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
     _prepare(readable, out, MANIFEST, how.overwrite)
     records = _write(files, out, readable, how)
     with write_errors(out):
-        copy_side_files(source, out, drop_untrained=checkpoint.drops_untrained)
+        # beside codes the config goes on to say how they are read
+        origin = source.path if dtype is None and checkpoint.stored_forms else None
+        copy_side_files(source, out, drop_untrained=checkpoint.drops_untrained, quantized_as=origin)
         sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
         for file in sorted({path for path in out.rglob("*") if path.is_file()} - {*traces(out)}):
             name = file.relative_to(out).as_posix()
@@ -102,7 +113,8 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
                 sums[name] = FileSum(file.stat().st_size, file_checksum(file), None)
         row_sums = {name: value for r in records for name, value in r.row_sums.items()}
         manifest = make_manifest(
-            *(source, names, ep_size, files, sums, row_sums, exported, checkpoint.carried, source_path.name)
+            *(source, names, ep_size, files, sums, row_sums, exported, checkpoint.carried, source_path.name),
+            checkpoint.stored_forms if dtype is None else {},
         )
         _finish(out, MANIFEST, json.dumps(manifest, indent=1))
     return [] if dtype is not None else sorted(checkpoint.encoded_parameters - encodings.keys())
@@ -122,6 +134,8 @@ def export_offline(
     """
     source = open_readable(source_path, True, any_owner, base, how.drop_untrained)
     check_all_bytes(source_path)
+    if how.as_source and is_training(source_path):
+        source = replace(source, origin=open_origin(source_path, base, source.names))
     write_hf(source, out, how)
 
 
@@ -132,13 +146,51 @@ def write_hf(source: Readable, out: Path, how: HowToWrite) -> None:
         ExpertMeshError: `out` is not to be had.
     """
     source = _to_be_written(source, how)
-    files = plan_hf_files(source.checkpoint.in_hf_form, how.max_shard_size)
+    checkpoint = source.checkpoint
+    if how.as_source:
+        checkpoint = encoded_as_source(checkpoint, source.origin or checkpoint, how.tell)
+        source = replace(source, checkpoint=checkpoint)
+    files = plan_hf_files(checkpoint.in_hf_form, how.max_shard_size)
     last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
     _prepare(source, out, last, how.overwrite)
-    _write(files, out, source, how)
+    records = _write(files, out, source, how)
     with write_errors(out):
-        copy_side_files(source.checkpoint.source, out, how.tokenizer, source.checkpoint.drops_untrained)
+        origin = None if checkpoint.origin is None else checkpoint.origin.source.path
+        copy_side_files(checkpoint.source, out, how.tokenizer, checkpoint.drops_untrained, origin)
         _finish(out, last, hf_index(files) if len(files) > 1 else None)
+    if origin is not None:
+        _tell_errors(records, how.tell_errors)
+
+
+def encoded_as_source(checkpoint: Checkpoint, origin: Checkpoint, tell: Callable[[str], None]) -> Checkpoint:
+    """A checkpoint whose export has the encoding of its source, if that has one; else this is told.
+
+    Args:
+        origin: the source.
+
+    Raises:
+        ExpertMeshError: the encoding can be read, and not be made.
+    """
+    if origin.stored_forms:
+        return checkpoint.encoded_as(origin)
+    if is_shards(origin.source.path) and origin.encoded_parameters:
+        raise ExpertMeshError(
+            f"--export-encoding source: {origin.source.path} was converted by an earlier release, which did not record "
+            "how the model was quantized: convert it again, or export from the model itself"
+        )
+    tell(f"--export-encoding source: {origin.source.path} is not quantized, so nothing is")
+    return checkpoint
+
+
+def _tell_errors(records: Sequence[FileRecord], tell: Callable[[str], None]) -> None:
+    from expertmesh.checkpoints.hf.requantized import Errors, error_lines
+
+    total: dict[str, Errors] = {}
+    for record in records:
+        for kind, found in record.errors.items():
+            total.setdefault(kind, Errors()).add(Errors(**found))  # type: ignore[arg-type]
+    for line in error_lines(total):
+        tell(line)
 
 
 def _to_be_written(source: Readable, how: HowToWrite) -> Readable:
@@ -157,6 +209,7 @@ def _prepare(source: Readable, out: Path, last: str, overwrite: bool) -> None:
     continued."""
     checkpoint = source.checkpoint
     read = [source.path, checkpoint.source.path, *(tensor.directory for tensor in checkpoint.carried)]
+    read += [] if checkpoint.origin is None else [checkpoint.origin.source.path]
     check_apart(out, dict.fromkeys([*read, *checkpoint.files]))
     side_files(checkpoint.source.path)  # what cannot go along is told before anything is written
     if out.exists() and not out.is_dir():
@@ -188,7 +241,8 @@ def _write(files: Sequence[OutputFile], out: Path, source: Readable, how: HowToW
 def _fingerprint(files: Sequence[OutputFile], checkpoint: Checkpoint) -> str:
     """A fingerprint of the source's files, by name, size and time, and of the plan."""
     state = hashlib.sha256()
-    for file in checkpoint.all_files:
+    origin = [] if checkpoint.origin is None else checkpoint.origin.all_files
+    for file in sorted({*checkpoint.all_files, *origin}):
         status = file.stat()
         state.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
     for plan in files:

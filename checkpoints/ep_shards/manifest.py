@@ -12,7 +12,7 @@ The manifest is written last: a directory without one is incomplete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -26,9 +26,11 @@ from expertmesh.checkpoints.hf.encodings import (
     Codes,
     Encoding,
     Scales,
+    StoredForm,
     TensorInfo,
     decoded,
     is_stored,
+    stored_forms,
 )
 from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
 from expertmesh.checkpoints.hf.source import (
@@ -120,9 +122,10 @@ def make_manifest(
     exported: Iterable[OutputTensor],
     carried: Sequence[Carried],
     origin: str,
+    forms: Mapping[str, StoredForm],
 ) -> dict[str, Any]:
     """The content of manifest.json; `exported` is what a Hugging Face directory of this model holds, beside what is
-    `carried`."""
+    `carried`, and `forms` how some of it is stored there."""
     tensors = []
     for file in files:
         for output in file.tensors:
@@ -157,8 +160,31 @@ def make_manifest(
             },
             "exported": export_table(exported),
             "carried": list(_carried_entries(carried, files, row_sums)),
+            "stored": {name: list(_part_entries(form)) for name, form in forms.items()},
         }
     )
+
+
+def _part_entries(form: StoredForm) -> Iterator[dict[str, Any]]:
+    for name, info in form.parts.items():
+        yield {"name": name, "dtype": info.dtype, "shape": list(info.shape)}
+
+
+def _open_forms(table: dict[str, Any], quantization: Any, transposed: bool) -> dict[str, StoredForm]:
+    """
+    Raises:
+        ValueError, LookupError, TypeError: the manifest is not as this version writes it.
+    """
+    forms: dict[str, StoredForm] = {}
+    for name, entries in table.items():
+        shapes = {str(entry["name"]): tuple(int(size) for size in entry["shape"]) for entry in entries}
+        dtypes = {str(entry["name"]): str(entry["dtype"]) for entry in entries}
+        parts = {part: TensorInfo("", shape, dtypes[part]) for part, shape in shapes.items()}
+        found = decoded(parts, quantization, transposed)
+        if found.problems or found.infos.keys() != {name} or found.infos[name].encoding is None:
+            raise ValueError(next(iter(found.problems.values()), f"{name} is not made of {', '.join(parts)}"))
+        forms |= stored_forms(found.infos, parts)
+    return forms
 
 
 def _carried_entries(
@@ -299,8 +325,12 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
         every = [output.tensor.name for output in exported] + [tensor.name for tensor in carried]
         if len(set(every)) < len(every):
             raise ValueError("it lists a tensor of an export twice")
+        # releases before this had no such table
+        forms = _open_forms(manifest.get("stored", {}), source.quantization, names.experts_transposed)
+        if not forms.keys() <= {output.tensor.name for output in exported}:
+            raise ValueError("it describes a tensor that no export has")
     files = sorted(source.path / file for file in headers)
-    return Checkpoint(source, tensors, [], infos, exported, carried, row_sums=row_sums, files=files)
+    return Checkpoint(source, tensors, [], infos, exported, carried, row_sums=row_sums, files=files, stored_forms=forms)
 
 
 def _placed(name: str, info: TensorInfo, header: dict[str, TensorInfo]) -> TensorInfo | None:

@@ -7,22 +7,25 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import lcm
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from expertmesh.checkpoints.hf.encodings import Encoding, pack, scale_values, widen
+from expertmesh.checkpoints.hf.encodings import WIDE, Encoding, pack, scale_values, widen
 from expertmesh.checkpoints.hf.mapping import Region
 from expertmesh.checkpoints.hf.reader import ParameterReader, SafetensorsReader, gather
 from expertmesh.checkpoints.storage.checksums import GRANULE, add_sums, row_sum
 from expertmesh.checkpoints.storage.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
 from expertmesh.checkpoints.storage.file_layout import OutputFile, OutputTensor
 from expertmesh.moe.base.whole import PARTIAL, whole
+
+if TYPE_CHECKING:
+    from expertmesh.checkpoints.hf.requantized import Requantized
 
 DONE = ".done"
 """What the name of a note ends with: the file of that name is written, and this is known of it."""
@@ -33,13 +36,15 @@ _CHUNK_BYTES = 16 * 2**20
 @dataclass(frozen=True)
 class FileRecord:
     """What is known of a written file: size, XXH3-128 of all of it and of its header, and each tensor's row sum, or, if
-    it is carried over, XXH3-64 of its content."""
+    it is carried over, XXH3-64 of its content. errors: of what was quantized anew, by kind of tensor (the fields of
+    `checkpoints.hf.requantized.Errors`)."""
 
     name: str
     num_bytes: int
     checksum: str
     header_checksum: str
     row_sums: dict[str, int]
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def write_files(
@@ -143,7 +148,15 @@ def _write_file(
             advance(len(content))
         row_sums[output.tensor.name] = row_sum_so_far if output.content is None else of_content.intdigest()
     header_checksum = xxhash.xxh3_128(file.header).hexdigest()
-    return FileRecord(file.name, num_bytes, digest.hexdigest(), header_checksum, row_sums)
+    return FileRecord(file.name, num_bytes, digest.hexdigest(), header_checksum, row_sums, _errors(file))
+
+
+def _errors(file: OutputFile) -> dict[str, dict[str, float]]:
+    if all(output.made_by is None for output in file.tensors):
+        return {}
+    from expertmesh.checkpoints.hf.requantized import errors_of  # needs torch
+
+    return {kind: asdict(found) for kind, found in errors_of(file.tensors).items()}
 
 
 def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Array, int]]:
@@ -151,6 +164,9 @@ def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Arr
     parameter's order has no row sum, nor has one that is carried over; that of encoded rows is in their codes' part."""
     if output.content is not None:
         yield from ((data, 0) for data in output.content())
+        return
+    if output.made_by is not None:
+        yield from ((data, 0) for data in _codes(output.made_by, reader))
         return
     if output.encoding is not None:
         yield from _encoded_blocks(output, output.encoding, reader)
@@ -165,6 +181,17 @@ def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Arr
             for data in _whole_granules(reader, region.parameter, rows, output.dtype):
                 yield data, row_sum(data, first_row)
                 first_row += len(data)
+
+
+def _codes(made: "Requantized", reader: ParameterReader) -> Iterator[Array]:
+    from expertmesh.checkpoints.hf.requantized import codes_of
+
+    def values(region: Region, rows: range) -> Array:
+        found = gather(reader, region.parameter, rows)
+        assert found is not None, region
+        return cast(*found, WIDE)
+
+    yield from codes_of(made, values)
 
 
 def _encoded_blocks(output: OutputTensor, encoding: Encoding, reader: ParameterReader) -> Iterator[tuple[Array, int]]:

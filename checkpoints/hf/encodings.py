@@ -9,7 +9,8 @@ Here the headers of files become those of the tensors that a model knows, and co
 transformers does (`Fp8Dequantize`, `convert_moe_packed_tensors`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +25,8 @@ WIDE = "BF16"
 """What codes are dequantized to."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the codes of four bits stand for, without the sign."""
 _NAMES = {**CODE_NAMES, "E2M1": "float4_e2m1"}
 _GROUP_BYTES = 16
 """Bytes of a group of MXFP4: 32 values share a scale."""
@@ -45,6 +47,25 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json for tensors that are stored as they are."""
     kept = {name: part for name, part in config.items() if name != _QUANTIZATION}
     return {name: without_quantization(part) if isinstance(part, dict) else part for name, part in kept.items()}
+
+
+def with_quantization(config: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that says of tensors' storage what another one says, in the same places; in the first, where it has
+    none of these."""
+    kept = _with_quantization(config, said)
+    if quantization_of(kept) is None:
+        kept[_QUANTIZATION] = quantization_of(said)
+    return kept
+
+
+def _with_quantization(config: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {
+        name: _with_quantization(part, said[name])
+        if isinstance(part, dict) and isinstance(said.get(name), dict)
+        else part
+        for name, part in config.items()
+    }
+    return {**kept, _QUANTIZATION: said[_QUANTIZATION]} if _QUANTIZATION in said else kept
 
 
 def check_quantization(quantization: Any, file: Path) -> None:
@@ -144,6 +165,40 @@ class TensorInfo:
         """(rows, columns) of codes, in each matrix of an encoded one."""
         rows, columns = self.shape[-2:]
         return (columns, rows) if self.encoded[0].transposed else (rows, columns)
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """How an encoded tensor is stored.
+
+    Attributes:
+        info: what it stands for.
+        parts: codes and then scales, by name, with the shapes and dtypes that a Hugging Face directory has.
+    """
+
+    info: TensorInfo
+    parts: dict[str, TensorInfo]
+
+
+def stored_forms(infos: Mapping[str, TensorInfo], stored: Mapping[str, TensorInfo]) -> dict[str, StoredForm]:
+    """Of the encoded ones among `infos`, by name.
+
+    Args:
+        stored: all tensors as the files have them.
+    """
+    forms = {}
+    for name, info in infos.items():
+        if info.encoding is not None:
+            _, scales = info.encoded
+            parts = (name if name in stored else f"{name}_blocks", scales.name)
+            forms[name] = StoredForm(info, {part: stored[part] for part in parts})
+    return forms
+
+
+def encodings_in(forms: Iterable[StoredForm]) -> str:
+    """How many tensors have which encoding, as in "33 tensors as float8_e4m3 with scales per block of 128 x 128"."""
+    counts = Counter(str(form.info.encoding) for form in forms)
+    return ", ".join(f"{count:,} tensors as {encoding}" for encoding, count in counts.items())
 
 
 @dataclass(frozen=True)
@@ -325,7 +380,7 @@ def widen(codes: Array, scales: Any, encoding: Encoding, first: tuple[int, int])
     (block_rows, block_columns), (rows, columns) = encoding.block, codes.shape
     tensor = torch.from_numpy(np.ascontiguousarray(codes))
     if encoding.codes == "E2M1":
-        values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])[tensor.int()]
+        values = torch.tensor([*E2M1, *(-value for value in E2M1)])[tensor.int()]
     else:
         values = tensor.view(getattr(torch, f"{_NAMES[encoding.codes]}{'fn' if encoding.codes == 'F8_E4M3' else ''}"))
         values = values.float()

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from expertmesh.checkpoints.hf.encodings import WIDE
 from expertmesh.checkpoints.hf.mapping import Region, overlap
+from expertmesh.checkpoints.hf.requantized import Requantized, error_lines, errors_of
 from expertmesh.checkpoints.hf.source import Checkpoint
 from expertmesh.checkpoints.shards import ShardedParameter, sharded_parameters
 from expertmesh.checkpoints.storage.directories import (
@@ -28,6 +31,7 @@ from expertmesh.checkpoints.storage.directories import (
 from expertmesh.checkpoints.storage.dtypes import as_bytes
 from expertmesh.checkpoints.storage.file_layout import INDEX_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
 from expertmesh.checkpoints.storage.tensors import as_array, torch_dtype
+from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import Ranks, Topology, raise_together
 
 # What rank 0 holds of a tensor whose rows lie on disk as they do in memory. An expert's matrix that is transposed
@@ -44,7 +48,7 @@ def export_model(
     max_shard_size: int = 5 * 10**9,
     tokenizer: Any = None,
     patient: Ranks | None = None,
-) -> None:
+) -> list[str]:
     """Write `out`, a directory that `transformers` loads. All ranks call it together.
 
     Args:
@@ -57,15 +61,23 @@ def export_model(
         patient: these ranks, where rank 0 may take longer to write what is carried over, of which the others have no
             part, than a collective's time limit.
 
+    Returns:
+        On rank 0, where tensors are quantized as their source has them, what that has changed, in lines.
+
     Raises:
         ExpertMeshError: on all ranks, when rank 0 cannot write. `out` is then as it was.
     """
+    told: list[str] = []
     with replacing(out) as partial:
         with raise_together(), write_errors(out):
             if partial is not None:
-                copy_side_files(checkpoint.source, partial, tokenizer, checkpoint.drops_untrained)
+                origin = None if checkpoint.origin is None else checkpoint.origin.source.path
+                copy_side_files(checkpoint.source, partial, tokenizer, checkpoint.drops_untrained, origin)
         with raise_together(patient), write_errors(out):
-            _write_weights(model, checkpoint, topology, partial, max_shard_size)
+            files = _write_weights(model, checkpoint, topology, partial, max_shard_size)
+        if partial is not None:
+            told = error_lines(errors_of(tensor for file in files for tensor in file.tensors))
+    return told
 
 
 @contextmanager
@@ -93,19 +105,21 @@ def replacing(out: Path) -> Iterator[Path | None]:
 
 def _write_weights(
     model: nn.Module, checkpoint: Checkpoint, topology: Topology, directory: Path | None, max_shard_size: int
-) -> None:
+) -> list[OutputFile]:
     """Write into `directory` on rank 0; on the others it is None."""
     shards = sharded_parameters(model, topology)
     files = plan_hf_files(checkpoint.in_hf_form, max_shard_size)
     # a write that fails must not leave the senders waiting: keep receiving, and say so at the end
-    failure: OSError | None = None
+    failure: Exception | None = None
     for file in files:
         with Output(file, directory) as output:
             for tensor in file.tensors:
-                if tensor.content is None:
+                if tensor.made_by is not None:
+                    _write_codes(tensor.made_by, shards, output)
+                elif tensor.content is None:
                     for piece in _pieces(tensor, shards):
                         output.write(piece)
-                elif directory is not None:  # the last ones: nobody waits to send any more
+                elif directory is not None:  # scales that are made already, or the last ones, which nobody sends
                     for data in tensor.content():
                         output.write_bytes(as_bytes(data))
         failure = failure or output.failure
@@ -113,6 +127,7 @@ def _write_weights(
         raise failure
     if directory is not None and len(files) > 1:
         (directory / INDEX_NAME).write_text(hf_index(files))
+    return files
 
 
 class Output:
@@ -122,7 +137,7 @@ class Output:
         self.plan = plan
         self.directory = directory
         self.file: BinaryIO | None = None
-        self.failure: OSError | None = None
+        self.failure: Exception | None = None
 
     def __enter__(self) -> "Output":
         if self.directory is not None:
@@ -169,6 +184,23 @@ def _pieces(output: OutputTensor, shards: dict[str, ShardedParameter]) -> Iterat
                 place = region.on_disk(region.rows)
                 (whole.t() if region.transposed else whole)[place] = rows
         yield whole
+
+
+def _write_codes(made: Requantized, shards: dict[str, ShardedParameter], output: Output) -> None:
+    """Codes of a tensor that is quantized as its source has it; on other ranks than 0, sending the values."""
+    dtype = torch_dtype(WIDE)
+    for strip in made.strips():
+        parts = []
+        for region, rows in strip.parts:
+            pieces = brought(shards[region.parameter], replace(region, rows=rows), dtype)
+            parts.append(as_array(torch.cat(list(pieces))))
+        if output.file is None or output.failure is not None:
+            continue
+        try:
+            for data in made.codes(strip, parts):
+                output.write_bytes(as_bytes(data))
+        except (OSError, ExpertMeshError) as error:  # of the source's files: others go on sending
+            output.failure = error
 
 
 def brought(shard: ShardedParameter, region: Region, dtype: torch.dtype) -> Iterator[Tensor]:

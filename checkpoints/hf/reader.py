@@ -118,6 +118,20 @@ class SafetensorsReader:
             path = self.checkpoint.source.path / info.file
             yield Piece(shared, data.T if region.transposed else data, info.dtype, tensor, path)
 
+    def stored(self, info: TensorInfo, index: tuple[int, ...], rows: range) -> tuple[Array, Array]:
+        """(codes, one per byte; bytes of the scales of their blocks) of some rows of a matrix of codes.
+
+        Args:
+            info: of a tensor of the checkpoint. index: of the matrix in it.
+        """
+        columns = range(info.code_matrix()[1])
+        return self._codes(info, index, rows, columns), self._stored_scales(info, index, rows, columns)
+
+    def is_encoded(self, parameter: str) -> bool:
+        """Whether all rows of a parameter are."""
+        places = self.places.get(parameter, [])
+        return bool(places) and all(self.checkpoint.infos[tensor.name].encoding is not None for _, tensor in places)
+
     def codes(self, parameter: str, rows: range) -> Array:
         """Codes, one per byte, of some rows of a parameter that `kept_encodings` has; complete blocks of rows."""
         return np.concatenate(list(self._by_region(parameter, rows, self._codes, item=1)))

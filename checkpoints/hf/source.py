@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from expertmesh.checkpoints.hf.carried import Carried, find_carried, summary
-from expertmesh.checkpoints.hf.encodings import TensorInfo, check_quantization, decoded, quantization_of
+from expertmesh.checkpoints.hf.encodings import (
+    StoredForm,
+    TensorInfo,
+    check_quantization,
+    decoded,
+    encodings_in,
+    quantization_of,
+    stored_forms,
+)
 from expertmesh.checkpoints.hf.mapping import DiskTensor
 from expertmesh.checkpoints.storage.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS
 from expertmesh.checkpoints.storage.file_layout import INDEX_NAME, SINGLE_NAME, OutputTensor
@@ -131,6 +139,9 @@ class Checkpoint:
         row_sums: of each tensor, where the directory has them (see `checkpoints.storage.checksums`).
         files: that hold the weights.
         problems: what does not match, where the caller asked to be told instead of stopped.
+        stored_forms: how encoded ones of `exported` lie in a Hugging Face directory, by name, as far as is known.
+        activation_scales: those that are `left_out`, as files have them.
+        origin: the checkpoint in whose encoding an export is; None: nothing is encoded.
     """
 
     source: ModelSource
@@ -144,6 +155,20 @@ class Checkpoint:
     row_sums: dict[str, int] | None = None
     files: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    stored_forms: dict[str, StoredForm] = field(default_factory=dict)
+    activation_scales: list[Carried] = field(default_factory=list)
+    origin: Checkpoint | None = None
+
+    def encoded_as(self, origin: Checkpoint) -> Checkpoint:
+        """The same, but that an export has the encoding that `origin` has in Hugging Face form.
+
+        Raises:
+            ExpertMeshError: it cannot be made.
+        """
+        from expertmesh.checkpoints.hf.requantized import check_encodable  # needs torch
+
+        check_encodable(origin)
+        return replace(self, origin=origin)
 
     def exporting(self, parameters: Collection[str], dtype: str) -> Checkpoint:
         """The same, but that an export has these parameters or buffers in another dtype."""
@@ -152,6 +177,11 @@ class Checkpoint:
             for output in self.exported
         ]
         return replace(self, exported=exported)
+
+    @property
+    def encodings(self) -> str:
+        """How many tensors of a Hugging Face directory have which encoding, in words."""
+        return encodings_in(self.stored_forms.values())
 
     @property
     def encoded_parameters(self) -> set[str]:
@@ -178,6 +208,12 @@ class Checkpoint:
     @property
     def in_hf_form(self) -> list[OutputTensor]:
         """All that a Hugging Face directory of this model holds; what is carried comes last."""
+        if self.origin is not None:
+            from expertmesh.checkpoints.hf.requantized import outputs_as_in  # needs torch
+
+            carried = [output for tensor in self.carried for output in tensor.as_stored()]
+            carried += [tensor.in_hf_form() for tensor in self.origin.activation_scales]
+            return [*outputs_as_in(self.origin, self.exported), *carried]
         return [*self.exported, *(tensor.in_hf_form() for tensor in self.carried)]
 
     @property
@@ -334,6 +370,8 @@ def open_hf(source: ModelSource, names: Names, strict: bool = True) -> Checkpoin
         left_out=found.left_out,
         files=files,
         problems=list(wrong.values()),
+        stored_forms=stored_forms({output.tensor.name: infos[output.tensor.name] for output in exported}, stored),
+        activation_scales=find_carried(found.left_out, stored, stored, source.path),
     )
 
 

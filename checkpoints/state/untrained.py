@@ -44,6 +44,23 @@ def check_carried(path: Path, checkpoint: Checkpoint) -> None:
         )
 
 
+def origin_of(path: Path) -> Path:
+    """The directory of the model that the run of a training checkpoint began with.
+
+    Raises:
+        ExpertMeshError: it is not known, or no longer there.
+    """
+    recorded = read_marker(path).get("carried")
+    said = recorded.get("path") if isinstance(recorded, dict) else None
+    if not isinstance(said, str) or not Path(said).is_dir():
+        raise ExpertMeshError(
+            f"{path}: --export-encoding source takes the model that the run began with, which is "
+            + (f"no longer in {said}" if isinstance(said, str) else "not recorded")
+            + "; say with --base where it is"
+        )
+    return Path(said)
+
+
 def with_carried(
     checkpoint: Checkpoint, marker: dict[str, Any], path: Path, strict: bool, base: Path | None
 ) -> Checkpoint:

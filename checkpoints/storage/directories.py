@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.checkpoints.hf.claims import without_untrained
-from expertmesh.checkpoints.hf.encodings import without_quantization
+from expertmesh.checkpoints.hf.encodings import with_quantization, without_quantization
 from expertmesh.checkpoints.hf.source import ModelSource, read_json
 from expertmesh.checkpoints.storage.paths import check_regular, named_file
 from expertmesh.moe import ExpertMeshError
@@ -45,20 +45,23 @@ SIDE_FILES = (
 )
 """What goes along with the weights: all that config.json and its like name, code included, which is only copied; and
 what must come with every copy. Not a model card: it describes the weights that the model came from."""
-# tables of weights in this or another form, what would have a directory taken for that of an adapter, and what some
-# say beside config.json of codes, which exports do not hold
-_NOT_ALONG = ("*.index.json", "manifest.json", "checkpoint.json", "adapter_config.json", "*quant*_config.json")
+# tables of weights in this or another form, and what would have a directory taken for that of an adapter
+_NOT_ALONG = ("*.index.json", "manifest.json", "checkpoint.json", "adapter_config.json")
+_OF_CODES = "*quant*_config.json"
+"""What some say of codes beside config.json."""
 _MOST_BYTES = 2**30
 
 
-def side_files(directory: Path) -> list[str]:
-    """Names of the files beside a model's weights that go along with them.
+def side_files(directory: Path, quantized: bool = False) -> list[str]:
+    """Names of the files beside a model's weights that go along with them; of `quantized` ones, also those that say how
+    they are.
 
     Raises:
         ExpertMeshError: one is no regular file, is a link out of the directory, or has more than 1 GiB.
     """
     found = {path.relative_to(directory).as_posix() for pattern in SIDE_FILES for path in directory.glob(pattern)}
-    names = sorted(name for name in found if not _matches(name, _NOT_ALONG) and not (directory / name).is_dir())
+    not_along = _NOT_ALONG if quantized else (*_NOT_ALONG, _OF_CODES)
+    names = sorted(name for name in found if not _matches(name, not_along) and not (directory / name).is_dir())
     for name in names:
         if name == CONFIG or _matches(name, TOKENIZER_FILES):  # which may be links to anywhere
             check_regular(directory / name)
@@ -76,13 +79,20 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def copy_side_files(source: ModelSource, out: Path, tokenizer: Any = None, drop_untrained: bool = False) -> None:
+def copy_side_files(
+    source: ModelSource,
+    out: Path,
+    tokenizer: Any = None,
+    drop_untrained: bool = False,
+    quantized_as: Path | None = None,
+) -> None:
     """Copy what goes along with the weights as it is; with `tokenizer`, this is saved in place of the source's own. A
     config that says that tensors are quantized no longer does; with RoPE scaling, it says which;
     where embedding and output projection are no longer tied, it says so.
 
     Args:
         drop_untrained: whether the config is no longer to claim what is not trained (see `checkpoints.hf.claims`).
+        quantized_as: directory whose config.json says how the tensors beside the config are quantized.
 
     Raises:
         ExpertMeshError: a file cannot be taken along (see `side_files`).
@@ -95,10 +105,12 @@ def copy_side_files(source: ModelSource, out: Path, tokenizer: Any = None, drop_
         config = without_untrained(config, source.config)
     if source.is_untied:
         config = _untied(config, source.config)
+    if quantized_as is not None:
+        config = with_quantization(config, read_json(quantized_as / CONFIG))
     not_along = (*(() if tokenizer is None else TOKENIZER_FILES),)
     if config.get("model_type") != found.get("model_type"):
         not_along += PROCESSOR_FILES
-    for name in side_files(source.path):
+    for name in side_files(source.path, quantized_as is not None):
         if not _matches(name, not_along):
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source.path / name, out / name)

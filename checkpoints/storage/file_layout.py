@@ -5,11 +5,14 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from expertmesh.checkpoints.hf.encodings import Encoding
 from expertmesh.checkpoints.hf.mapping import DiskTensor
 from expertmesh.checkpoints.storage.dtypes import DTYPE_BYTES, Array
+
+if TYPE_CHECKING:
+    from expertmesh.checkpoints.hf.requantized import Requantized
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -22,6 +25,7 @@ class OutputTensor:
     Attributes:
         encoding, part: of one that holds the codes of a parameter's rows, or their scales.
         content: of one that is no parameter's (see `checkpoints.hf.carried`), gives what it holds, piece by piece.
+        made_by: of codes that are made in the encoding of the source; the next tensor has their scales.
     """
 
     tensor: DiskTensor
@@ -29,6 +33,7 @@ class OutputTensor:
     encoding: Encoding | None = None
     part: Literal["codes", "scales"] | None = None
     content: Callable[[], Iterator[Array]] | None = field(default=None, compare=False)
+    made_by: "Requantized | None" = field(default=None, compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -61,11 +66,12 @@ class OutputFile:
 
 
 def plan_files(tensors: Sequence[OutputTensor], max_shard_size: int, prefix: str) -> list[OutputFile]:
-    """Files of at most `max_shard_size` bytes (or a single tensor), named PREFIX-00001-of-0000N.safetensors."""
+    """Files of at most `max_shard_size` bytes (or a single tensor; scales, which follow their codes, lie with them),
+    named PREFIX-00001-of-0000N.safetensors."""
     groups: list[list[OutputTensor]] = [[]]
     size = 0
     for output in tensors:
-        if groups[-1] and size + output.num_bytes > max_shard_size:
+        if groups[-1] and output.part != "scales" and size + output.num_bytes > max_shard_size:
             groups.append([])
             size = 0
         groups[-1].append(output)

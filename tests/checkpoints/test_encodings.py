@@ -174,8 +174,9 @@ def test_shards_keep_the_encoding(
         assert run("inspect", tmp_path / path, "--check") == 0
         said = capsys.readouterr().out
         assert ("quantized   " in said) == (path != "wide")
-        assert "quantization_config" not in (tmp_path / path / "config.json").read_text()
+        assert ("quantization_config" in (tmp_path / path / "config.json").read_text()) == (path != "wide")
     assert run("export", tmp_path / "ep4", tmp_path / "hf") == 0
+    assert "quantization_config" not in (tmp_path / "hf" / "config.json").read_text()
     assert run("verify", sources[name], tmp_path / "hf") == 0
     assert "bitwise equal" in capsys.readouterr().out
 

@@ -67,7 +67,7 @@ class Paths(nn.Module):
 
 
 # what each of two ranks uses, in each of its micro-batches
-USED = {
+USED: dict[str, list[tuple[list[int], list[int]]]] = {
     "one rank": [([1], []), ([1], [])],
     "another in the next": [([1], []), ([], [1])],
     "nobody": [([], []), ([], [])],

@@ -1,20 +1,28 @@
-"""Models that come in FP8 and MXFP4, trained and exported at EP 4."""
+"""Models that come in FP8 and MXFP4, trained and exported at EP 4, in bfloat16 and as they came."""
 
+import contextlib
+import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from expertmesh import train_ep
+from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.hf.encoders import encode
+from expertmesh.checkpoints.hf.encodings import Encoding
 from expertmesh.sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, in_full, sharded_model
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
-from tests.encoded import save_fp8, save_mxfp4
+from tests.encoded import BLOCK, save_fp8, save_mxfp4
 from tests.families.configs import tiny_model
 from tests.tiny import save_tokenizer
 
@@ -74,3 +82,102 @@ def test_trained_and_exported(
     sharded, _ = ranks.run(_logits, 4, hf, Topology(4, 4), family)[0]
     exported = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
     torch.testing.assert_close(sharded, exported(TOKENS_BS).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("family", "layout"), [("deepseek_v3", ["--ep-size", "4"]), ("gpt_oss", ["--ep-size", "2", "--pp-size", "2"])]
+)
+def test_exported_as_it_came(
+    ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, family: str, layout: list[str]
+) -> None:
+    """From a run, and from its checkpoint, the same codes: of what was trained, those of the checkpoint's bf16 export;
+    of the last layer, which was frozen, the source's. transformers reads what they stand for."""
+    argv = ["--model", str(models[family]), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--use-cpu"]
+    argv += ["--max-steps", "2", "--save-steps", "2", "--learning-rate", "1e-3", *layout, *FIXED_PRODUCTS]
+    argv += ["--export-encoding", "source", "--freeze", r"layers\.2\."]
+    results = ranks.run(_told_by_main, 4, [*argv, "--per-device-train-batch-size", "2"], join_group=False)
+    assert [code for code, _ in results] == [0] * 4, results
+    told = " ".join(results[0][1].split())
+    assert "is quantized: " in told
+    assert "blocks quantized anew: error at most" in told
+    hf, saved = tmp_path / "hf", tmp_path / "checkpoints" / "step-00000002"
+    for out, how in {"again": ["--export-encoding", "source"], "wide": []}.items():
+        assert main(["export", str(saved), str(tmp_path / out), *how]) == 0
+    found, again, wide, source = (read(path) for path in (hf, tmp_path / "again", tmp_path / "wide", models[family]))
+    assert found.keys() == again.keys() == source.keys()
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (source[name].dtype, source[name].shape), name
+        assert torch.equal(tensor.view(torch.uint8), again[name].view(torch.uint8)), name
+        if ".layers.2." in name:
+            assert torch.equal(tensor.view(torch.uint8), source[name].view(torch.uint8)), name
+    config = json.loads((hf / "config.json").read_text())
+    assert (
+        config["quantization_config"] == json.loads((models[family] / "config.json").read_text())["quantization_config"]
+    )
+    name = {"deepseek_v3": "model.layers.1.mlp.experts.3.up_proj.weight", "gpt_oss": EXPERTS}[family]
+    if family == "deepseek_v3":
+        codes, scales = encode(wide[name], Encoding("F8_E4M3", BLOCK, "F32"))
+        stored = (found[name], found[f"{name}_scale_inv"])
+    else:
+        codes, scales = encode(wide[name].transpose(1, 2).flatten(0, 1), Encoding("E2M1", (1, 32), "U8"))
+        codes, stored = codes[:, ::2] | codes[:, 1::2] << 4, (found[f"{name}_blocks"], found[f"{name}_scales"])
+    same = torch.from_numpy(codes).flatten() == stored[0].view(torch.uint8).flatten()
+    # blocks whose values are still the source's have its codes, which other encoders made
+    assert same.float().mean() > 0.5
+    assert torch.isin(torch.from_numpy(scales).flatten(), stored[1].contiguous().view(torch.uint8).flatten()).any()
+    theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.bfloat16).float().eval()
+    plain = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=torch.float32).named_parameters())
+    # three and one binary digits of a value behind the first
+    most = {"deepseek_v3": 0.04, "gpt_oss": 0.15}[family]
+    for name, parameter in theirs.named_parameters():
+        assert (parameter - plain[name]).norm() <= most * plain[name].norm(), name
+    sharded, _ = ranks.run(_logits, 4, hf, Topology(4, 4), family)[0]
+    torch.testing.assert_close(sharded, theirs(TOKENS_BS).logits, rtol=1e-5, atol=1e-5)
+
+
+def _told_by_main(argv: list[str]) -> tuple[int, str]:
+    """(exit code, standard output) of train_ep.py on this rank."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        code = train_ep.main([*FIXED_PRODUCTS, *argv])
+    return code, told.getvalue()
+
+
+EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.exhaustive
+def test_merged_as_it_came(ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path) -> None:
+    """LoRA beside a base in FP8: merged, then quantized; what has no adapter is the base's."""
+    source = models["deepseek_v3"]
+    argv = ["--model", str(source), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--use-cpu"]
+    argv += ["--max-steps", "2", "--save-steps", "0", "--learning-rate", "1e-2", "--ep-size", "2", *FIXED_PRODUCTS]
+    argv += ["--adapter", "lora", "--lora-targets", "o_proj", "--merge", "--export-encoding", "source"]
+    for code, told in ranks.run(_told_by_main, 2, argv, join_group=False):
+        assert code == 0, told
+    merge = ["merge", str(source), str(tmp_path / "adapter"), str(tmp_path / "again"), "--export-encoding", "source"]
+    assert main(merge) == 0
+    found, again, base = (read(path) for path in (tmp_path / "hf", tmp_path / "again", source))
+    assert found.keys() == again.keys() == base.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor.view(torch.uint8), again[name].view(torch.uint8)), name
+        assert torch.equal(tensor.view(torch.uint8), base[name].view(torch.uint8)) == ("o_proj" not in name), name
+
+
+def test_refused_before_training(ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path) -> None:
+    """An encoding that can be read, and has no published encoder."""
+    source = tmp_path / "model"
+    shutil.copytree(models["deepseek_v3"], source)
+    (file,) = source.glob("*.safetensors")
+    tensors, name = load_file(file), "model.layers.0.self_attn.o_proj.weight"
+    tensors[name] = tensors[name].float().to(torch.float8_e5m2)
+    save_file(tensors, file, {"format": "pt"})
+    argv = ["--model", str(source), "--dataset", str(tiny_data), "--output-dir", str(tmp_path / "out"), "--use-cpu"]
+    argv += ["--max-steps", "1", "--ep-size", "2", "--export-encoding", "source"]
+    results = ranks.run(run_main, 2, argv, join_group=False)
+    assert [code for code, _ in results] == [2, 2]
+    said = " ".join(results[0][1].split())
+    assert f"has {name} as float8_e5m2 with scales per block of 8 x 8, for which no encoder is published" in said
+    assert not (tmp_path / "out" / "hf").exists()
+    assert "step 1/1" not in said

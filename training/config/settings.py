@@ -29,6 +29,7 @@ SCHEDULES = (
 )  # fmt: skip
 """The values of `transformers.SchedulerType`."""
 OnSaveError = Literal["stop", "continue"]
+ExportEncoding = Literal["plain", "source"]
 OnNonfinite = Literal["stop", "skip"]
 MOST_PROFILED = 32
 """Steps that --profile takes at most: a step of a large model is some hundred thousand events of its trace."""
@@ -652,6 +653,12 @@ class CheckpointSettings:
         "Checkpoints and export", True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf"
     )
     max_shard_size: str = _flag("Checkpoints and export", "5GB", "Size of an exported safetensors file", metavar="SIZE")
+    export_encoding: ExportEncoding = _flag(
+        "Checkpoints and export",
+        "plain",
+        "Of tensors that --model has quantized (FP8, MXFP4): plain exports bfloat16; source quantizes them as they "
+        "were, unchanged blocks bit for bit",
+    )
     drop_untrained: bool = _flag(
         "Checkpoints and export",
         False,
