@@ -46,6 +46,10 @@ class Forward:
         targets: the targets for the head's loss; None: the head returns logits.
         split: the sequences of which each rank of a context-parallel group holds a part (`training.data.
             SplitSequences`); None: they are complete.
+        segments: lengths of the samples, and of the padding behind them, of complete sequences, one sequence after the
+            other; None: each is one sample.
+        layout: what modules that run sample by sample need to know of segments, once one has run
+            (`training.attention.by_sample.SampleLayout`).
         stage: the part of a pipeline that is run (`sharding.pipeline.cut.StageForward`); None: the complete model.
         weight_gradients: where backward may leave the gradients of experts' weights for later; None: it computes them.
         is_again: whether a layer is being recomputed for its backward. Its statistics are those of the first run:
@@ -61,6 +65,8 @@ class Forward:
     is_token_BS: Tensor | None = None
     targets: Targets | None = None
     split: Any = None
+    segments: tuple[int, ...] | None = None
+    layout: Any = None
     stage: Any = None
     weight_gradients: WeightGradients | None = None
     is_again: bool = False
@@ -85,6 +91,8 @@ class Forward:
         return Forward(
             self.is_token_BS,
             split=self.split,
+            segments=self.segments,
+            layout=self.layout,
             stage=self.stage,
             weight_gradients=self.weight_gradients,
             is_again=True,

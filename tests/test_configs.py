@@ -15,7 +15,8 @@ import pytest
 from expertmesh.moe import build_model, count_parameters, moe_layers, moe_shape
 from expertmesh.sharding import check_ep_size
 from expertmesh.training import TrainConfig, parse_config
-from expertmesh.training.attention.packed_attention import check_packing, choose_attention
+from expertmesh.training.attention.by_sample import apply_packing
+from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.foresight.memory import NEAR
 from expertmesh.training.foresight.planner.hardware import preset
 from expertmesh.training.foresight.planner.model_config import find_config, read_config
@@ -142,7 +143,7 @@ def test_a_recipe_fits_its_model(name: str) -> None:
     """What train_ep.py would refuse is not asked for, and what is asked for has an effect."""
     config, model = config_of(name), model_of(name)
     if config.packing:
-        check_packing(model)
+        apply_packing(model)
     if config.router_aux_loss_coef or config.router_z_loss_coef:
         assert hasattr(model.config, "router_aux_loss_coef")
         assert all(layer.router is not None for layer in moe_layers(model))

@@ -70,7 +70,8 @@ from expertmesh.sharding import (
 )
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
 from expertmesh.training.attention.flash_3 import use_flash_attention_3
-from expertmesh.training.attention.packed_attention import check_packing, choose_attention
+from expertmesh.training.attention.by_sample import apply_packing
+from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.attention.padded_lengths import padding_of
 from expertmesh.training.change.compiling import compile_layers
 from expertmesh.training.change.dense_precision import multiply_in_fp8
@@ -152,6 +153,8 @@ def assemble(
         ExpertMeshError: it cannot be built, or not be trained with these flags.
     """
     model = source.build(choose_attention(config.attn_implementation, config.packing, source.config))
+    if config.packing:
+        apply_packing(model)
     trained = []
     if config.adapter != "none":
         trained += [adapt(model, config).line(), *unquantized_lines(model, config)]
@@ -159,8 +162,6 @@ def assemble(
         trained.append(freeze(model, config.freeze).line())
     if config.dense_precision == "fp8":
         trained.append(multiply_in_fp8(model, device_type))
-    if config.packing:
-        check_packing(model)
     if config.cp_size > 1:
         apply_context_parallel(model, config.cp_size, config.packing)
     kernel = choose(config, model, device_type)

@@ -128,7 +128,8 @@ def weigh_losses(
 
 def forward_of(batch: Batch) -> Forward:
     """What a model with a `LossHead` is told of a batch beside its arguments."""
-    return Forward(batch.is_token_BS, Targets(batch.targets_BS, batch.target_index_N), batch.split)
+    targets = Targets(batch.targets_BS, batch.target_index_N)
+    return Forward(batch.is_token_BS, targets, batch.split, batch.segments)
 
 
 def token_loss_sum(model: Any, batch: Batch, forward: Forward | None = None) -> Tensor:

@@ -27,7 +27,6 @@ from tests.distributed.test_generate import ours as answers_of_ours
 from tests.distributed.test_replicas import find
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights, run_main
 from tests.families.configs import TEXT_IDS
-from tests.families.test_packing import REFUSED
 from tests.tiers import REPRESENTATIVES, diagonal
 from tests.tiny import relative_error, save_tokenizer
 
@@ -117,13 +116,7 @@ def report(cell: Cell) -> None:
 
 def packing(cell: Cell) -> None:
     """The loss and gradients of all rows are those of samples with a sequence each, and so are generations after the
-    update; or the run is refused, before anything is loaded."""
-    if cell.family in REFUSED:
-        argv = ["--model", cell.model, "--dataset", cell.data, "--output-dir", cell.out, "--use-cpu", "--packing"]
-        ((code, told),) = cell.ranks.run(run_main, 1, [*map(str, argv)], join_group=False)
-        assert code == 2
-        assert REFUSED[cell.family] in told
-        return
+    update."""
     common = ("--max-steps", 1, "--save-steps", 0, "--per-device-train-batch-size", 25, "--router-aux-loss-coef", 0)
     answering = ("--generate-steps", 1, "--generate-max-new-tokens", NEW_TOKENS, "--generate-prompts", "say 3")
     alone = cell.train(2, cell.out / "alone", *common, *answering)

@@ -1,4 +1,4 @@
-"""Every causal MoE family with packed samples: the loss of each by itself, or an error that says why not.
+"""Every causal MoE family with packed samples: the loss of each by itself, and every gradient.
 
 In one process; test_parity.py holds gradients on several ranks for some of them.
 """
@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from expertmesh.moe import ExpertMeshError, build_model
-from expertmesh.training.attention.packed_attention import OWN, check_packing, choose_attention
+from expertmesh.training.attention.by_sample import apply_packing
+from expertmesh.training.attention.packed_attention import OWN, choose_attention
 from expertmesh.training.data import Batch, collate
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.reference import random_samples
-from tests.families.configs import tiny_config, tiny_model
+from tests.families.configs import is_older, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
-from tests.tiny import loaded
+from tests.tiny import loaded, relative_error
 
 TOLERANCE = 1e-5
 LEAK = 1e-4
@@ -26,60 +28,83 @@ LEAK = 1e-4
 # of one token, and longer than windows (8) and than what DeepSeek-V4 compresses; one row is padded
 A, B, C, D, E, F, G = random_samples([13, 4, 27, 1, 9, 18, 3], vocabulary=290)
 ROWS = [[A, B, C], [D, E, F, G]]
-CARRIES = "carry a state from one token to the next"
-BLOCKS = "group a sequence's tokens in blocks"
-REFUSED = {
-    "axk2": "select the tokens to attend to in the complete sequence",
-    "bailing_hybrid": CARRIES,
-    "deepseek_v32": "select the tokens to attend to in the complete sequence",
-    "deepseek_v4": BLOCKS,
-    "dots3_note": "select the tokens to attend to in the complete sequence",
-    "glm_moe_dsa": "select the tokens to attend to in the complete sequence",
-    "granitemoehybrid": CARRIES,
-    "hy_v4": "select the tokens to attend to in the complete sequence",
-    "inkling_text": CARRIES,
-    "jamba": CARRIES,
-    "kimi_linear": CARRIES,
-    "lfm2_moe": CARRIES,
-    "minimax": CARRIES,
-    "minimax_m3_vl_text": BLOCKS,
-    "nemotron_h": CARRIES,
-    "qwen3_5_moe": CARRIES,
-    "qwen3_next": CARRIES,
-    "qwen4_exp": CARRIES,
-    "zaya": CARRIES,
-}
-"""What the error says. A family that is not here, as one that a new release brings, is packed or refused, and exact."""
+ALONE = [[sample] for row in ROWS for sample in row]
+CANCELLED = 1e-3
+"""Gradients below this share of the norm of all are held to the tolerance at that share."""
+FEW: dict[str, int] = {"index_topk": 2, "indexer_budget": 8, "index_topk_blocks": 2}
+"""How many tokens, or blocks of them, layers choose: fewer than the samples have."""
+MANY_HEADS = {"index_n_heads": 16, "indexer_n_heads": 16}
+"""Scores are sums of what is positive of each head's: of few heads' many are 0, and which of equal ones is chosen may
+turn on how many there are. Blocks are chosen by each head for itself."""
 SOME_WINDOWS = ["full_attention", "sliding_attention", "sliding_attention"]
 SINKS = ["flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_equals_alone_or_is_refused(family: str) -> None:
+def test_packed_equals_alone(family: str) -> None:
+    """A family that an older transformers has, and that cannot be packed there, is refused."""
     config = tiny_config(family)
-    refusal = why_refused(config)
-    if refusal is not None:
+    if is_older() and (refusal := why_refused(config)):
         assert refusal.startswith("--packing: ")
-        assert REFUSED.get(family, "") in refusal
         return
-    assert family not in REFUSED
-    chosen = choose_attention("auto", True, config)
     theirs = tiny_model(family, seed=1)
-    for attention in dict.fromkeys([chosen, choose_attention("eager", True, config)]):
-        model = loaded(build_model(config, attention), theirs).eval()
-        attach_loss_head(model, "full")
-        alone = sum(loss_of(model, collate([[sample]])) for row in ROWS for sample in row)
-        packed = collate(ROWS)
-        assert loss_of(model, packed) == pytest.approx(alone, rel=TOLERANCE), attention
+    for attention in dict.fromkeys([choose_attention(name, True, config) for name in ("auto", "eager")]):
+        model = packable(config, attention, theirs)
+        _compare(model, attention)
         # the same rows as if each were one sample
+        packed, alone = collate(ROWS), loss_of(model, collate(ALONE))
         leaking = loss_of(model, replace(packed, positions_BS=None, segments=None))
         assert abs(leaking - alone) > LEAK * alone, attention
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_choose_tokens(family: str) -> None:
+    """Each sample's own, by fewer choices than it has tokens."""
+    named = tiny_config(family).get_text_config().to_dict()
+    changes = {name: value for name, value in FEW.items() if name in named}
+    if not changes:
+        return
+    if "index_topk_blocks" not in changes:
+        changes |= {name: value for name, value in MANY_HEADS.items() if name in named}
+    config, theirs = tiny_config(family, **changes), tiny_model(family, seed=1, **changes)
+    attention = choose_attention("auto", True, config)
+    model = packable(config, attention, theirs)
+    _compare(model, str(changes))
+    scored_alike = {name: value for name, value in changes.items() if name in MANY_HEADS}
+    all_chosen = packable(tiny_config(family, **scored_alike), attention, theirs)
+    few, many = (loss_of(one, collate(ALONE)) for one in (model, all_chosen))
+    assert abs(few - many) > LEAK * many, "choices are to matter"
+
+
+def packable(config: Any, attention: str, theirs: Any) -> Any:
+    """A model as train_ep.py builds it for packed samples, with the weights of another."""
+    model = build_model(config, attention)
+    apply_packing(model)
+    attach_loss_head(loaded(model, theirs), "full")
+    return model
+
+
+def _compare(model: Any, what: str) -> None:
+    """Of packed samples, and of the same in a row each."""
+    (packed, packed_grads), (alone, grads) = (_loss_and_gradients(model, collate(rows)) for rows in (ROWS, ALONE))
+    assert packed == pytest.approx(alone, rel=TOLERANCE), what
+    assert packed_grads.keys() == grads.keys()
+    floor = CANCELLED * float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    errors = {name: relative_error(packed_grads[name], grad, floor) for name, grad in grads.items()}
+    assert not {name: error for name, error in errors.items() if not error <= TOLERANCE}, what
+
+
+def _loss_and_gradients(model: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    model.train().zero_grad()
+    loss = token_loss_sum(model, batch)
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def why_refused(config: Any) -> str | None:
     """By what train_ep.py asks before it loads a model."""
     try:
-        check_packing(build_model(config, choose_attention("auto", True, config)))
+        apply_packing(build_model(config, choose_attention("auto", True, config)))
     except ExpertMeshError as error:
         return str(error)
     return None

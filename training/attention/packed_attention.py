@@ -8,7 +8,6 @@ Shape suffixes: B sequences, S positions, N = B·S positions of all sequences, Q
 heads, G heads of keys and values, A head width.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
-from expertmesh.moe import ExpertMeshError, model_class, settled_attention
+from expertmesh.moe import ExpertMeshError, decoder_layers, model_class, settled_attention
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.transformers_private import replacing_sample_search
 from expertmesh.training.attention.flash import flash_attention, has_kernel
@@ -39,19 +38,8 @@ _SEE_ALL = frozenset({"attention", "full_attention", "sparse", "dense", "moe", "
 _BY_MASK = _SEE_ALL | {"sliding_attention", "chunked_attention"}
 """Kinds of layers that a mask keeps within a sample, or that look at each token by itself."""
 
-_STATE = (
-    "carry a state from one token to the next, also from one sample to the next in a packed sequence, and "
-    "transformers' PyTorch code for them does not reset it"
-)
-_BLOCKS = "group a sequence's tokens in blocks, which cross the ends of samples"
-_CHOICE = "select the tokens to attend to in the complete sequence, and select others if it contains other samples"
-_NOT_APART = {
-    r"linear_attention|mamba|conv|hybrid.*": _STATE,
-    r".*compressed.*|.*_sparse": _BLOCKS,
-    # the second as in transformers 5.17
-    r"indexed.*|.*_sparse_attention": _CHOICE,
-}
-"""Why no mask keeps the samples of a packed sequence apart, by patterns of the names of kinds of layers."""
+_WITHOUT_ATTENTION = frozenset({"linear_attention", "mamba", "conv"})
+"""Kinds of layers that see other tokens by a state or a convolution alone."""
 
 _NOT_FOR_ATTENTION = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "sliding_window"}
@@ -68,23 +56,19 @@ def choose_attention(attn_implementation: str, packing: bool, config: Any) -> st
 
     Raises:
         ExpertMeshError: packed sequences with flash attention: it takes no mask, and finds out only of single sequences
-            where their samples begin; or in a model with layers that no mask keeps within a sample.
+            where their samples begin.
     """
     if packing and "flash" in attn_implementation:
         raise ExpertMeshError(
             f"--attn-implementation {attn_implementation}: does not keep packed samples apart; with --packing use "
             "sdpa, which on a GPU in bf16 runs a flash-attention kernel sample by sample"
         )
-    if packing and (others := kinds_not_by_mask(config)):
-        raise ExpertMeshError(
-            f"--packing: {_why_not(config.model_type, others)}; leave it out, --group-by-length saves padding"
-        )
     settled = settled_attention(config, attn_implementation)
     has_windows = _has_windows(config.get_text_config())
     if packing and settled == "sdpa" and not has_windows:
         return OWN
     is_needed = packing or has_windows or settled == "eager"
-    return OWN if attn_implementation == "auto" and is_needed and _suits_own(config) else settled
+    return OWN if attn_implementation == "auto" and is_needed and _suits_own(config, packing) else settled
 
 
 def _has_windows(text_config: Any) -> bool:
@@ -93,27 +77,20 @@ def _has_windows(text_config: Any) -> bool:
     return not kinds <= _SEE_ALL if kinds else getattr(text_config, "sliding_window", None) is not None
 
 
-def _suits_own(config: Any) -> bool:
+def _suits_own(config: Any, packing: bool) -> bool:
     """Whether what its layers see of a sequence is the past or a window of it, and their attention is told all else by
-    arguments: as that of a family must be that has sdpa, or flash attention."""
+    arguments: as that of a family must be that has sdpa, or flash attention. Packed, layers without attention run
+    sample by sample."""
     kinds = kinds_of_layers(config.get_text_config())
     is_told = model_class(config)._supports_sdpa or model_class(config)._supports_flash_attn
-    return bool(is_told) and kinds <= _SEE_ALL | {"sliding_attention"}
+    suited = _SEE_ALL | {"sliding_attention"} | (_WITHOUT_ATTENTION if packing else frozenset())
+    return bool(is_told) and kinds <= suited
 
 
 def inner_attention(model: Any) -> str:
     """Name of the attention by which a model computes, context-parallel or not."""
     name: str = model.config._attn_implementation
     return name.removeprefix(CP_PREFIX)
-
-
-def _why_not(model_type: str, kinds: set[str]) -> str:
-    of_reason: dict[str, list[str]] = {}
-    for kind in sorted(kinds):
-        reasons = (reason for pattern, reason in _NOT_APART.items() if re.fullmatch(pattern, kind))
-        reason = next(reasons, "are not known to keep the samples of a packed sequence apart")
-        of_reason.setdefault(reason, []).append(kind)
-    return ", ".join(f"layers of {model_type} ({', '.join(found)}) {reason}" for reason, found in of_reason.items())
 
 
 def kinds_of_layers(text_config: Any) -> set[str]:
@@ -127,18 +104,16 @@ def kinds_not_by_mask(config: Any) -> set[str]:
     return kinds_of_layers(config.get_text_config()) - _BY_MASK
 
 
-def check_packing(model: Any) -> None:
-    """
-    Raises:
-        ExpertMeshError: neither transformers nor we have a mask that would keep apart samples in a sequence of this
-            model.
-    """
-    is_masked = inner_attention(model) == OWN or model.masks_by_position
-    if not is_masked and (unknown := kinds_of_layers(model.config.get_text_config()) - _MASKS.keys()):
-        raise ExpertMeshError(
-            f"--packing: nothing keeps packed samples apart in layers of {type(model).__name__} "
-            f"({', '.join(sorted(unknown))}); leave it out, --group-by-length saves padding"
-        )
+def kinds_by_layer(model: Any) -> list[str | None]:
+    """The kind of each of a model's layers as its config names it; None where all are alike."""
+    text_config, num_layers = model.config.get_text_config(), len(decoder_layers(model))
+    kinds = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None)
+    return [str(kind) for kind in kinds[:num_layers]] if kinds else [None] * num_layers
+
+
+def seen_by_mask(kind: str | None) -> bool:
+    """Whether all that a token sees in layers of this kind, beside itself, it sees by attention under a mask."""
+    return kind is None or kind in _BY_MASK
 
 
 def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
@@ -151,7 +126,8 @@ def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
         return {"attention_mask": batch.is_token_BS.long()}
     if inner_attention(model) == OWN:
         return {"segments": batch.segments}
-    if model.masks_by_position:
+    if model.masks_by_position or kinds_of_layers(model.config.get_text_config()) - _MASKS.keys():
+        # without a mask they run sample by sample, see `training.attention.by_sample`
         return {}
     return {"attention_mask": _masks(model, batch)}
 
