@@ -11,7 +11,7 @@ from expertmesh.moe.model.families import causal_families
 from expertmesh.moe.model.family_exceptions import UNSUPPORTED
 from expertmesh.training.attention.packed_attention import kinds_not_by_mask
 from expertmesh.training.foresight.support import METHODS
-from tests.families import test_context_parallel, test_packing
+from tests.families import test_context_parallel
 from tests.families.models_page import (
     PAGE,
     introduction,
@@ -71,7 +71,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, mixtral, incomplete, granite = capsys.readouterr().out.splitlines()
     assert mixtral == "| mixtral | yes | yes | yes | yes | yes |"
     assert incomplete == "| qwen4_exp | ? | ? | ? | ? | ? |"
-    assert granite == f"| {directory} | yes | yes | no: linear attention | no: linear attention | yes |"
+    assert granite == f"| {directory} | yes | yes | yes | no: linear attention | yes |"
     assert main(["families", "--table", "llama"]) == 2
     assert capsys.readouterr().err.startswith("moe: error: llama: no such file or directory")
 
@@ -82,7 +82,7 @@ def test_what_is_refused_is_what_the_tests_of_packing_and_cp_find(family: str) -
     if family in UNSUPPORTED:
         assert set(cells) == {"no"}
         return
-    assert cells[PACKING].startswith("no") == (family in test_packing.REFUSED)
+    assert cells[PACKING] == "yes"
     assert cells[CP].startswith("no") == (family in test_context_parallel.REFUSED)
 
 
@@ -90,4 +90,4 @@ def test_what_is_refused_is_what_the_tests_of_packing_and_cp_find(family: str) -
 def test_a_published_model_is_as_its_familys_row_says(name: str) -> None:
     """A model of a family with several kinds of layers might have only some of them."""
     refused = bool(kinds_not_by_mask(open_source(CONFIGS / name).config))
-    assert ROWS[model_type_of(name)][PACKING].startswith("no") == refused
+    assert ROWS[model_type_of(name)][CP].startswith("no") == refused

@@ -7,7 +7,7 @@ stays the family's own code, at full width.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from expertmesh.moe.model.probe import leaving_no_trace
 
 STEP_PART: StepPart = None
 
-_LARGE = 2**20
+_LARGE = 2**16
 """Parameters with more elements are alike in all dims but the last, which takes no memory."""
 
 
@@ -32,7 +32,9 @@ def standing_in_for_weights(model: Any) -> Iterator[None]:
     with _on_one_thread(), torch.device("cpu"), torch.no_grad(), leaving_no_trace(model), _WithoutWeights():
         for module in model.modules():
             module.training = False
-            module._parameters = {name: None if p is None else _values(p) for name, p in module._parameters.items()}
+            module._parameters = {
+                name: None if p is None else _values(p.shape) for name, p in module._parameters.items()
+            }
             module._buffers = {name: None if x is None else _known(x) for name, x in module._buffers.items()}
             if type(module).forward in (nn.Linear.forward, Linear.forward):
                 module.forward = partial(_some_features, module.out_features)
@@ -73,14 +75,14 @@ def _waves(ids: Tensor, weight: Tensor) -> Tensor:
     return torch.sin((ids.unsqueeze(-1) + 1) * (torch.arange(weight.shape[-1]) * 0.37 + 0.61))
 
 
-def _values(parameter: Tensor) -> nn.Parameter:
-    width = parameter.shape[-1] if parameter.dim() else 1
-    number = width if parameter.numel() > _LARGE else parameter.numel()
+@lru_cache(maxsize=256)
+def _values(shape: torch.Size) -> nn.Parameter:
+    width = shape[-1] if shape else 1
+    number = width if shape.numel() > _LARGE else shape.numel()
     values = torch.sin(torch.arange(number) * 1.7 + 0.4) * 0.3
     # those of norms, and the logarithms of decays, are near 1 and 0
-    values = values + 0.6 if parameter.dim() == 1 else values
-    shape = parameter.shape if number == parameter.numel() else (width,)
-    return nn.Parameter(values.view(shape).expand(parameter.shape), requires_grad=False)
+    values = values + 0.6 if len(shape) == 1 else values
+    return nn.Parameter(values.view(shape if number == shape.numel() else (width,)).expand(shape), requires_grad=False)
 
 
 def _known(buffer: Tensor) -> Tensor:

@@ -238,7 +238,9 @@ def tiny_model(model_type: str, seed: int, **changes: Any) -> PreTrainedModel:
         for buffer in persistent_buffers(model).values():
             if buffer.is_floating_point():
                 # below the spread of a router's scores: a larger bias would send all tokens to one expert
-                buffer.add_(0.02 * torch.randn(buffer.shape, generator=generator))
+                noise = 0.02 * torch.randn(buffer.shape, generator=generator)
+                # a matrix of decays is 0 where a token would see later ones
+                buffer.add_(noise.where(buffer != 0, 0.0) if buffer.dim() > 1 and buffer.any() else noise)
             elif buffer.dim() == 2 and not buffer.any():
                 # the experts of each token id, which only a checkpoint fills
                 experts = next(m.down_proj.shape[0] for m in model.modules() if hasattr(m, "is_concatenated"))

@@ -33,10 +33,9 @@ that is installed, from its default configs, or for a directory, a config.json o
   sequence (`--packing`). **CP**: context parallelism (`--cp-size`), by 2 ranks.
 - **tested**: against the family's own class in transformers, on tiny random models, on CPUs. *training*: losses,
   gradients and updated weights over several steps; *gradients*: loss and every gradient.
-- **no: ...** names the layers. *linear attention*, *mamba*, *conv* and *hybrid* carry a state from token to token, also
-  from one packed sample to the next; *compressed* and *sparse* ones put tokens together in blocks; *indexed attention*
-  chooses which of a sequence's tokens to see. None of them sees other tokens by attention alone, which is what CP
-  exchanges.
+- **no: ...** names the layers. *linear attention*, *mamba*, *conv* and *hybrid* carry a state from token to token;
+  *compressed* and *sparse* ones put tokens together in blocks; *indexed attention* chooses which of a sequence's tokens
+  to see. None of them sees other tokens by attention alone, which is what CP exchanges.
 - **models**: those whose config.json from the hub is tested (`tests/published`): parameters, active parameters, and
   routing come out as published. Their weights were never loaded here.
 - Not supported, as transformers has no class for them that marks its experts: Llama 4. Kimi K2: write `"model_type":

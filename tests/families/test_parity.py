@@ -16,11 +16,13 @@ from expertmesh.sharding import Topology
 from expertmesh.training.attention.packed_attention import choose_attention, kinds_not_by_mask
 from expertmesh.training.data import Sample, collate, pack
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.step import compute_gradients
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import compute_gradients, train_step
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     Case,
     Figures,
+    config_of,
     hf_model,
     in_full,
     ours,
@@ -116,6 +118,44 @@ def test_packed_rows(ranks: RankPool, tmp_path: Path, family: str) -> None:
         together = ranks.run(_gradients, topology.world_size, tmp_path, topology, family, packed, True)[0]
         assert together[0] == pytest.approx(alone[0], rel=TOLERANCE)
         compare(together[1], alone[1], CANCELLED * norm)
+
+
+PACKED: dict[str, tuple[Topology, dict[str, Any]]] = {
+    "full": (Topology(4, 2, "hybrid"), dict(gradient_checkpointing="full")),
+    "selective": (Topology(4, 4), dict(gradient_checkpointing="selective")),
+    "pipeline": (Topology(4, 2, pp_size=2), dict(gradient_checkpointing="selective")),
+    "adapters": (Topology(2, 2), dict(settings={"adapter": "lora", "lora_rank": 4, "base_dtype": "nf4"})),
+}
+"""Layers that run sample by sample, with what else has to do with a layer's forward."""
+
+
+@pytest.mark.parametrize(("family", "name"), diagonal(["qwen3_next", "qwen3_5_moe"], PACKED))
+def test_packed_training(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
+    """Losses of three updates by AdamW and weights after them, packed on several ranks, or a row each in one process."""
+    topology, settings = PACKED[name]
+    tiny_model(family, seed=1).save_pretrained(tmp_path)
+    lengths = torch.tensor([len(sample.tokens) for sample in SAMPLES])
+    packed = [[SAMPLES[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
+    alone = [[sample] for sample in SAMPLES]
+    unpacked = {**settings, "gradient_checkpointing": "none"}
+    (expected,) = ranks.run(_trained, 1, tmp_path, Topology(1, 1), family, alone, False, unpacked)
+    found = ranks.run(_trained, topology.world_size, tmp_path, topology, family, packed, True, settings)[0]
+    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE)
+    assert found[0][-1] < found[0][0]
+    compare(found[1], expected[1], 0.0, WEIGHT_TOLERANCE)
+
+
+def _trained(
+    path: Path, topology: Topology, family: str, rows: list[list[Sample]], packing: bool, settings: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
+    flags = {**settings.get("settings", {}), "packing": packing}
+    case = Case([], family=family, attention="auto", **{**settings, "settings": flags})
+    model, mesh, _ = sharded_model(path, topology, case)
+    optimizer = build_optimizer(model.train(), config_of(case, topology), mesh)
+    mine = rows[topology.data_index(torch.distributed.get_rank()) :: topology.data_size]
+    batches = [collate(mine[:2]), collate(mine[2:])]
+    results = [train_step(model, optimizer, batches, mesh, LossWeights(0.0, 0.0), 0.5) for _ in range(3)]
+    return [result.loss for result in results], in_full(dict(model.named_parameters()))
 
 
 def _gradients(

@@ -58,8 +58,7 @@ class SampleLayout:
 
 
 def lay_out(segments: Sequence[int], device: torch.device) -> SampleLayout:
-    """The layout of samples of these lengths. Less than a third of its positions are padding, if there is no sample so
-    short that rounding matters."""
+    """The layout of samples of these lengths. At most a quarter of its positions are padding."""
     lengths = np.array(segments)
     starts = np.cumsum(lengths) - lengths
     by_length = np.argsort(-lengths, kind="stable")
@@ -216,7 +215,9 @@ def apply_packing(model: Any) -> None:
         raise _refused(model, f"do not run with packed samples ({type(error).__name__}: {error})") from error
     for (of_packed_NX, of_alone_NX), layer in zip_longest(results, layers):
         if _differ(of_packed_NX, of_alone_NX):
-            raise _refused(model, f"({type(layer or model).__name__}) give others for packed samples than for each alone")
+            raise _refused(
+                model, f"({type(layer or model).__name__}) give others for packed samples than for each alone"
+            )
     for child in (child for layer in layers for child in layer.children()):
         if isinstance(child.forward, BySample) and any(isinstance(part, DroplessExperts) for part in child.modules()):
             raise _refused(model, f"({type(child).__name__}) mix tokens beside experts")
@@ -235,9 +236,13 @@ def _sample(length: int, place: int) -> Sample:
 def _forms(model: Any) -> list[Any]:
     """What the decoder layers are made of, equal for layers that do the same."""
     return [
-        (kind, *((path, type(part), *(p.shape for p in part.parameters(False))) for path, part in layer.named_modules()))
+        (kind, *((path, type(part), _shapes(part)) for path, part in layer.named_modules()))
         for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True)
     ]
+
+
+def _shapes(module: nn.Module) -> tuple[torch.Size | None, ...]:
+    return tuple(None if p is None else p.shape for p in module._parameters.values())
 
 
 def _seeing_others(model: Any, batch: Batch) -> set[tuple[Any, str]]:
@@ -256,7 +261,9 @@ def _seeing_others(model: Any, batch: Batch) -> set[tuple[Any, str]]:
             except _UnknownError:
                 # whether it had to be is found out by the complete model's results
                 return packed
-            if _differ(packed, apart) or not (is_masked or not _differ(packed, by_sample(own, tokens, *args, **kwargs))):
+            if _differ(packed, apart) or not (
+                is_masked or not _differ(packed, by_sample(own, tokens, *args, **kwargs))
+            ):
                 found.add(key)
             return apart
 
