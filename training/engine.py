@@ -68,9 +68,9 @@ from expertmesh.sharding import (
     raise_together,
     set_parameter_dtype,
 )
+from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
 from expertmesh.training.attention.flash_3 import use_flash_attention_3
-from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.attention.padded_lengths import padding_of
 from expertmesh.training.change.compiling import compile_layers

@@ -131,7 +131,8 @@ PACKED: dict[str, tuple[Topology, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("family", "name"), diagonal(["qwen3_next", "qwen3_5_moe"], PACKED))
 def test_packed_training(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
-    """Losses of three updates by AdamW and weights after them, packed on several ranks, or a row each in one process."""
+    """Losses of three updates by AdamW, and weights after them: packed on several ranks, or a row each in one
+    process."""
     topology, settings = PACKED[name]
     tiny_model(family, seed=1).save_pretrained(tmp_path)
     lengths = torch.tensor([len(sample.tokens) for sample in SAMPLES])

@@ -209,7 +209,7 @@ def apply_packing(model: Any) -> None:
         for layer, form in zip(layers, _forms(model), strict=True):
             for name, child in layer.named_children():
                 if (form, name) in found:
-                    child.forward = BySample(child.forward)  # type: ignore[method-assign]
+                    child.forward = BySample(child.forward)
         results = zip(_layers_results(model, packed), _layers_results(model, alone), strict=True)
     except Exception as error:
         raise _refused(model, f"do not run with packed samples ({type(error).__name__}: {error})") from error
@@ -272,7 +272,7 @@ def _seeing_others(model: Any, batch: Batch) -> set[tuple[Any, str]]:
     with standing_in_for_weights(model):
         for layer, form in zip(decoder_layers(model), _forms(model), strict=True):
             for name, child in layer.named_children():
-                child.forward = trying(child.forward, seen_by_mask(form[0]), (form, name))  # type: ignore[method-assign]
+                child.forward = trying(child.forward, seen_by_mask(form[0]), (form, name))
         _run(model, batch)
     return found
 
@@ -305,7 +305,7 @@ def _run(model: Any, batch: Batch) -> Tensor:
         return forward
 
     for layer, form in zip(decoder_layers(model), _forms(model), strict=True):
-        layer.forward = once(layer.forward, form)  # type: ignore[method-assign]
+        layer.forward = once(layer.forward, form)
     with told_whether_packed(model, batch), Forward(batch.is_token_BS, segments=batch.segments):
         output = model(
             **attention_arguments(model, batch),
