@@ -68,12 +68,13 @@ class StageMemory:
 
 def crossing(skips: Collection[tuple[int, int]], cut: int) -> tuple[int, int] | None:
     """The first (from, to) that forbids to end a stage with layer `cut`: what layer `from` gives is used beyond the
-    layer that follows it, and beyond the cut. None if it can be the last one of its stage.
+    layer that follows it, and beyond the cut; or others use what it made and did not give. None if it can be the last
+    one of its stage.
 
     Args:
         skips: see `Survey`; what comes from before the first layer forbids nothing.
     """
-    found = [(i, j) for i, j in sorted(skips) if 0 <= i < cut < j]
+    found = [(i, j) for i, j in sorted(skips) if 0 <= i and (i < cut < j or (i == cut and j == i + 1))]
     return found[0] if found else None
 
 

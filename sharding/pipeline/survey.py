@@ -106,8 +106,9 @@ class Survey:
         uses: of each parameter by name, the places where it is used: the number of a decoder layer, which also stands
             for what comes between it and the one before; `num_layers` for what comes after the last. All of them for
             one that is used before the first layer by a module that the layers are in.
-        skips: (from, to) where layer `to` uses what layer `from` gave, other than the layer before it; `BEFORE` and
-            `num_layers` as above.
+        skips: (from, to) where layer `to` uses what layer `from` gave, other than the layer before it; and with the
+            layer after it as `to` where any uses what `from` made and did not give, as keys and values in a table that
+            layers share. `BEFORE` and `num_layers` as above.
         given: what each layer gives.
         given_outside: what each module outside the layers that has parameters of its own gives, by path.
         flops: of a token's forward in each layer, then after the last.
@@ -218,6 +219,7 @@ class _Run:
         self.given_outside: dict[str, Any] = {}
         self.flops: dict[int, float] = dict.fromkeys(range(self.num_layers + 1), 0.0)
         self._origins: dict[int, frozenset[int]] = {}
+        self._inside: dict[int, int] = {}  # by storage, the layer that made it and did not give it
         self._alive: list[Tensor] = []  # storages that live have distinct addresses
         tokens_BS = torch.zeros(size, dtype=torch.long, device="meta")
         positions_BS = torch.zeros(size, dtype=torch.long, device="meta")
@@ -253,6 +255,7 @@ class _Run:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor):
                     self._set_origins(leaf, frozenset({number}))
+                    self._inside.pop(_storage(leaf), None)
 
         return leave
 
@@ -273,6 +276,8 @@ class _Run:
             self.flops[self.place] += flop_registry[operator.overloadpacket](*args, **kwargs, out_val=out)
         if self.layer is not None or self.place == self.num_layers:
             self.skips |= {(origin, self.place) for origin in found if origin not in (self.place - 1, self.place)}
+        inside = {self._inside[_storage(tensor)] for tensor in inputs if _storage(tensor) in self._inside}
+        self.skips |= {(origin, origin + 1) for origin in inside if origin != self.place}
         origins = found
         if self.layer is not None and (found or named):
             origins = frozenset({self.layer})
@@ -283,6 +288,8 @@ class _Run:
             # a view has what its base has, unless it was written to
             if isinstance(leaf, Tensor) and (_storage(leaf) not in storages or operator._schema.is_mutable):
                 self._set_origins(leaf, origins)
+                if self.layer in origins:
+                    self._inside[_storage(leaf)] = next(iter(origins))
 
     def _set_origins(self, tensor: Tensor, origins: frozenset[int]) -> None:
         self._alive.append(tensor)
