@@ -75,7 +75,7 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint, names: Names) -> tu
     whole = whole_model(checkpoint.source.config)
     if whole is not None:
         found = [output.tensor.name for output in checkpoint.exported] + sorted(others)
-        targets = _targets(whole, found)
+        targets = _targets(whole, found, names.shape.num_experts)
         missing = [same for same in _same_tensors(whole) if not same & targets.keys()]
         others -= {name for target in targets for name in targets[target]}
         if missing:
@@ -87,15 +87,15 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint, names: Names) -> tu
     return lacking, without_tensors
 
 
-def _targets(model: Any, found: Iterable[str]) -> dict[str, list[str]]:
+def _targets(model: Any, found: Iterable[str], num_experts: int) -> dict[str, list[str]]:
     """The names of tensors on disk by the tensor of a model of transformers that they make up."""
-    from expertmesh.checkpoints.hf.names import renamed
+    from expertmesh.checkpoints.hf.names import put_together
 
     known = dict.fromkeys(model.state_dict(), True)
     targets: dict[str, list[str]] = {}
-    for name, target, _ in renamed(model, found, known):
+    for target, _, names in put_together(model, found, known, num_experts):
         if target in known:
-            targets.setdefault(target, []).append(name)
+            targets.setdefault(target, []).extend(names)
     return targets
 
 

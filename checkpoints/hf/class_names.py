@@ -17,7 +17,7 @@ from expertmesh.moe import ExpertMeshError, model_class
 class ClassNames:
     """
     Attributes:
-        model: of that class, on the meta device; None where it is the class of the model that is trained.
+        model: of that class, on the meta device; None where our model is all of it.
         paths: (path in our model, path there) of the parts that both have.
     """
 
@@ -36,29 +36,33 @@ class ClassNames:
 
 
 def whole_model(config: Any) -> Any:
-    """On the meta device, the model that a config names; None where it is the causal language model that is trained, or
-    none of transformers' own.
+    """On the meta device, the model that a config names, with all its parts; None where it is a causal language model
+    without others, which is trained as it is. A config that names no class of transformers' own is of the one trained.
 
     Raises:
         ExpertMeshError: transformers cannot build it.
     """
     import transformers
 
+    trained = model_class(config)
     name = next(iter(config.architectures or ()), "")
     named: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
+        named = trained
+    if not isinstance(config, named.config_class or ()):
         return None
-    if named is model_class(config) or not isinstance(config, named.config_class or ()):
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if named is trained and is_causal and config.get_text_config() is config:
         return None
     try:
         with torch.device("meta"):
             return named(deepcopy(config))
     except Exception as error:
-        raise ExpertMeshError(f"transformers cannot build the {name} of this config.json: {error}") from error
+        raise ExpertMeshError(f"transformers cannot build the {named.__name__} of this config.json: {error}") from error
 
 
 def class_names(model: Any, config: Any) -> ClassNames:
-    """Build the class that a config names, if it is another one than our model's, and find our model in it.
+    """Build the class that a config names, if our model is not all of it, and find our model in it.
 
     Args:
         model: from `moe.build_model`, sharded or not.
@@ -70,6 +74,8 @@ def class_names(model: Any, config: Any) -> ClassNames:
     whole = whole_model(config)
     if whole is None:
         return ClassNames()
+    if isinstance(model, type(whole)):
+        return ClassNames(whole)
     inner = getattr(model, model.base_model_prefix)
     found = next((path for path, module in whole.named_modules() if isinstance(inner, type(module))), None)
     head = whole.get_output_embeddings()

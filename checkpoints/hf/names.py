@@ -16,6 +16,7 @@ from typing import Any
 from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
 from expertmesh.moe import DroplessExperts, decoder_layers, moe_layers, moe_shape
 from expertmesh.moe.experts.expert_mlp import ExpertParameter
+from expertmesh.moe.model.family_exceptions import SHARING_OUT
 from expertmesh.sharding import StateTensor, rows_of, saved_state, state_of
 
 Shape = tuple[int, ...]
@@ -37,12 +38,18 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor on disk that is a box of a target, beginning `at`. stacked: it lacks dim 0, where it is one expert."""
+    """A tensor on disk that is a box of a target, beginning `at`.
+
+    stacked: it lacks dim 0, where it is one expert. swapped: its last two dims lie the other way round on disk. first:
+    where along dim 0 of the tensor on disk it begins, where that holds several targets; None elsewhere.
+    """
 
     name: str
     shape: Shape
     at: Shape
     stacked: bool
+    swapped: bool = False
+    first: int | None = None
 
 
 _Sources = dict[str | None, list[str]]
@@ -95,6 +102,8 @@ class Names:
         self._computed = {name for name, part in state_of(model).items() if not part.persistent}
         self._ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         self._beyond = _layers_beyond(model)
+        self._left_out = dict.fromkeys((name for names in model.left_out.values() for name in names), True)
+        self._left_out_parts = tuple(f"{path}." for path in model.left_out)
 
     def _all_targets(self, state: Mapping[str, StateTensor]) -> dict[str, _Target]:
         targets: dict[str, _Target] = {}
@@ -118,19 +127,23 @@ class Names:
         from transformers.core_model_loading import dot_natural_key
 
         matched = Matched()
-        sources, copies, by_pattern = self._sorted_out(found, matched)
+        sources, copies, converters = self._sorted_out(found, matched)
         natural = {name: dot_natural_key(name) for name in found}
-        tensors: list[tuple[Any, DiskTensor]] = []
+        tensors: dict[str, tuple[Any, DiskTensor]] = {}
         covered: dict[str, list[range]] = {name: [] for name in self.parameters}
         for target, by_source in sources.items():
             wanted = self._targets[target]
-            for piece in self._pieces(target, wanted, by_source, by_pattern, found, matched.problems):
+            for piece in self._pieces(target, wanted, by_source, converters, found, matched.problems):
                 regions = tuple(_regions(piece, wanted, matched.problems))
                 if regions:
-                    tensors.append(((wanted.place, natural[piece.name]), DiskTensor(piece.name, piece.shape, regions)))
+                    # parts of one tensor may be of several targets
+                    place, tensor = tensors.get(
+                        piece.name, ((wanted.place, natural[piece.name]), DiskTensor(piece.name, piece.shape, ()))
+                    )
+                    tensors[piece.name] = place, DiskTensor(piece.name, piece.shape, (*tensor.regions, *regions))
                 for region in regions:
                     covered[region.parameter].append(region.rows)
-        matched.tensors.extend(tensor for _, tensor in sorted(tensors, key=lambda pair: pair[0]))
+        matched.tensors.extend(tensor for _, tensor in sorted(tensors.values(), key=lambda pair: pair[0]))
         for name, target in copies.items():
             matched.tied_copies.extend(self._copy(name, found[name], target, matched.problems))
         self._check_coverage(covered, sources, matched.problems)
@@ -138,30 +151,36 @@ class Names:
 
     def _sorted_out(
         self, found: Mapping[str, Shape], matched: Matched
-    ) -> tuple[dict[str, _Sources], dict[str, str], dict[str, Any]]:
-        """By target, the tensors that make it up; of copies of a tied one, their target; converters by their patterns.
-        What belongs to no target goes into `matched`."""
-        known = {**dict.fromkeys(self._targets, True), **dict.fromkeys(self.aliases, True)}
+    ) -> tuple[dict[str, _Sources], dict[str, str], dict[str, "_Converter"]]:
+        """By target, the tensors that make it up; of copies of a tied one, their target; what converts the tensors of
+        each pattern. What belongs to no target goes into `matched`."""
+        known = {**dict.fromkeys(self._targets, True), **dict.fromkeys(self.aliases, True), **self._left_out}
         sources: dict[str, _Sources] = {}
         copies: dict[str, str] = {}
-        for name, target, pattern in renamed(self.model, found, known):
+        others: dict[str, bool] = {}
+        for target, pattern, names in put_together(self.model, found, known, self.shape.num_experts):
             if target in self.aliases:
-                copies[name] = self.aliases[target]
+                copies |= dict.fromkeys(names, self.aliases[target])
             elif target in self._targets:
-                sources.setdefault(target, {}).setdefault(pattern, []).append(name)
-            elif self._is_untrained(name, target):
-                matched.untrained.append(name)
+                sources.setdefault(target, {}).setdefault(pattern, []).extend(names)
             else:
+                others |= {name: others.get(name, True) and self._is_untrained(name, target) for name in names}
+        placed = {name for by_source in sources.values() for names in by_source.values() for name in names}
+        for name, is_untrained in others.items():
+            if is_untrained and name not in placed:
+                matched.untrained.append(name)
+            elif name not in placed:
                 matched.problems[name] = _no_place(name)
         for name, target in list(copies.items()):
             if target not in sources:  # the only one there is
                 sources[target] = {None: [name]}
                 del copies[name]
-        by_pattern = {pattern: entry for entry in _converters(self.model) for pattern in entry.source_patterns}
-        return sources, copies, by_pattern
+        return sources, copies, _by_pattern(self.model)
 
     def _is_untrained(self, name: str, target: str) -> bool:
         is_beyond = self._beyond is not None and bool(self._beyond.match(target))
+        if target in self._left_out or target.startswith(self._left_out_parts):
+            return True
         is_ignored = any(pattern.search(name) or pattern.search(target) for pattern in self._ignored)
         return is_ignored or is_beyond or self.is_computed(target)
 
@@ -181,7 +200,7 @@ class Names:
         target: str,
         wanted: _Target,
         by_source: _Sources,
-        by_pattern: dict[str, Any],
+        converters: dict[str, "_Converter"],
         found: Mapping[str, Shape],
         problems: dict[str, str],
     ) -> Iterator[_Piece]:
@@ -193,8 +212,8 @@ class Names:
                 problems[name] = _misshapen(name, found[name], wanted.shape)
         converted = {pattern: names for pattern, names in by_source.items() if pattern is not None}
         if converted:
-            converter = by_pattern[next(iter(converted))]
-            yield from _interpret(converter, target, wanted, converted, found, problems)
+            converter = converters[next(iter(converted))]
+            yield from converter.pieces(target, wanted, converted, found, problems)
 
     def _check_coverage(
         self,
@@ -274,6 +293,32 @@ def renamed(model: Any, found: Iterable[str], known: dict[str, bool]) -> Iterato
         yield (name, name, None) if target not in known and name in known else (name, target, pattern)
 
 
+def put_together(
+    model: Any, found: Iterable[str], known: dict[str, bool], num_experts: int
+) -> Iterator[tuple[str, str | None, list[str]]]:
+    """(tensor of transformers' model, the pattern of the converter that makes it, those on disk that make it up). A
+    tensor on disk may be in several: as a part of each, if it is taken apart.
+
+    Args:
+        num_experts: of each experts module.
+    """
+    converters = _by_pattern(model)
+    made_of: dict[tuple[str, str | None], list[str]] = {}
+    for name, target, pattern in renamed(model, found, known):
+        made_of.setdefault((target, pattern), []).append(name)
+    for (target, pattern), names in made_of.items():
+        if pattern is None:
+            yield target, None, names
+            continue
+        for other, some in converters[pattern].targets_of(target, names, num_experts):
+            if some:
+                yield other, pattern, some
+
+
+def _by_pattern(model: Any) -> dict[str, "_Converter"]:
+    return {pattern: _Converter(entry) for entry in _converters(model) for pattern in entry.source_patterns}
+
+
 def _converters(model: Any) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -300,35 +345,112 @@ def _layers_beyond(model: Any) -> re.Pattern[str] | None:
     return re.compile(rf"{re.escape(path)}\.({numbers})\.")
 
 
-def _interpret(
-    converter: Any,
-    target: str,
-    wanted: _Target,
-    sources: dict[str, list[str]],
-    found: Mapping[str, Shape],
-    problems: dict[str, str],
-) -> Iterator[_Piece]:
-    """What transformers' operations make of tensors on disk, without doing it."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist
+class _Converter:
+    """What one of transformers' converters makes of tensors on disk, without doing it.
 
-    first = next(iter(sources.values()))[0]
-    merges, joined = False, None
-    for operation in converter.operations:
-        if isinstance(operation, MergeModulelist) and operation.dim == 0 and joined is None:
-            merges = True
-        elif isinstance(operation, Concatenate) and joined is None:
-            joined = operation.dim
-        else:
+    Attributes:
+        merges: whether it stacks tensors of one expert each. joined: along which dim it concatenates. chunked: whether
+            each of its targets is a part along dim 0 of one tensor. shared_out: whether of the experts that it stacks
+            each of its targets has as many as the others. transposes: its operation that swaps the last two dims.
+        unknown: an operation that is not understood; None if all are.
+    """
+
+    def __init__(self, converter: Any):
+        from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose
+
+        self.converter = converter
+        self.merges = self.chunked = self.shared_out = False
+        self.joined: int | None = None
+        self.transposes: Any = None
+        self.unknown: Any = None
+        alone = len(converter.operations) == 1
+        for operation in converter.operations:
+            if isinstance(operation, MergeModulelist) and operation.dim == 0 and self.joined is None:
+                self.merges = True
+            elif isinstance(operation, Concatenate) and self.joined is None:
+                self.joined = operation.dim
+            elif type(operation) is Transpose and alone:
+                self.transposes = operation
+            elif type(operation) is Chunk and alone and operation.dim == 0 and not operation.num_shards_attribute:
+                self.chunked = True
+            elif type(operation).__name__ in SHARING_OUT and alone and operation.stack_dim == 0:
+                self.merges = self.shared_out = True
+                self.joined = operation.concat_dim if len(converter.source_patterns) > 1 else None
+            else:
+                self.unknown = operation
+                break
+
+    def targets_of(self, target: str, names: list[str], num_experts: int) -> list[tuple[str, list[str]]]:
+        """What tensors of one pattern become parts of, each with those that do.
+
+        Args:
+            target: the first of them, of which transformers derives the names of the others.
+        """
+        patterns = self.converter.target_patterns
+        if not self.chunked and not self.shared_out:
+            return [(target, names)]
+        targets = [target.replace(patterns[0], pattern) for pattern in patterns]
+        if self.chunked:
+            return [(other, names) for other in targets]
+        numbers = _numbers(names) or range(len(names))
+        return [
+            (other, [name for number, name in zip(numbers, names, strict=True) if number // num_experts == place])
+            for place, other in enumerate(targets)
+        ]
+
+    def pieces(
+        self,
+        target: str,
+        wanted: _Target,
+        sources: dict[str, list[str]],
+        found: Mapping[str, Shape],
+        problems: dict[str, str],
+    ) -> Iterator[_Piece]:
+        """The boxes of a target that tensors on disk are."""
+        first = next(iter(sources.values()))[0]
+        by_place = [sources.get(pattern, []) for pattern in self.converter.source_patterns]
+        if self.unknown is not None:
             problems[first] = (
-                f"tensor {first}: transformers makes {target} of it by {operation!r}, which this version cannot read"
+                f"tensor {first}: transformers makes {target} of it by {self.unknown!r}, which this version cannot read"
             )
-            return
-    by_place = [sources.get(pattern, []) for pattern in converter.source_patterns]
-    if merges:
-        yield from _stacked(by_place, joined, wanted, found, problems)
+        elif self.transposes is not None:
+            yield from _transposed(first, self.transposes, wanted, found, problems)
+        elif self.chunked:
+            patterns = self.converter.target_patterns
+            place = max(range(len(patterns)), key=lambda place: len(patterns[place]) * (patterns[place] in target))
+            yield from _chunk(first, place, len(patterns), wanted, found, problems)
+        elif self.merges:
+            yield from _stacked(by_place, self.joined, wanted, found, problems, self.shared_out)
+        else:
+            assert self.joined is not None, "a converter has an operation"
+            yield from _one_behind_the_other(chain(*by_place), self.joined, wanted, found, problems)
+
+
+def _transposed(
+    name: str, operation: Any, wanted: _Target, found: Mapping[str, Shape], problems: dict[str, str]
+) -> Iterator[_Piece]:
+    """A tensor whose last two dims lie the other way round; or, where transformers looks first, may do so."""
+    dims = len(wanted.shape)
+    at, there = (0,) * dims, (*wanted.shape[:-2], *wanted.shape[:-3:-1])
+    if {operation.dim0 % dims, operation.dim1 % dims} != {dims - 2, dims - 1}:
+        problems[name] = f"tensor {name}: transformers transposes it by {operation!r}, which this version cannot read"
+    elif operation.check_dims and found[name] == wanted.shape:
+        yield _Piece(name, found[name], at, stacked=False)
+    elif found[name] == there:
+        yield _Piece(name, found[name], at, stacked=False, swapped=True)
     else:
-        assert joined is not None, "a converter has an operation"
-        yield from _one_behind_the_other(chain(*by_place), joined, wanted, found, problems)
+        problems[name] = _misshapen(name, found[name], there)
+
+
+def _chunk(
+    name: str, place: int, chunks: int, wanted: _Target, found: Mapping[str, Shape], problems: dict[str, str]
+) -> Iterator[_Piece]:
+    """One of several equal parts of a tensor along dim 0."""
+    rows, *others = wanted.shape
+    if found[name] == (rows * chunks, *others):
+        yield _Piece(name, found[name], (0,) * len(wanted.shape), stacked=False, first=place * rows)
+    else:
+        problems[name] = _misshapen(name, found[name], (rows * chunks, *others))
 
 
 def _stacked(
@@ -337,13 +459,17 @@ def _stacked(
     wanted: _Target,
     found: Mapping[str, Shape],
     problems: dict[str, str],
+    shared_out: bool,
 ) -> Iterator[_Piece]:
     """One tensor per expert; those of several places, gate and up, are of one size, and joined along a dim."""
     box = list(wanted.shape[1:])
     if joined is not None:
         box[joined - 1] //= len(by_place)
     for place, names in enumerate(by_place):
-        for number, name in zip(_numbers(names) or range(len(names)), names, strict=True):
+        numbers = _numbers(names) or list(range(len(names)))
+        # of experts that several targets share the numbers go on from those of another one
+        before = min(numbers, default=0) // wanted.shape[0] * wanted.shape[0] if shared_out else 0
+        for number, name in zip((number - before for number in numbers), names, strict=True):
             if found[name] != tuple(box):
                 problems[name] = _misshapen(name, found[name], tuple(box))
             elif number >= wanted.shape[0]:
@@ -374,6 +500,10 @@ def _one_behind_the_other(
 def _regions(piece: _Piece, wanted: _Target, problems: dict[str, str]) -> Iterator[Region]:
     """Our parameters' rows in a tensor on disk, block by block."""
     sizes = (1, *piece.shape) if piece.stacked else piece.shape
+    if piece.swapped:
+        sizes = (*sizes[:-2], *sizes[:-3:-1])
+    if piece.first is not None:
+        sizes = wanted.shape
     box = [range(at, at + size) for at, size in zip(piece.at, sizes, strict=True)]
     if any(run.stop > size for run, size in zip(box, wanted.shape, strict=True)):
         problems[piece.name] = f"tensor {piece.name} has shape {list(piece.shape)}, more than its place in the model"
@@ -385,7 +515,8 @@ def _regions(piece: _Piece, wanted: _Target, problems: dict[str, str]) -> Iterat
                 f"tensor {piece.name} is split along another dim than 0 of {name}; this version reads dim-0 slices only"
             )
         else:
-            yield Region(name, box[0] if wanted.shape else range(1))
+            rows = box[0] if wanted.shape else range(1)
+            yield Region(name, rows, first=piece.first or 0, transposed=piece.swapped)
         return
     for number in box[0]:
         for name, expert in wanted.parts:
@@ -422,7 +553,7 @@ def _expert_region(
         index=() if piece.stacked else (number,),
         first=place.first + place.step * least - run.start,
         step=place.step,
-        transposed=place.dim == 2,
+        transposed=(place.dim == 2) != piece.swapped,
     )
 
 

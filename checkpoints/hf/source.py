@@ -190,7 +190,19 @@ class Checkpoint:
         return {region.parameter for tensor in tensors for region in tensor.regions}
 
     def dropping_untrained(self) -> Checkpoint:
-        """The same, but that what is not trained does not go along."""
+        """The same, but that what is not trained does not go along.
+
+        Raises:
+            ExpertMeshError: a config.json without it would describe no model.
+        """
+        from expertmesh.moe import model_class
+
+        config = self.source.config
+        if isinstance(config, model_class(config).config_class) and config.get_text_config() is not config:
+            raise ExpertMeshError(
+                f"--drop-untrained: transformers has no class for the language model of a {config.model_type} alone, "
+                "so its config.json would still claim the rest; leave out the flag"
+            )
         return replace(self, carried=[], drops_untrained=True)
 
     def stretched(self, scaling: RopeScaling, names: Names) -> Checkpoint:

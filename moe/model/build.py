@@ -3,10 +3,13 @@
 All else stays Hugging Face's: routers, shared experts and their gates, dense layers, attention, norms.
 """
 
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from expertmesh.moe.experts.shared_experts import Beside
 from expertmesh.moe.forward import Forward, current_forward, give_forwards
 from expertmesh.moe.kernels.expert_kernels import ExpertKernel, Needs
 from expertmesh.moe.model.counts import ParameterCounts, active_parameters
-from expertmesh.moe.model.probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs
+from expertmesh.moe.model.probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs, unmet_by_text
 from expertmesh.moe.model.rope import forget_earlier_rows
 
 STEP_PART: StepPart = None
@@ -48,8 +51,6 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     _make_constants_buffers(model)
     seen = probe(model)
     _fill_buffers(model)
-    if not seen.experts:
-        raise ExpertMeshError(_without_experts(model))
     forget_earlier_rows(model)
     swap_experts(model, seen)
     _check_alike(model)
@@ -79,8 +80,6 @@ def _without_experts(model: nn.Module) -> str:
 
 
 def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import AutoModelForCausalLM
-
     config = deepcopy(config)
     # HF would compute its balancing loss of all logits; ours, in moe.losses, is over all ranks
     text_config = config.get_text_config()
@@ -88,15 +87,104 @@ def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.flo
         text_config.output_router_logits = False
     with torch.device("meta"):
         attn_implementation = settled_attention(config, attn_implementation)
+        auto, _ = _classes(config)
         try:
-            return AutoModelForCausalLM.from_config(
-                config, attn_implementation=attn_implementation, dtype=dtype, trust_remote_code=False
+            model = auto.from_config(
+                config,
+                attn_implementation=_of_text(config, attn_implementation),
+                dtype=dtype,
+                trust_remote_code=False,
             )
         except Exception as error:
             raise ExpertMeshError(
                 f"transformers cannot build a model of type {config.model_type} from this config.json "
                 f"with --attn-implementation {attn_implementation}: {type(error).__name__}: {error}"
             ) from error
+    if not any(True for _ in expert_modules(model)):
+        raise ExpertMeshError(_without_experts(model))
+    _run_on_text(model)
+    _give_head(model)
+    leave_out(model, unmet_by_text(model))
+    return model
+
+
+def _of_text(config: Any, attn_implementation: str) -> str | dict[str, str]:
+    """An attention for the language model; the other parts of a config, which are not run, get one that all have."""
+    text = config.get_text_config()
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    if text is config or not any(part is not None and part.get_text_config() is text for part in parts.values()):
+        return attn_implementation
+    others = {name: "eager" for name, part in parts.items() if part is None or part.get_text_config() is not text}
+    return {name: others.get(name, attn_implementation) for name in ("", *parts)}
+
+
+def leave_out(model: Any, paths: Collection[str]) -> None:
+    """Empty the modules at `paths`, in place: their parameters and buffers, and the modules in them, are gone, and
+    checkpoints carry their tensors over. `model.left_out` has the names of these tensors, by path.
+
+    Beside experts, parameters that their family never trains stay: a checkpoint may hold them in one tensor with those
+    of the experts that are trained.
+    """
+    from transformers import PreTrainedModel
+
+    before = list(model.state_dict())
+    for path in paths:
+        module = model.get_submodule(path)
+        _empty(module, keeps_constants=any(True for _ in expert_modules(module)))
+        if not isinstance(module, PreTrainedModel) and not any(True for _ in module.parameters()):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, nn.Module())  # a linear layer without a weight is none
+    after = set(model.state_dict())
+    model.left_out = {
+        path: frozenset(name for name in before if name.startswith(f"{path}.") and name not in after) for path in paths
+    }
+
+
+def _empty(module: nn.Module, keeps_constants: bool) -> None:
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None or parameter.requires_grad or not keeps_constants:
+            del module._parameters[name]
+    module._buffers.clear()
+    for name, child in list(module.named_children()):
+        _empty(child, keeps_constants)
+        if not any(True for _ in child.parameters()):
+            del module._modules[name]
+
+
+def _run_on_text(model: Any) -> None:
+    """Have a model that has no forward of its own for text, but holds one that has, run the latter, in place."""
+    if _predicts_tokens(model):
+        return
+    text = model.config.get_text_config()
+    for path, part in model.named_children():
+        if hasattr(part, "config") and part.config.get_text_config() is text and _predicts_tokens(part):
+            model.forward = MethodType(partial(_forward_of, path), model)
+            return
+    raise ExpertMeshError(
+        f"transformers' {type(model).__name__} (type {model.config.model_type}) does not predict next tokens: its "
+        "forward takes no labels. It cannot be trained here"
+    )
+
+
+def _predicts_tokens(model: Any) -> bool:
+    return "labels" in inspect.signature(model.forward).parameters
+
+
+def _forward_of(path: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model.get_submodule(path)(*args, **kwargs)
+
+
+def _give_head(model: Any) -> None:
+    """Have a model that does not know the head of the language model in it say it, in place."""
+    if model.get_output_embeddings() is None:
+        heads = [part for part in model.modules() if hasattr(part, "get_output_embeddings")]
+        owner = next((part for part in heads if part.get_output_embeddings() is not None), None)
+        if owner is None:
+            raise ExpertMeshError(f"transformers' {type(model).__name__} has no head that predicts tokens")
+        model.get_output_embeddings, model.set_output_embeddings = (
+            owner.get_output_embeddings,
+            owner.set_output_embeddings,
+        )
 
 
 def _fp32_names(model: Any) -> frozenset[str]:
@@ -129,19 +217,29 @@ def _check_alike(model: nn.Module) -> None:
 
 
 def model_class(config: Any) -> Any:
-    """
-    Raises:
-        ExpertMeshError: transformers has no causal language model for this config.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    """The class that is trained: the causal language model; or where there is none, the one that takes images too.
 
-    try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError as error:
-        raise ExpertMeshError(
-            f"transformers has no causal language model of type {config.model_type}: it cannot be trained here "
-            "(`python -m expertmesh.moe families` lists what can)"
-        ) from error
+    Raises:
+        ExpertMeshError: transformers has neither for this config.
+    """
+    return _classes(config)[1]
+
+
+def _classes(config: Any) -> tuple[Any, Any]:
+    """(transformers' class for any config, the one that it makes of this config)"""
+    import transformers
+
+    for auto in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForImageTextToText,
+        transformers.AutoModelForMultimodalLM,
+    ):
+        if type(config) in auto._model_mapping:
+            return auto, auto._model_mapping[type(config)]
+    raise ExpertMeshError(
+        f"transformers has no language model of type {config.model_type}: it cannot be trained here "
+        "(`python -m expertmesh.moe families` lists what can)"
+    )
 
 
 def settled_attention(config: Any, attn_implementation: str) -> str:
@@ -165,7 +263,7 @@ def _make_constants_buffers(model: nn.Module) -> None:
 def _fill_buffers(model: Any) -> None:
     """Give all buffers memory, and the values that transformers' `_init_weights` computes for those that are in no
     checkpoint: `from_pretrained`, which also starts on the meta device, relies on it."""
-    for module in model.modules():
+    for owner, module in _with_models(model, model):
         if not module._buffers:
             continue
         for name, buffer in module._buffers.items():
@@ -174,12 +272,22 @@ def _fill_buffers(model: Any) -> None:
                 module._buffers[name] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
         try:
             # parameters are on the meta device: initialising them does nothing
-            model._init_weights(module)
+            owner._init_weights(module)
         except Exception as error:
             raise ExpertMeshError(
                 f"transformers cannot fill the buffers of {type(module).__name__} with this config: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _with_models(module: nn.Module, owner: Any) -> Iterator[tuple[Any, nn.Module]]:
+    """Modules, each with the innermost model of transformers that has it: a part's config is not the complete one's."""
+    from transformers import PreTrainedModel
+
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    yield owner, module
+    for child in module.children():
+        yield from _with_models(child, owner)
 
 
 def swap_experts(model: nn.Module, seen: Probed) -> None:
@@ -320,24 +428,17 @@ def count_parameters(model: Any) -> ParameterCounts:
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    unmet = _unmet_by_text(model)
-    active = active_parameters(total - sum(p.numel() for p in unmet), experts, moe_shape(model))
+    active = active_parameters(total, experts, moe_shape(model))
     frozen_experts = sum(
         p.numel() for layer in moe_layers(model) for p in layer.mlp.parameters() if not p.requires_grad
     )
-    counted_apart = {id(p) for p in (embedding, head, *unmet)}
+    counted_apart = {id(embedding), id(head)}
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in counted_apart)
     return ParameterCounts(
         *(total, experts, embedding.numel(), head.numel(), active, model.attention),
         frozen=active_parameters(frozen, frozen_experts, moe_shape(model)),
         frozen_head=not head.requires_grad,
     )
-
-
-def _unmet_by_text(model: Any) -> list[nn.Parameter]:
-    """Parameters of linear layers that no text token passes: a vision tower's."""
-    paths = model.uncalled - model.read_weights
-    return [p for path, module in model.named_modules() if path in paths for p in module.parameters()]
 
 
 def outdate_working_weights(model: nn.Module) -> None:

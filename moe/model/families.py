@@ -1,5 +1,6 @@
 """The families of mixture-of-experts models that the installed transformers has."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,26 +22,54 @@ class FamilyFacts:
 
 
 def causal_families() -> list[str]:
-    """The model type of every class of `AutoModelForCausalLM` whose module marks a class as experts: one type per
-    class, that of complete checkpoints (`..._moe`) before that of their text part (`..._moe_text`)."""
+    """The model type of every class that predicts next tokens, of text alone or of images and more beside it, whose
+    module, or that of its language model, marks a class as experts: one type per class, that of complete checkpoints
+    (`..._moe`) before that of their text part (`..._moe_text`)."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
     types: dict[Any, str] = {}
     for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if _marks_experts(model_type) and (class_name not in types or CONFIG_MAPPING[model_type].sub_configs):
             types[class_name] = model_type
+    with_parts = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    for model_type, class_name in with_parts.items():
+        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and _has_marked_part(model_type):
+            types.setdefault(class_name, model_type)
     return sorted(types.values())
 
 
+def _has_marked_part(model_type: str) -> bool:
+    """Whether a family of several parts, or the language model of its default config, marks experts."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if _marks_experts(model_type):
+        return True
+    # of most the default is not made: that would take seconds
+    named = set(re.findall(r"\"(\w+)\"", _source("configuration", model_type))) & CONFIG_MAPPING_NAMES.keys()
+    if not any(map(_marks_experts, named)):
+        return False
+    return _marks_experts(CONFIG_MAPPING[model_type]().get_text_config().model_type)
+
+
 def _marks_experts(model_type: str) -> bool:
-    # read, not imported: that would take all causal families' modules, and many seconds
+    return "\n@use_experts_implementation" in _source("modeling", model_type)
+
+
+def _source(kind: str, model_type: str) -> str:
+    """A file of a family in transformers; empty if there is none."""
+    # read, not imported: that would take all families' modules, and many seconds
     import transformers
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     folder = model_type_to_module_name(model_type)
-    file = Path(transformers.__file__).parent / "models" / folder / f"modeling_{folder}.py"
-    return file.exists() and "\n@use_experts_implementation" in file.read_text(encoding="utf-8")
+    file = Path(transformers.__file__).parent / "models" / folder / f"{kind}_{folder}.py"
+    return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 def describe_family(model_type: str) -> FamilyFacts | str:

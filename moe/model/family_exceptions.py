@@ -1,6 +1,14 @@
 """What has to be known of a family by its name, each with the reason: all else is read from transformers' modules."""
 
+_BY_TURNS = "its checkpoints hold the shared experts' gate and up by turns, within what is one row here"
 UNSUPPORTED = {
-    "inkling2_text": "its checkpoints hold the shared experts' gate and up by turns, within what is one row here",
+    "diffusion_gemma": "it fills blocks of tokens step by step, and predicts no next token",
+    "inkling2": _BY_TURNS,
+    "inkling2_text": _BY_TURNS,
+    "inkling_mm_model": _BY_TURNS,
 }
 """Families whose results tests/families finds to differ from those of transformers' own class, and why."""
+
+SHARING_OUT = ("ErnieFuseAndSplitTextVisionExperts",)
+"""Operations of transformers that stack the experts of a layer, gate beside up, and give each of several modules as
+many of them as the others."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.experts.expert_mlp import expert_modules
@@ -115,6 +116,94 @@ def probe(model: Any) -> Probed:
         tuple(Attention(window, width) for window, width in sorted(widths.items())),
         random.are_drawn,
     )
+
+
+def unmet_by_text(model: Any) -> list[str]:
+    """Paths of the outermost modules of a model of several parts that no text token passes: towers, projectors, and
+    experts for other tokens than text. In decoder layers only parts with experts are said to be: of others some are
+    passed only by longer texts.
+
+    Args:
+        model: of transformers, on the meta device.
+
+    Raises:
+        ExpertMeshError: it does not run on text.
+    """
+    if model.config.get_text_config() is model.config:
+        return []
+    calls: dict[str, tuple[Tensor, Tensor]] = {}
+    with ExitStack() as stack:
+        for path, module in expert_modules(model):
+            stack.enter_context(_without_computing(module, path, calls, type(model).__name__))
+        stack.enter_context(answering_host())
+        stack.enter_context(leaving_no_trace(model))
+        used = stack.enter_context(_NoteUsed())
+        called = stack.enter_context(_noting_calls(model))
+        tokens_BS = torch.zeros(1, _POSITIONS, dtype=torch.long, device="meta")
+        try:
+            model.eval()(input_ids=tokens_BS, use_cache=False)
+        except ExpertMeshError:
+            raise
+        except Exception as error:
+            raise ExpertMeshError(
+                f"transformers' {type(model).__name__} does not run on text alone: {type(error).__name__}: {error}"
+            ) from error
+    met = {
+        path
+        for path, module in model.named_modules()
+        if module in called or any(id(tensor) in used.tensors for tensor in _own_tensors(module))
+    }
+    with_experts = {path for path, _ in expert_modules(model)}
+    layers = {
+        f"{path}."
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(called.startswith(f"{path}.") for called in calls)
+    }
+    unmet: list[str] = []
+    for path, module in model.named_modules():
+        if any(other == path or other.startswith(f"{path}.") for other in met) or not path:
+            continue
+        if any(path.startswith(f"{other}.") for other in unmet) or not list(_tensors(module)):
+            continue
+        if path.startswith(tuple(layers)) and not any(e == path or e.startswith(f"{path}.") for e in with_experts):
+            continue
+        unmet.append(path)
+    return unmet
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+class _NoteUsed(TorchDispatchMode):
+    """tensors: by id, all that operators were called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.tensors[id(leaf)] = leaf
+        return operator(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _noting_calls(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """The modules that are called within it."""
+    called: set[nn.Module] = set()
+    hooks = [module.register_forward_pre_hook(lambda module, args: called.add(module)) for module in model.modules()]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def runs(model: Any) -> bool:

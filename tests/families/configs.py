@@ -15,7 +15,15 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY = 320
 TEXT_IDS = 300
@@ -58,7 +66,7 @@ EXACTLY: list[tuple[str, Any]] = [
 AT_MOST: list[tuple[str, int]] = [
     # which positions an indexer chooses may turn on the last bit of a score, so it may choose all
     (r"max_position_embeddings|model_max_length|index_topk|indexer_budget", POSITIONS),
-    (r"hidden_size|adapter_(in|out)\w*_dim|adapter_input_size", 32),
+    (r"((text|out|audio)_)?hidden_size|adapter_(in|out)\w*_dim|adapter_input_size", 32),
     (r"\w*experts?_intermediate_size", 24),
     (r"\w*intermediate_size", 48),
     (r"\w*attention_heads\w*|num_heads|\w*num_value_heads|linear_num_heads|mamba_(n|num)_heads", 4),
@@ -73,6 +81,7 @@ LARGE = 64
 # Kinds of layers that a family has and its default config does not show, by the model type of the language model: each
 # list is repeated over the layers of the default before the tiny model's are chosen.
 KINDS: dict[str, dict[str, list[str]]] = {
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "cohere2_moe": {"mlp_layer_types": ["dense", "sparse"]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "inkling_text": {"mlp_layer_types": ["dense", "sparse"]},
@@ -92,10 +101,38 @@ EXTRA: dict[str, dict[str, Any]] = {
     "deepseek_v4": dict(compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}),
     # chooses by groups only where it is told to
     "deepseek_v2": dict(topk_method="group_limited_greedy"),
+    # a width for text and one for images; and of a head's frequencies those for rows, columns and time
+    "ernie4_5_vl_moe_text": dict(
+        moe_intermediate_size=[24, 16],
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5, "mrope_section": [1, 1, 2]},
+    ),
     # its MoE blocks are off by default
     "gemma4_text": dict(enable_moe_block=True),
+    # of a head's frequencies those for time, rows and columns
+    "glm4v_moe_text": dict(
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+    ),
+    # a width for every factor of a patch's size
+    "inkling_vision": dict(num_hidden_layers=3, patch_size=2, temporal_patch_size=2),
     # attention at layer 1, experts at 1 and 3, so that experts follow attention and Mamba
     "jamba": dict(num_hidden_layers=4, attn_layer_period=3, attn_layer_offset=1),
+    # a layer without positions, and one with the keys and values of another
+    "mistral_large4_text": dict(
+        num_hidden_layers=4,
+        layer_types=["indexed_attention"] * 4,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        no_rope_layers=[1, 0, 1, 1],
+        indexer_types=["full", "full", "full", "shared"],
+        kv_source_layers=[0, 1, 2, 2],
+    ),
+    # a chunk's own part of its context
+    "nemotron3_diarization": dict(chunk_length=16, chunk_right_context=4, chunk_left_context=4),
     # hashed n-grams (at the first layer, counted from 1) and the indexer are off by default
     "qwen4_exp_text": dict(
         ple_layer_ids=[1],
@@ -106,6 +143,10 @@ EXTRA: dict[str, dict[str, Any]] = {
         indexer_budget=POSITIONS,
         indexer_compress_ratio=4,
     ),
+    # which their classes read and do not declare
+    "qwen3_omni_moe_thinker": dict(vision_start_token_id=TEXT_IDS + 10),
+    "qwen3_omni_moe_talker_text": dict(shared_expert_intermediate_size=24),
+    "Qwen3OmniMoeTalkerConfig": dict(spatial_merge_size=2),
     # takes one expert a token and no other number
     "zaya": dict(num_experts_per_tok=1, sliding_window=8),
 }
@@ -135,14 +176,15 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     default = config_class()
     tiny = _shrink(default)
     for part in config_class.sub_configs:
-        if getattr(default, part) is None:
+        found = getattr(default, part)
+        if found is None:
             tiny[part] = None
-        elif part == "text_config":
-            tiny[part] = tiny_config(default.text_config.model_type, **changes).to_dict()
+        elif found.get_text_config() is default.get_text_config():
+            tiny[part] = tiny_config(found.model_type, **changes).to_dict()
         else:
-            tiny[part] = _shrink(getattr(default, part))
+            tiny[part] = _shrink_all(found)
     own = {_declared_name(config_class, name): value for name, value in changes.items()}
-    if "text_config" in config_class.sub_configs:
+    if default.get_text_config() is not default:
         own = {name: value for name, value in own.items() if name in tiny}
     return config_class(**{**tiny, **own})
 
@@ -155,6 +197,13 @@ def _declared_name(config_class: type[PreTrainedConfig], name: str) -> str:
     return name if name in fields or not aliases else aliases[0]
 
 
+def _shrink_all(default: PreTrainedConfig) -> dict[str, Any]:
+    """A part that is no language model, and its own parts."""
+    parts = {name: getattr(default, name, None) for name in type(default).sub_configs}
+    tiny = {name: None if part is None else _shrink_all(part) for name, part in parts.items()}
+    return {**_shrink(default), **tiny}
+
+
 def _shrink(default: PreTrainedConfig) -> dict[str, Any]:
     same_as, stated = default.attribute_map, default.to_dict()
     # only what the class declares: the rest it derives from that
@@ -165,7 +214,7 @@ def _shrink(default: PreTrainedConfig) -> dict[str, Any]:
     tiny = {name: _tiny_value(name, value, settings) for name, value in settings.items()}
     if "num_hidden_layers" in tiny:
         tiny.update(_tiny_layers(settings, tiny, stated.get("per_layer_config") or {}))
-    return {**tiny, **EXTRA.get(default.model_type, {})}
+    return {**tiny, **EXTRA.get(default.model_type or type(default).__name__, {})}
 
 
 def _tiny_value(name: str, value: Any, settings: dict[str, Any]) -> Any:
@@ -226,7 +275,7 @@ def tiny_model(model_type: str, seed: int, **changes: Any) -> PreTrainedModel:
     """
     torch.manual_seed(seed)
     config = tiny_config(model_type, **changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = running_text(auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager"))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -246,6 +295,25 @@ def tiny_model(model_type: str, seed: int, **changes: Any) -> PreTrainedModel:
                 experts = next(m.down_proj.shape[0] for m in model.modules() if hasattr(m, "is_concatenated"))
                 chances = torch.rand(len(buffer), experts, generator=generator)
                 buffer.copy_(chances.topk(buffer.shape[1]).indices)
+    return model
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that makes a family's own of its config: where there is none for text alone, the one for
+    images and more, which is complete."""
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForMultimodalLM
+
+
+def load_model(path: Any, **settings: Any) -> Any:
+    """A checkpoint, by transformers itself, in the class that `auto_class` gives."""
+    return running_text(auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, **settings))
+
+
+def running_text(model: Any) -> Any:
+    """A model of transformers; one that only holds others, and has no forward, with that of the one for text."""
+    if type(model).forward is nn.Module.forward:
+        text = model.config.get_text_config()
+        model.forward = next(part.forward for part in model.children() if part.config.get_text_config() is text)
     return model
 
 

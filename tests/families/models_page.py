@@ -25,8 +25,9 @@ INTRODUCTION = """\
 # Models
 
 Written by `python -m tests.families.models_page`; a test compares it with what the code says. One row per causal MoE
-family of transformers {version}. `python -m moe families --table [NAME ...]` makes the same table for the transformers
-that is installed, from its default configs, or for a directory, a config.json or a hub id.
+family, those that also take images or sound included, of transformers {version}. `python -m moe families --table
+[NAME ...]` makes the same table for the transformers that is installed, from its default configs, or for a directory, a
+config.json or a hub id.
 
 - **full**: all weights are trained. **LoRA**: adapters on attention and every expert (`--adapter lora`).
   **quantized base**: LoRA beside frozen weights in fp8 or nf4 (`--base-dtype`). **packing**: several samples in a
@@ -38,6 +39,8 @@ that is installed, from its default configs, or for a directory, a config.json o
   to see. None of them sees other tokens by attention alone, which is what CP exchanges.
 - **models**: those whose config.json from the hub is tested (`tests/published`): parameters, active parameters, and
   routing come out as published. Their weights were never loaded here.
+- Families of several parts (`..._vl...`, `..._omni...` and others) are trained on text: the language model in the class
+  that transformers has for images and text. Towers hold no memory, and go along into the export.
 - Not supported, as transformers has no class for them that marks its experts: Llama 4. Kimi K2: write `"model_type":
   "deepseek_v3"` in a copy of its config.json; the error says so.
 

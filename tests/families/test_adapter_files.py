@@ -117,7 +117,7 @@ def test_peft_computes_what_was_trained(
         assert relative_error(merged(TOKENS_BS).logits, theirs) < 1e-5
 
 
-WHOLE = ["qwen3_5_moe", "qwen4_exp", "gemma4"]
+WHOLE = ["qwen3_5_moe", "qwen4_exp", "gemma4", "qwen3_vl_moe", "glm4v_moe"]
 """Families whose checkpoints are of a class that holds the language model beside a vision tower."""
 
 

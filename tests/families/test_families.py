@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from expertmesh.checkpoints import export_model
 from expertmesh.checkpoints.ep_shards.convert import HowToWrite, convert, export_offline
@@ -36,12 +35,14 @@ from tests.distributed.reference import (
     sharded_model,
     unshifted_labels,
 )
-from tests.families.configs import UNSHRINKABLE, tiny_model
+from tests.families.configs import UNSHRINKABLE, load_model, tiny_model
 from tests.tiny import relative_error
 
 FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE and family not in UNSUPPORTED]
 TOPOLOGIES = [(1, 1), (4, 2), (4, 4)]
 TOLERANCE = 1e-5
+TOLERANCES = {"muse_spark": 2e-5}
+"""Its experts' outputs are normed while they are small: transformers' own ways to compute experts differ by 9e-6."""
 CANCELLED = 1e-3
 """Gradients below this share of the norm of all are held to the tolerance at that share: they are what is left of
 larger numbers that cancel."""
@@ -71,7 +72,7 @@ def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
     theirs: Any = tiny_model(family, seed=1)
     theirs.save_pretrained(tmp_path / "hf")
     loss, grads = gradients_of(theirs, case)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
+    loaded = load_model(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
     # buffers are those that were saved: transformers itself begins some of them anew when it loads (Zaya's, in part)
     weights = in_our_layout(loaded, "data") | dict(theirs.named_buffers())
     for world_size in (1, 4):
@@ -82,9 +83,9 @@ def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
                 if name in weights:
                     assert torch.equal(weight, weights[name]), (topology, name)
             assert our_loss == pytest.approx(loss, rel=TOLERANCE), topology
-            compare(our_grads, grads, str(topology))
+            compare(our_grads, grads, str(topology), TOLERANCES.get(family, TOLERANCE))
 
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    exported = load_model(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
     tokens_BS = collate([[sample] for sample in SAMPLES]).tokens_BS
     with torch.no_grad():
         for parameter in (*exported.parameters(), *loaded.parameters()):

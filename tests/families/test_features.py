@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from expertmesh.moe import build_model, moe_layers
 from expertmesh.sharding import Topology, parameters_of
@@ -26,7 +25,7 @@ from tests.distributed.test_checkpoints import read
 from tests.distributed.test_generate import ours as answers_of_ours
 from tests.distributed.test_replicas import find
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights, run_main
-from tests.families.configs import TEXT_IDS
+from tests.families.configs import TEXT_IDS, load_model
 from tests.tiers import REPRESENTATIVES, diagonal
 from tests.tiny import relative_error, save_tokenizer
 
@@ -73,7 +72,7 @@ def generation(cell: Cell) -> None:
     prompts = [sample.tokens for sample in SAMPLES[:3]]
     case = Case([], family=cell.family)
     found = cell.ranks.run(answers_of_ours, 2, cell.model, PAIR, prompts, [], case, NEW_TOKENS)
-    theirs: Any = AutoModelForCausalLM.from_pretrained(cell.model, dtype=torch.float32, attn_implementation="eager")
+    theirs: Any = load_model(cell.model, dtype=torch.float32, attn_implementation="eager")
     expected = []
     for prompt in prompts:
         settings: dict[str, Any] = dict(do_sample=False, use_cache=False, eos_token_id=-1, pad_token_id=0)

@@ -12,13 +12,13 @@ from typing import Literal
 CONFIGS = Path(__file__).parent / "configs"
 """A directory a model, each with a config.json alone."""
 
-Part = Literal["embedding", "head", "tower"]
+Part = Literal["embedding", "head"]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Parameters, in billions. without: "embedding" and "head" are the matrices of input and output tokens, "tower" is
-    what only images reach."""
+    """Parameters, in billions. without: "embedding" and "head" are the matrices of input and output
+    tokens."""
 
     billions: str
     without: tuple[Part, ...] = ()
@@ -60,7 +60,7 @@ MODELS: dict[str, Published] = {
     # card: 21B and 3B
     "ernie-4.5-21b-a3b": Published(figure("21"), figure("3"), 6, 64),
     # card: 25.2B total, 3.8B active, beside a vision encoder of about 550M; its router returns scores, not logits
-    "gemma-4-26b-a4b": Published(figure("25.2", "tower"), figure("3.8"), 8, 128, "given"),
+    "gemma-4-26b-a4b": Published(figure("25.2"), figure("3.8"), 8, 128, "given"),
     # paper, table 1, which counts no embedding and no head: 106B and 12B
     "glm-4.5-air": Published(figure("106", "embedding", "head"), figure("12", "embedding", "head"), 8, 128, "sigmoid"),
     # the same: 355B with the multi-token prediction layer, 32B
