@@ -74,7 +74,7 @@ def crossing(skips: Collection[tuple[int, int]], cut: int) -> tuple[int, int] | 
     Args:
         skips: see `Survey`; what comes from before the first layer forbids nothing.
     """
-    found = [(i, j) for i, j in sorted(skips) if 0 <= i and (i < cut < j or (i == cut and j == i + 1))]
+    found = [(i, j) for i, j in sorted(skips) if i >= 0 and (i < cut < j or (i == cut and j == i + 1))]
     return found[0] if found else None
 
 

@@ -37,6 +37,8 @@ MANY_HEADS = {"index_n_heads": 16, "indexer_n_heads": 16}
 """Scores are sums of what is positive of each head's: of few heads' many are 0, and which of equal ones is chosen may
 turn on how many there are. Blocks are chosen by each head for itself."""
 SOME_WINDOWS = ["full_attention", "sliding_attention", "sliding_attention"]
+REFUSED = {"mistral_large4": "do not run with packed samples"}
+"""What the error says: keys and values that a layer has from another one are not found by sample."""
 SINKS = ["flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"]
 
 
@@ -44,9 +46,11 @@ SINKS = ["flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"]
 def test_packed_equals_alone(family: str) -> None:
     """A family that an older transformers has, and that cannot be packed there, is refused."""
     config = tiny_config(family)
-    if is_older() and (refusal := why_refused(config)):
+    if (is_older() or family in REFUSED) and (refusal := why_refused(config)):
         assert refusal.startswith("--packing: ")
+        assert REFUSED.get(family, "") in refusal
         return
+    assert family not in REFUSED
     theirs = tiny_model(family, seed=1)
     for attention in dict.fromkeys([choose_attention(name, True, config) for name in ("auto", "eager")]):
         model = packable(config, attention, theirs)
@@ -62,7 +66,7 @@ def test_layers_that_choose_tokens(family: str) -> None:
     """Each sample's own, by fewer choices than it has tokens."""
     named = tiny_config(family).get_text_config().to_dict()
     changes = {name: value for name, value in FEW.items() if name in named}
-    if not changes:
+    if not changes or family in REFUSED:
         return
     if "index_topk_blocks" not in changes:
         changes |= {name: value for name, value in MANY_HEADS.items() if name in named}
