@@ -33,9 +33,9 @@ CANCELLED = 1e-3
 """Gradients below this share of the norm of all are held to the tolerance at that share."""
 FEW: dict[str, int] = {"index_topk": 2, "indexer_budget": 8, "index_topk_blocks": 2}
 """How many tokens, or blocks of them, layers choose: fewer than the samples have."""
-MANY_HEADS = {"index_n_heads": 16, "indexer_n_heads": 16}
+MANY_HEADS = {"index_n_heads": 16, "indexer_n_heads": 16, "index_kpool": 2}
 """Scores are sums of what is positive of each head's: of few heads' many are 0, and which of equal ones is chosen may
-turn on how many there are. Blocks are chosen by each head for itself."""
+turn on how many there are. Blocks are chosen by each head for itself. Tokens that are chosen together are to be few."""
 SOME_WINDOWS = ["full_attention", "sliding_attention", "sliding_attention"]
 REFUSED = {"mistral_large4": "do not run with packed samples"}
 """What the error says: keys and values that a layer has from another one are not found by sample."""
