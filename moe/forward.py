@@ -49,7 +49,8 @@ class Forward:
         segments: lengths of the samples, and of the padding behind them, of complete sequences, one sequence after the
             other; None: each is one sample.
         layout: what modules that run sample by sample need to know of segments, once one has run
-            (`training.attention.by_sample.SampleLayout`).
+            (`training.attention.by_sample.SampleLayout`); if the sequences are split, of those that are complete on
+            this rank.
         stage: the part of a pipeline that is run (`sharding.pipeline.cut.StageForward`); None: the complete model.
         weight_gradients: where backward may leave the gradients of experts' weights for later; None: it computes them.
         is_again: whether a layer is being recomputed for its backward. Its statistics are those of the first run:
@@ -97,6 +98,17 @@ class Forward:
             weight_gradients=self.weight_gradients,
             is_again=True,
         )
+
+    def of_complete_sequences(self, segments: tuple[int, ...] | None) -> "Forward":
+        """The `Forward` for a part of it that is given complete sequences, though they are split elsewhere.
+
+        Args:
+            segments: of these sequences.
+        """
+        complete = self.again()
+        complete.is_token_BS, complete.split, complete.is_again = None, None, self.is_again
+        complete.segments = segments
+        return complete
 
 
 _CURRENT: ContextVar[Forward | None] = ContextVar("_CURRENT", default=None)

@@ -5,28 +5,22 @@ import re
 import pytest
 import transformers
 
-from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.__main__ import main
 from expertmesh.moe.model.families import causal_families
 from expertmesh.moe.model.family_exceptions import UNSUPPORTED
-from expertmesh.training.attention.packed_attention import kinds_not_by_mask
-from expertmesh.training.foresight.support import METHODS
-from tests.families import test_context_parallel, test_packing
 from tests.families.models_page import (
     PAGE,
     introduction,
-    model_type_of,
     reasons,
     row_of,
     rows_in,
     short_table,
 )
-from tests.published.models import CONFIGS, MODELS
+from tests.published.models import CONFIGS
 from tests.test_readmes import ROOT
 
 TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = rows_in(TEXT)
-PACKING, CP = METHODS.index("packing"), METHODS.index("CP")
 
 
 @pytest.mark.quick(8)
@@ -34,15 +28,7 @@ PACKING, CP = METHODS.index("packing"), METHODS.index("CP")
 def test_a_familys_row(family: str) -> None:
     if family not in ROWS and written_for() != transformers.__version__:
         pytest.skip(f"the page is of transformers {written_for()}, which has no {family}")
-    if transformers.__version__ == written_for():
-        assert row_of(family) in TEXT
-    else:  # which names kinds of layers otherwise
-        assert without_kinds(row_of(family)) in without_kinds(TEXT)
-
-
-def without_kinds(text: str) -> str:
-    """Without the kinds of layers for which there is a "no"."""
-    return re.sub(r"\| no: [^|]*", "| no ", text)
+    assert row_of(family) in TEXT
 
 
 def written_for() -> str:
@@ -71,23 +57,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, mixtral, incomplete, granite = capsys.readouterr().out.splitlines()
     assert mixtral == "| mixtral | yes | yes | yes | yes | yes |"
     assert incomplete == "| qwen4_exp | ? | ? | ? | ? | ? |"
-    assert granite == f"| {directory} | yes | yes | yes | no: linear attention | yes |"
+    assert granite == f"| {directory} | yes | yes | yes | yes | yes |"
     assert main(["families", "--table", "llama"]) == 2
     assert capsys.readouterr().err.startswith("moe: error: llama: no such file or directory")
 
 
 @pytest.mark.parametrize("family", ROWS)
-def test_what_is_refused_is_what_the_tests_of_packing_and_cp_find(family: str) -> None:
-    cells = ROWS[family]
-    if family in UNSUPPORTED:
-        assert set(cells) == {"no"}
-        return
-    assert cells[PACKING].startswith("no") == (family in test_packing.REFUSED)
-    assert cells[CP].startswith("no") == (family in test_context_parallel.REFUSED)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_published_model_is_as_its_familys_row_says(name: str) -> None:
-    """A model of a family with several kinds of layers might have only some of them."""
-    refused = bool(kinds_not_by_mask(open_source(CONFIGS / name).config))
-    assert ROWS[model_type_of(name)][CP].startswith("no") == refused
+def test_what_is_supported_is_supported_with_every_method(family: str) -> None:
+    """As the tests of packing and of context parallelism find, which leave out no family."""
+    assert set(ROWS[family]) == {"no" if family in UNSUPPORTED else "yes"}

@@ -8,6 +8,7 @@ from expertmesh.moe import advised_scaling, moe_layers, moe_shape
 from expertmesh.moe.dispatch.once import OnceDispatcher
 from expertmesh.sharding import Topology, pipeline_of
 from expertmesh.sharding.pipeline.timeline import bubble
+from expertmesh.training.attention.context_parallel_attention import complete_sequences_line
 from expertmesh.training.attention.packed_attention import OWN, inner_attention
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import DataOrder, Origin, cache_directory, cached_bytes, describe
@@ -35,6 +36,7 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
         + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing")
         + (", activation offloading" if config.offload_activations else ""),
         *([] if engine.flash_attention_3 is None else [engine.flash_attention_3]),
+        *_complete_sequences(engine),
         *_rope(config, source),
         engine.balance.line(),
         *engine.trained,
@@ -43,6 +45,12 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
         lines += _data(inputs, order, config)
         lines += _too_long(inputs, source)
     return "\n".join(lines)
+
+
+def _complete_sequences(engine: Engine) -> list[str]:
+    config = engine.config
+    line = complete_sequences_line(engine.model, config.cp_size, config.per_device_train_batch_size)
+    return [] if line is None else [line]
 
 
 def pipeline_lines(engine: Engine, memory: Forecast | NoForecast) -> list[str]:

@@ -6,7 +6,12 @@ complete sequences for some of the heads, and the results back to the ranks of t
 work: with causal attention a range at a sequence's end attends to more positions than one at its beginning, but all
 heads to equally many.
 
-Shape suffixes: B sequences, S positions, L = S/c of them on this rank, H heads, h = H/c of them, A head width.
+A layer that mixes positions otherwise gets all of some sequences instead, by `to_sequences`. With fewer sequences than
+ranks, several ranks get the same one, and each of them sends its results to some of the ranks alone: so every position
+has one result, and gradients of parameters are still plain sums over ranks.
+
+Shape suffixes: B sequences, n of them complete on this rank, S positions, L = S/c of them on this rank, H heads, h =
+H/c of them, A head width.
 """
 
 from collections.abc import Sequence
@@ -65,11 +70,105 @@ class CPGroup:
 
     def _exchange(self, x: Tensor) -> "UnderWay | Tensor":
         """Begin to send each rank its part of dim 0, which is split evenly."""
-        out = x.new_empty(x.shape)
+        parts = [len(x) // self.size] * self.size
+        return self._exchange_parts(x, parts, parts)
+
+    def _exchange_parts(self, x: Tensor, sent: list[int], received: list[int]) -> "UnderWay | Tensor":
+        """Begin to send each rank its part of dim 0, of so many entries."""
+        out = x.new_empty(sum(received), *x.shape[1:])
         if self.ranks is None:
             return out
-        parts = [len(x) // self.size] * self.size
-        return UnderWay(out, x, parts, parts, self.ranks)
+        return UnderWay(out, x, received, sent, self.ranks)
+
+    def sequences_of(self, rank: int, number: int) -> range:
+        """Which of so many sequences a rank of the group gets complete: one at least."""
+        first = rank * number // self.size
+        return range(first, max((rank + 1) * number // self.size, first + 1))
+
+    def _destinations(self, rank: int, number: int) -> range:
+        """The ranks to which a rank sends the results of its sequences: all, or where several ranks have the same
+        sequence, every so-manyth."""
+        if number >= self.size:
+            return range(self.size)
+        sequence = self.sequences_of(rank, number)
+        holders = [other for other in range(self.size) if self.sequences_of(other, number) == sequence]
+        return range(holders.index(rank), self.size, len(holders))
+
+    def to_sequences(self, *parts_BL: Tensor) -> list[Tensor]:
+        """Returns, for each tensor (B, L, ...) of all sequences at this rank's positions, this rank's sequences at all
+        positions, (n, S, ...). Gradients of a sequence that several ranks get are added up."""
+        with_grad = iter(_ToSequences.apply(self, *(x for x in parts_BL if x.is_floating_point())))
+        others = iter(self.send_sequences([x for x in parts_BL if not x.is_floating_point()]))
+        return [next(with_grad if x.is_floating_point() else others) for x in parts_BL]
+
+    def to_ranges(self, number: int, *parts_nS: Tensor) -> list[Tensor]:
+        """The inverse of `to_sequences`, for results: (B, L, ...).
+
+        Args:
+            number: of sequences, B.
+        """
+        with_grad = iter(_ToRanges.apply(self, number, *(x for x in parts_nS if x.is_floating_point())))
+        others = iter(self.send_ranges([x for x in parts_nS if not x.is_floating_point()], number))
+        return [next(with_grad if x.is_floating_point() else others) for x in parts_nS]
+
+    def send_sequences(self, parts_BL: Sequence[Tensor]) -> list[Tensor]:
+        """Send each rank its sequences; (n, S, ...)."""
+        begun = []
+        for x_BL in parts_BL:
+            all_sequences = [self.sequences_of(rank, len(x_BL)) for rank in range(self.size)]
+            sent = [len(sequences) for sequences in all_sequences]
+            if sum(sent) > len(x_BL):
+                x_BL = torch.cat([x_BL[sequences.start : sequences.stop] for sequences in all_sequences])
+            begun.append(self._exchange_parts(x_BL, sent, [sent[self.index]] * self.size))
+        return [_wait(x).unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2) for x in begun]
+
+    def send_ranges(self, parts_nS: Sequence[Tensor], number: int) -> list[Tensor]:
+        """Send each rank its positions of this rank's sequences, if it gets them from this rank; (B, L, ...)."""
+        to = [self._destinations(rank, number) for rank in range(self.size)]
+        here = len(self.sequences_of(self.index, number))
+        mine = to[self.index]
+        sent = [here * (rank in mine) for rank in range(self.size)]
+        received = [len(self.sequences_of(rank, number)) * (self.index in to[rank]) for rank in range(self.size)]
+        begun = []
+        for x_nS in parts_nS:
+            x_cnL = x_nS.unflatten(1, (self.size, -1)).transpose(0, 1)
+            begun.append(self._exchange_parts(x_cnL[mine.start :: mine.step].flatten(0, 1), sent, received))
+        return [_wait(x) for x in begun]
+
+    def return_sequences(self, grads_nS: Sequence[Tensor], number: int) -> list[Tensor]:
+        """Send each rank the gradients at its positions, and add up those of one sequence; (B, L, ...)."""
+        received = [len(self.sequences_of(rank, number)) for rank in range(self.size)]
+        here = received[self.index]
+        begun = []
+        for x_nS in grads_nS:
+            x_cnL = x_nS.unflatten(1, (self.size, -1)).transpose(0, 1)
+            begun.append(self._exchange_parts(x_cnL.flatten(0, 1), [here] * self.size, received))
+        returned = [_wait(x) for x in begun]
+        if number >= self.size:
+            return returned
+        copies = [0] * number
+        for rank in range(self.size):
+            copies[self.sequences_of(rank, number).start] += 1
+        return [torch.stack([part.sum(dim=0) for part in x.split(copies)]) for x in returned]
+
+    def return_ranges(self, grads_BL: Sequence[Tensor]) -> list[Tensor]:
+        """Send the gradients of results to where these were computed; (n, S, ...), 0 at positions whose results were
+        sent by other ranks."""
+        begun, number = [], len(grads_BL[0])
+        to = [self._destinations(rank, number) for rank in range(self.size)]
+        here = len(self.sequences_of(self.index, number))
+        sent = [len(self.sequences_of(rank, number)) * (self.index in to[rank]) for rank in range(self.size)]
+        mine = to[self.index]
+        received = [here * (rank in mine) for rank in range(self.size)]
+        for x_BL in grads_BL:
+            begun.append(self._exchange_parts(x_BL, sent, received))
+        grads = []
+        for x in begun:
+            x_dnL = _wait(x).unflatten(0, (-1, here))
+            x_cnL = x_dnL.new_zeros(self.size, *x_dnL.shape[1:])
+            x_cnL[mine.start :: mine.step] = x_dnL
+            grads.append(x_cnL.transpose(0, 1).flatten(1, 2))
+        return grads
 
 
 def _wait(begun: "UnderWay | Tensor") -> Tensor:
@@ -100,3 +199,27 @@ class _ToPositions(torch.autograd.Function):
     def backward(ctx: Any, grad_BLHA: Tensor) -> tuple[None, Tensor]:
         (grad_SBhA,) = ctx.group.send_heads([grad_BLHA])
         return None, grad_SBhA
+
+
+class _ToSequences(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: CPGroup, *parts_BL: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.number = group, len(parts_BL[0])
+        return tuple(group.send_sequences(parts_BL))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads_nS: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.group.return_sequences(grads_nS, ctx.number)
+
+
+class _ToRanges(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: CPGroup, number: int, *parts_nS: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(group.send_ranges(parts_nS, number))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads_BL: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.group.return_ranges(grads_BL)

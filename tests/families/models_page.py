@@ -34,9 +34,7 @@ config.json or a hub id.
   sequence (`--packing`). **CP**: context parallelism (`--cp-size`), by 2 ranks.
 - **tested**: against the family's own class in transformers, on tiny random models, on CPUs. *training*: losses,
   gradients and updated weights over several steps; *gradients*: loss and every gradient.
-- **no: ...** names the layers. *linear attention*, *mamba*, *conv* and *hybrid* carry a state from token to token;
-  *compressed* and *sparse* ones put tokens together in blocks; *indexed attention* chooses which of a sequence's tokens
-  to see. None of them sees other tokens by attention alone, which is what CP exchanges.
+- **no**: `train_ep.py` refuses the flag with the reason.
 - **models**: those whose config.json from the hub is tested (`tests/published`): parameters, active parameters, and
   routing come out as published. Their weights were never loaded here.
 - Families of several parts (`..._vl...`, `..._omni...` and others) are trained on text: the language model in the class

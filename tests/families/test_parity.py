@@ -5,6 +5,7 @@ tests/distributed holds Mixtral to the same; tests/families/test_families.py eve
 """
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.sharding import Topology
-from expertmesh.training.attention.packed_attention import choose_attention, kinds_not_by_mask
+from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.data import Sample, collate, pack
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
@@ -79,8 +80,6 @@ def expected(family: str, name: str) -> Figures:
 @pytest.mark.parametrize(("family", "name"), diagonal(FAMILIES, CASES))
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights."""
-    if name == "shared rows" and "linear_attention" in (getattr(tiny_config(family), "layer_types", None) or ()):
-        pytest.skip("a state goes from token to token; test_context_parallel.py holds that it is refused")
     topology, case = CASES[name][0], case_of(family, name)
     hf_model(case, seed=1).save_pretrained(tmp_path)
     found = ranks.run(ours, topology.world_size, tmp_path, topology, case)[0]
@@ -111,10 +110,7 @@ def test_packed_rows(ranks: RankPool, tmp_path: Path, family: str) -> None:
     packed = [[SAMPLES[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
     (alone,) = ranks.run(_gradients, 1, tmp_path, Topology(1, 1), family, [[sample] for sample in SAMPLES], False)
     norm = float(torch.stack([grad.norm() for grad in alone[1].values()]).norm())
-    topologies = [Topology(2, 2), Topology(4, 4, "full", 2)]
-    if kinds_not_by_mask(tiny_config(family)):
-        topologies.pop()
-    for topology in topologies:
+    for topology in [Topology(2, 2), Topology(4, 4, "full", 2)]:
         together = ranks.run(_gradients, topology.world_size, tmp_path, topology, family, packed, True)[0]
         assert together[0] == pytest.approx(alone[0], rel=TOLERANCE)
         compare(together[1], alone[1], CANCELLED * norm)
@@ -127,13 +123,25 @@ PACKED: dict[str, tuple[Topology, dict[str, Any]]] = {
     "adapters": (Topology(2, 2), dict(settings={"adapter": "lora", "lora_rank": 4, "base_dtype": "nf4"})),
 }
 """Layers that run sample by sample, with what else has to do with a layer's forward."""
+SPLIT_PACKED: dict[str, tuple[Topology, dict[str, Any]]] = {
+    "ep 4, cp 2": (Topology(4, 4, "full", 2), dict(gradient_checkpointing="selective")),
+    "pp 2, dp 2, ep 2, cp 2": (Topology(8, 2, "hybrid", 2, 2), dict(gradient_checkpointing="full")),
+}
+"""The same layers, of sequences that are split over context-parallel ranks."""
+STATEFUL = ["qwen3_next", "qwen3_5_moe"]
 
 
-@pytest.mark.parametrize(("family", "name"), diagonal(["qwen3_next", "qwen3_5_moe"], PACKED))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *diagonal(STATEFUL, PACKED),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in product(STATEFUL, SPLIT_PACKED)),
+    ],
+)
 def test_packed_training(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
     """Losses of three updates by AdamW, and weights after them: packed on several ranks, or a row each in one
     process."""
-    topology, settings = PACKED[name]
+    topology, settings = (PACKED | SPLIT_PACKED)[name]
     tiny_model(family, seed=1).save_pretrained(tmp_path)
     lengths = torch.tensor([len(sample.tokens) for sample in SAMPLES])
     packed = [[SAMPLES[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
@@ -154,7 +162,7 @@ def _trained(
     model, mesh, _ = sharded_model(path, topology, case)
     optimizer = build_optimizer(model.train(), config_of(case, topology), mesh)
     mine = rows[topology.data_index(torch.distributed.get_rank()) :: topology.data_size]
-    batches = [collate(mine[:2]), collate(mine[2:])]
+    batches = [collate(some, mesh.cp_group) for some in (mine[:2], mine[2:])]
     results = [train_step(model, optimizer, batches, mesh, LossWeights(0.0, 0.0), 0.5) for _ in range(3)]
     return [result.loss for result in results], in_full(dict(model.named_parameters()))
 

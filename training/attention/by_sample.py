@@ -100,6 +100,7 @@ class BySample:
         segments = None if forward is None else forward.segments
         if forward is None or segments is None:
             return self.forward(*args, **kwargs)
+        assert forward.split is None, "it is given complete sequences"
         if forward.layout is None:
             forward.layout = lay_out(segments, next(x.device for x in tree_leaves((args, kwargs)) if _is_tensor(x)))
         return by_sample(self.forward, forward.layout, *args, **kwargs)
@@ -140,13 +141,13 @@ def _cut(leaf: Any, shape: torch.Size, layout: SampleLayout) -> Sequence[Any]:
         return [leaf] * len(layout.sizes)
     parts = leaf.flatten(0, 1).index_select(0, layout.place_M).split([n * longest for n, longest in layout.sizes])
     together = [part.unflatten(0, size) for part, size in zip(parts, layout.sizes, strict=True)]
-    if not _counts_tokens(leaf):
+    if not counts_tokens(leaf):
         return together
     # of indices of chosen tokens there are at most as many as tokens
     return [part[..., : part.shape[1]] for part in together]
 
 
-def _counts_tokens(x: Tensor) -> bool:
+def counts_tokens(x: Tensor) -> bool:
     """Whether it holds indices of a sample's tokens, several per position."""
     return x.dim() > 2 and x.dtype in (torch.int32, torch.int64)
 
@@ -178,7 +179,7 @@ def _put_back(parts: Sequence[Any], shape: torch.Size, layout: SampleLayout) -> 
         return parts[0]
     if any(part.shape[:2] != size for part, size in zip(parts, layout.sizes, strict=True)):
         return None
-    if _counts_tokens(parts[0]):
+    if counts_tokens(parts[0]):
         width = max(part.shape[-1] for part in parts)
         # a token that is chosen twice is no other choice
         parts = [torch.cat([p, p[..., :1].expand(*p.shape[:-1], width - p.shape[-1])], dim=-1) for p in parts]

@@ -1,16 +1,17 @@
 """Context-parallel attention: any of transformers' attentions, on some heads of the full sequences.
 
 It stands between a model and the attention that was chosen, in transformers' registry of such functions, and so serves
-every family whose attention goes by it. Masks are made of the full sequences too.
+every family whose attention goes by it. Masks are made of the full sequences too. What mixes positions otherwise gets
+complete sequences (`training.attention.complete_sequences`).
 
 Shape suffixes: B sequences, S positions, L of them on this rank, H heads, G heads of keys and values, h and g of them
 on this rank, A head width.
 """
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import zip_longest
 from math import gcd, lcm
 from typing import Any
 
@@ -24,11 +25,14 @@ from expertmesh.moe import ExpertMeshError, Forward, current_forward, decoder_la
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.sharding import CPGroup
 from expertmesh.sharding.topology import divisors, either
+from expertmesh.training.attention.by_sample import BySample
+from expertmesh.training.attention.complete_sequences import CompleteSequences, mixers_of
 from expertmesh.training.attention.packed_attention import (
     CP_PREFIX,
     OWN,
     attention_arguments,
-    kinds_not_by_mask,
+    kinds_by_layer,
+    seen_by_mask,
     told_whether_packed,
     window_told,
 )
@@ -44,12 +48,12 @@ _IN_MASK = frozenset({"position_ids"})
 
 
 def apply_context_parallel(model: Any, cp_size: int, packing: bool) -> None:
-    """Have a model's attention see full sequences, in place: in a `Forward` that is split over a CP group; in others it
-    stays what it was.
+    """Have a model's attention see full sequences, and other mixers complete ones, in place: in a `Forward` that is
+    split over a CP group; in others they stay what they were.
 
     It is tried at once, in a forward on the meta device. That shows layers without attention, or with one that knows
-    nothing of full sequences; what of a layer mixes tokens beside its attention is found by the config's names of kinds
-    of layers and by modules of convolutions alone.
+    nothing of full sequences; those that mix tokens beside their attention are told by the config's names of kinds of
+    layers and by modules of convolutions.
 
     Args:
         model: from `moe.build_model`, on the meta device.
@@ -57,13 +61,13 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool) -> None:
         packing: whether sequences will hold several samples.
 
     Raises:
-        ExpertMeshError: `cp_size` does not divide the heads; or a layer sees other tokens otherwise than by attention
-            that goes through transformers' interface.
+        ExpertMeshError: `cp_size` does not divide the heads; or a layer sees other tokens by what is neither attention
+            that goes through transformers' interface nor a module that takes a cache.
     """
-    if kinds := kinds_not_by_mask(model.config):
-        raise _refused(model, f"({', '.join(sorted(kinds))})")
-    if any(isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for part in decoder_layers(model).modules()):
-        raise _refused(model, "with a convolution")
+    for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True):
+        is_by_sample = any(isinstance(part.forward, BySample) for part in layer.children())
+        if is_by_sample or _convolves(layer) or not seen_by_mask(kind):
+            _mix_complete(model, layer, kind or type(layer).__name__)
     inner = model.config._attn_implementation
     AttentionInterface.register(CP_PREFIX + inner, partial(cp_attention, inner))
     if inner in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS:
@@ -73,14 +77,53 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool) -> None:
         if looks_for_longest(module):
             module.register_forward_pre_hook(_with_full_positions, with_kwargs=True)
             module.register_forward_hook(_cut_to_this_rank)
-    _try(model, inner, cp_size, packing)
+    if silent := _try(model, inner, cp_size, packing):
+        for layer in silent:
+            _mix_complete(model, layer, type(layer).__name__)
+        _try(model, inner, cp_size, packing)
 
 
-def _refused(model: Any, which: str) -> ExpertMeshError:
-    return ExpertMeshError(
-        f"--cp-size: layers of {type(model).__name__} {which} see other tokens otherwise than by attention, and a "
-        "sequence's tokens are on several ranks; leave it out"
-    )
+def complete_sequences_line(model: Any, cp_size: int, sequences: int) -> str | None:
+    """How context parallelism computes what mixes positions otherwise than by attention, in words; None: there is no
+    such part of a layer.
+
+    Args:
+        sequences: per micro-batch and CP group.
+    """
+    mixers = [part for part in model.modules() if isinstance(part.forward, CompleteSequences)]
+    if not mixers:
+        return None
+    said = f"{_named(mixers)} with complete sequences, {-(-sequences // cp_size)} of {sequences} per rank"
+    if sequences < cp_size:
+        ranks = cp_size // sequences
+        said += f": {ranks} ranks compute the same one, and each holds all its activations in these layers"
+    return f"context parallelism: {said}"
+
+
+def _named(mixers: Iterable[nn.Module]) -> str:
+    counts = Counter(type(part).__name__ for part in mixers)
+    return ", ".join(f"{number} {name}" for name, number in counts.items())
+
+
+def _convolves(part: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in part.modules())
+
+
+def _mix_complete(model: Any, layer: nn.Module, which: str) -> None:
+    """
+    Raises:
+        ExpertMeshError: nothing in the layer takes a cache, or it convolves beside what does.
+    """
+    mixers = list(mixers_of(layer))
+    rest = {module for module in layer.modules() if _convolves(module)}
+    rest -= {layer, *(module for mixer in mixers for module in mixer.modules())}
+    if not mixers or rest:
+        raise ExpertMeshError(
+            f"--cp-size: layers of {type(model).__name__} ({which}) see other tokens otherwise than by attention or a "
+            "module that takes a cache, and a sequence's tokens are on several ranks; leave it out"
+        )
+    for mixer in mixers:
+        mixer.forward = CompleteSequences(mixer)
 
 
 def looks_for_longest(module: nn.Module) -> bool:
@@ -120,25 +163,32 @@ def _split_sequences() -> SplitSequences | None:
 
 
 @torch.no_grad()
-def _try(model: Any, inner: str, cp_size: int, packing: bool) -> None:
-    """Run a forward of sequences split over a CP group, of which the shapes alone are computed."""
+def _try(model: Any, inner: str, cp_size: int, packing: bool) -> list[nn.Module]:
+    """Run a forward of sequences split over a CP group, of which the shapes alone are computed; returns the layers that
+    have neither called attention nor a mixer with complete sequences, and are not known to have none."""
     cp_group, modules, heads = CPGroup(cp_size, 0, None), [], 0
 
     def remembered(
         module: Any, query_BHLA: Tensor, key_BGLA: Tensor, value_BGLA: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         nonlocal heads
+        modules.append(module)
+        if _split_sequences() is None:
+            return cp_attention(inner, module, query_BHLA, key_BGLA, value_BGLA, *args, **kwargs)
         rows, num_heads, length, _ = query_BHLA.shape
         heads = gcd(heads, num_heads)
-        modules.append(module)
         if num_heads % cp_size:
             # no rank could have its heads: the error comes when those of all layers are known
             return query_BHLA.new_empty(rows, length, num_heads, value_BGLA.shape[-1]), None
         return cp_attention(inner, module, query_BHLA, key_BGLA, value_BGLA, *args, **kwargs)
 
-    samples = [Sample.of_prompt([0] * 4 * cp_size, 1)] * 2
-    batch = collate([samples if packing else samples[:1]], cp_group).to(torch.device("meta"))
-    with without_computing(model), told_whether_packed(model, batch), Forward(split=batch.split):
+    samples = [Sample.of_prompt([0] * _unlike_sizes(model, cp_size) * cp_size, 1)] * 2
+    batch = collate([samples if packing else samples[:1]] * 3, cp_group).to(torch.device("meta"))
+    with (
+        without_computing(model),
+        told_whether_packed(model, batch),
+        Forward(split=batch.split, segments=batch.segments),
+    ):
         AttentionInterface.register(CP_PREFIX + inner, remembered)
         try:
             arguments = attention_arguments(model, batch)
@@ -158,11 +208,19 @@ def _try(model: Any, inner: str, cp_size: int, packing: bool) -> None:
             f"--cp-size {cp_size} does not divide the {heads} attention heads of this model's layers, which a CP "
             f"group divides; use {either(divisors(heads))}"
         )
-    layers, text_config = decoder_layers(model), model.config.get_text_config()
-    kinds = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or ()
-    for layer, kind in zip_longest(layers, kinds[: len(layers)]):
-        if not (kind in _BY_ITSELF or any(part in modules for part in layer.modules())):
-            raise _refused(model, f"({type(layer).__name__})")
+    return [
+        layer
+        for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True)
+        if kind not in _BY_ITSELF
+        and not any(part in modules or isinstance(part.forward, CompleteSequences) for part in layer.modules())
+    ]
+
+
+def _unlike_sizes(model: Any, cp_size: int) -> int:
+    """Positions per rank for a trial, which no size of the model is equal to: tensors' shapes tell them apart."""
+    sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    sizes |= {leaf for leaf in tree_leaves(model.config.to_dict()) if isinstance(leaf, int)}
+    return next(length for length in (5, 7, 11, 13, 17, 19, 23, 29, 31) if sizes.isdisjoint({length, length * cp_size}))
 
 
 def full_sequence_mask(inner: str, **arguments: Any) -> Any:

@@ -121,7 +121,7 @@ def attention_arguments(model: Any, batch: Batch) -> dict[str, Any]:
     if batch.segments is None:
         # Causal attention hides padding behind sequences by itself, and a mask would only cost memory; layers that
         # carry a state need one.
-        if batch.is_token_BS is None or not kinds_not_by_mask(model.config):
+        if batch.is_token_BS is None or batch.split is not None or not kinds_not_by_mask(model.config):
             return {}
         return {"attention_mask": batch.is_token_BS.long()}
     if inner_attention(model) == OWN:

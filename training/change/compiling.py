@@ -8,6 +8,7 @@ from typing import Any
 from expertmesh.moe import DroplessExperts, ExpertMeshError, decoder_layers
 from expertmesh.moe.torch_private import calculate_time_spent, counters
 from expertmesh.training.attention.by_sample import BySample
+from expertmesh.training.attention.complete_sequences import CompleteSequences
 from expertmesh.training.attention.packed_attention import CP_PREFIX, OWN
 
 
@@ -17,9 +18,10 @@ def compile_layers(model: Any) -> None:
 
     All layers have the same code, and share its graphs. The sizes of a batch are symbols there: only a size of 1, or
     one that happens to equal a width of the model, is compiled for itself. What holds collectives, or waits for the
-    device, stays as it is: the MoE block, FSDP's hooks and context-parallel attention. So does our own
-    attention (`training.attention.packed_attention`), and what runs sample by sample (`training.attention.by_sample`),
-    which would be compiled for every way of packing a sequence.
+    device, stays as it is: the MoE block, FSDP's hooks, context-parallel attention and what is given complete
+    sequences there (`training.attention.complete_sequences`). So does our own attention
+    (`training.attention.packed_attention`), and what runs sample by sample (`training.attention.by_sample`), which
+    would be compiled for every way of packing a sequence.
 
     Raises:
         ExpertMeshError: there is no C++ compiler, which code for a CPU and triton's launchers of GPU kernels need.
@@ -35,7 +37,7 @@ def compile_layers(model: Any) -> None:
     stays = attention == OWN or attention.startswith(CP_PREFIX)
     for layer in decoder_layers(model):
         for part in layer.children():
-            if isinstance(part.forward, BySample):
+            if any(isinstance(module.forward, (BySample, CompleteSequences)) for module in part.modules()):
                 continue
             has_experts = any(isinstance(module, DroplessExperts) for module in part.modules())
             # of a layer's parts, attention alone has parts of its own and no experts

@@ -181,7 +181,7 @@ class ParallelSettings:
         "Parallelism",
         1,
         "Context-parallel ranks: each sequence is split over them; must divide the number of ranks and of attention "
-        "heads",
+        "heads. Layers that carry a state are computed with complete sequences",
     )
     pp_size: int = _flag(
         "Parallelism",

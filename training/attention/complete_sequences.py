@@ -1,0 +1,150 @@
+"""Context parallelism for what mixes positions otherwise than by attention that goes through transformers' interface:
+layers that carry a state, convolve, select or compress tokens.
+
+Such a part of a layer (a mixer) is given complete sequences: each rank of a CP group gets some of those that the group
+splits, computes these at all positions, and sends the results to the ranks of the positions. So nothing needs to be
+known of what it computes. A mixer is recognised by the cache that it takes: what sees other positions needs one in
+generation, and what takes none looks at each position by itself.
+
+Shape suffixes: B sequences, n of them complete on this rank, S positions, L = S/c of them on this rank.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from expertmesh.moe import ExpertMeshError, current_forward
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.training.attention.by_sample import BySample, counts_tokens
+from expertmesh.training.data import SplitSequences
+
+STEP_PART: StepPart = None
+
+_CACHES = frozenset({"past_key_values", "past_key_value", "cache_params"})
+"""Names of the argument that transformers' modules take their cache by."""
+
+Place = Literal["positions", "sequences", "all"]
+"""Which part of an argument is on each rank: its positions of all sequences, (B, L, ...) or (1, L, ...); all positions
+of all sequences, (B, ...); what is used as it is: what all sequences have in common, or indices of chosen tokens from a
+mixer of an earlier layer, (n, S, ...)."""
+
+
+def mixers_of(layer: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a decoder layer that may mix positions: the outermost modules that take a cache, or run sample by
+    sample."""
+    for part in layer.children():
+        takes_cache = not _CACHES.isdisjoint(inspect.signature(type(part).forward).parameters)
+        if takes_cache or isinstance(part.forward, BySample):
+            yield part
+        else:
+            yield from mixers_of(part)
+
+
+class CompleteSequences:
+    """The forward of a mixer, with complete sequences in every `Forward` that is split over a CP group; the mixer's own
+    in others.
+
+    Which of its arguments are of positions it learns by their shapes in the first such forward: in that, no size of the
+    model may be equal to the numbers of sequences and positions.
+
+    Args:
+        mixer: it gets this as its forward.
+    """
+
+    def __init__(self, mixer: nn.Module):
+        self.mixer = mixer
+        self.forward: Callable[..., Any] = mixer.forward
+        self.places: dict[str, Place] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = current_forward()
+        if forward is None or forward.split is None:
+            return self.forward(*args, **kwargs)
+        split: SplitSequences = forward.split
+        segments = None if forward.segments is None else _segments_here(forward.segments, split)
+        if kwargs.get("segments") is not None:
+            kwargs["segments"] = segments
+        args, kwargs = _complete(self.mixer, (args, kwargs), self.places, split)
+        complete = forward.of_complete_sequences(segments)
+        with complete:
+            output = self.forward(*args, **kwargs)
+        forward.layout = complete.layout
+        return _ranges(output, split)
+
+
+def _ranges(output: Any, split: SplitSequences) -> Any:
+    """What a mixer has returned, at this rank's positions."""
+    number, length = split.positions_BS.shape
+    here = len(split.cp_group.sequences_of(split.cp_group.index, number))
+    leaves, structure = tree_flatten(output)
+    # indices of chosen tokens stay complete, for the mixers of later layers: ranks may have different numbers of them
+    complete = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:2] == (here, length)]
+    of_positions = [i for i in complete if not counts_tokens(leaves[i])]
+    ranges = iter(split.cp_group.to_ranges(number, *(leaves[i] for i in of_positions)))
+    for i, leaf in enumerate(leaves):
+        if i in of_positions:
+            leaves[i] = next(ranges)
+        elif isinstance(leaf, Tensor) and i not in complete:
+            # a state at the end of the sequences: who reads it must not find a part of them
+            leaves[i] = leaf.new_empty(0)
+    return tree_unflatten(leaves, structure)
+
+
+def _complete(mixer: nn.Module, given: Any, places: dict[str, Place], split: SplitSequences) -> Any:
+    """The arguments of a mixer, for this rank's sequences at all positions."""
+    group, number = split.cp_group, len(split.positions_BS)
+    mine = group.sequences_of(group.index, number)
+    with_paths, structure = tree_flatten_with_path(given)
+    leaves: list[Any] = [leaf for _, leaf in with_paths]
+    of_positions = []
+    for i, (path, leaf) in enumerate(with_paths):
+        if not isinstance(leaf, Tensor):
+            continue
+        name = str(path)
+        if name not in places:
+            places[name] = _place(mixer, leaf, split)
+        if places[name] == "positions":
+            of_positions.append(i)
+            leaves[i] = leaf.expand(number, *leaf.shape[1:])
+        elif places[name] == "sequences":
+            leaves[i] = leaf[mine.start : mine.stop]
+    complete = group.to_sequences(*(leaves[i] for i in of_positions))
+    for i, x_nS in zip(of_positions, complete, strict=True):
+        leaves[i] = x_nS
+    return tree_unflatten(leaves, structure)
+
+
+def _place(mixer: nn.Module, x: Tensor, split: SplitSequences) -> Place:
+    group, (number, full_length) = split.cp_group, split.positions_BS.shape
+    length, shape = full_length // group.size, tuple(x.shape)
+    if counts_tokens(x) and shape[:2] == (len(group.sequences_of(group.index, number)), full_length):
+        return "all"
+    if shape[1:2] == (length,) and shape[0] in (1, number) and length not in shape[2:]:
+        return "positions"
+    if length in shape:
+        raise _unknown(mixer, "is given a tensor", x, split)
+    return "sequences" if shape[:1] == (number,) else "all"
+
+
+def _unknown(mixer: nn.Module, how: str, x: Tensor, split: SplitSequences) -> ExpertMeshError:
+    number, length = split.positions_BS.shape
+    return ExpertMeshError(
+        f"--cp-size {split.cp_group.size}: {type(mixer).__name__} {how} of shape {tuple(x.shape)} where there are "
+        f"{number} sequences of {length} positions, and it is not known which part of it belongs to which rank; leave "
+        "--cp-size out"
+    )
+
+
+def _segments_here(segments: tuple[int, ...], split: SplitSequences) -> tuple[int, ...]:
+    """Of the lengths of all sequences' samples, those of this rank's."""
+    number, length = split.positions_BS.shape
+    mine = split.cp_group.sequences_of(split.cp_group.index, number)
+    here, end = [], 0
+    for segment in segments:
+        if mine.start * length <= end < mine.stop * length:
+            here.append(segment)
+        end += segment
+    return tuple(here)
