@@ -49,7 +49,7 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
 
 def _complete_sequences(engine: Engine) -> list[str]:
     config = engine.config
-    line = complete_sequences_line(engine.model, config.cp_size, config.per_device_train_batch_size)
+    line = complete_sequences_line(engine.model, config.cp_size, config.per_device_train_batch_size, config.packing)
     return [] if line is None else [line]
 
 

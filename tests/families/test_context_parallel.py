@@ -5,6 +5,7 @@ test_parity.py compares them in fp32.
 """
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from expertmesh.moe import ExpertMeshError, build_model
 from expertmesh.sharding import CPGroup
@@ -25,7 +27,7 @@ from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import random_samples
-from tests.families.configs import tiny_config, tiny_model
+from tests.families.configs import is_older, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
 from tests.tiers import diagonal
 from tests.tiny import loaded, relative_error
@@ -64,11 +66,67 @@ def test_rows_that_do_not_come_out_even(ranks: RankPool, rows: int) -> None:
     _compare(ranks, "qwen3_next", [[A], [D], [E], [B], [C]][:rows], False, {}, sharers=4)
 
 
-def test_what_is_given_complete_sequences_is_said() -> None:
-    model = _build("qwen3_next", False, {})
+BY_HEADS = {
+    "qwen3_next": {"causal_conv1d_fn": "convolution", "torch_chunk_gated_delta_rule": "heads"},
+    "qwen3_5_moe": {"causal_conv1d_fn": "convolution", "torch_chunk_gated_delta_rule": "heads"},
+    "kimi_linear": {"causal_conv1d_fn": "convolution", "chunk_kimi_delta_attention": "heads"},
+    "bailing_hybrid": {"causal_conv1d_fn": "convolution", "chunk_kimi_delta_attention": "heads"},
+    "lfm2_moe": {"causal_conv1d_fn": "convolution"},
+    # in its code, not in a function
+    "nemotron_h": None,
+}
+
+
+@pytest.mark.skipif(is_older(), reason="which functions transformers has depends on its release")
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", BY_HEADS)
+def test_what_is_split_by_heads_is_found_by_trying(name: str) -> None:
+    """And said, with what it costs where it is not."""
+    model = _build(name, False, {})
     apply_context_parallel(model, 2, packing=False)
-    assert "2 ranks compute the same one" in str(complete_sequences_line(model, 2, 1))
-    assert "2 of 4 per rank" in str(complete_sequences_line(model, 2, 4))
+    found = [part.forward.functions for part in model.modules() if isinstance(part.forward, CompleteSequences)]
+    kinds = BY_HEADS[name]
+    assert found
+    assert all((None if one is None else one.kinds) == kinds for one in found)
+    said = complete_sequences_line(model, 2, 1, False)
+    assert said is not None
+    assert ("by heads" in said) == (kinds is not None)
+    assert ("2 ranks compute the same one" in said) == (kinds is None)
+    assert "2 of 4 per rank" in str(complete_sequences_line(model, 2, 4, False))
+
+
+def test_heads_that_do_not_divide_are_not_split() -> None:
+    model = _build("qwen3_next", False, {"linear_num_key_heads": 2})
+    apply_context_parallel(model, 4, packing=False)
+    found = [part.forward.functions for part in model.modules() if isinstance(part.forward, CompleteSequences)]
+    assert found
+    assert not any(found)
+
+
+@pytest.mark.parametrize("sharers", [2, 4])
+def test_one_row_by_heads(ranks: RankPool, sharers: int) -> None:
+    """Of ranks, each has more positions than a convolution reaches."""
+    _compare(ranks, "qwen3_next", [[D]], False, {"linear_num_key_heads": 4}, sharers)
+
+
+def test_a_function_that_mixes_heads_is_found_out() -> None:
+    """As one whose convolution sees what comes after."""
+    own = vars(modeling_qwen3_next)["torch_chunk_gated_delta_rule"]
+
+    def mixing(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(query.flip(2), *args, **kwargs)
+
+    def seeing_later(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return own_conv(x, *args, **kwargs).roll(-1, dims=2)
+
+    own_conv = vars(modeling_qwen3_next)["causal_conv1d_fn"]
+    for name, function in (("torch_chunk_gated_delta_rule", mixing), ("causal_conv1d_fn", seeing_later)):
+        function.__module__ = modeling_qwen3_next.__name__
+        with mock.patch.object(modeling_qwen3_next, name, function):
+            model = _build("qwen3_next", False, {})
+            apply_context_parallel(model, 2, packing=False)
+        found = [part.forward.functions for part in model.modules() if isinstance(part.forward, CompleteSequences)]
+        assert found == [None] * len(found) != [], name
 
 
 @pytest.mark.quick(1)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 
 from expertmesh.moe import ExpertMeshError, current_forward
 from expertmesh.moe.base.declared import StepPart
+from expertmesh.training.attention.by_heads import SplitFunctions, splitting, without_unnamed
 from expertmesh.training.attention.by_sample import BySample, counts_tokens
 from expertmesh.training.data import SplitSequences
 
@@ -52,18 +53,31 @@ class CompleteSequences:
 
     Args:
         mixer: it gets this as its forward.
+
+    Attributes:
+        given: what it was called with first in such a forward.
+        functions: of the mixer's file, those that work on several positions: with fewer sequences than ranks, these
+            alone are split, by heads. None: the mixer is not such.
     """
 
     def __init__(self, mixer: nn.Module):
         self.mixer = mixer
         self.forward: Callable[..., Any] = mixer.forward
         self.places: dict[str, Place] = {}
+        self.given: Any = None
+        self.functions: SplitFunctions | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = current_forward()
         if forward is None or forward.split is None:
             return self.forward(*args, **kwargs)
         split: SplitSequences = forward.split
+        if self._goes_by_heads(split):
+            assert self.functions is not None
+            with splitting(self.mixer, self.functions, split.cp_group):
+                return self.forward(*args, **without_unnamed(self.mixer, kwargs))
+        if self.given is None:
+            self.given = args, kwargs
         segments = None if forward.segments is None else _segments_here(forward.segments, split)
         if kwargs.get("segments") is not None:
             kwargs["segments"] = segments
@@ -73,6 +87,13 @@ class CompleteSequences:
             output = self.forward(*args, **kwargs)
         forward.layout = complete.layout
         return _ranges(output, split)
+
+    def _goes_by_heads(self, split: SplitSequences) -> bool:
+        number, length = split.positions_BS.shape
+        size = split.cp_group.size
+        if self.functions is None or split.is_packed or number >= size:
+            return False
+        return length // size >= self.functions.reach
 
 
 def _ranges(output: Any, split: SplitSequences) -> Any:

@@ -25,6 +25,7 @@ from expertmesh.moe import ExpertMeshError, Forward, current_forward, decoder_la
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.sharding import CPGroup
 from expertmesh.sharding.topology import divisors, either
+from expertmesh.training.attention.by_heads import SplitFunctions, find_split_functions
 from expertmesh.training.attention.by_sample import BySample
 from expertmesh.training.attention.complete_sequences import CompleteSequences, mixers_of
 from expertmesh.training.attention.packed_attention import (
@@ -81,23 +82,37 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool) -> None:
         for layer in silent:
             _mix_complete(model, layer, type(layer).__name__)
         _try(model, inner, cp_size, packing)
+    tried: dict[Any, SplitFunctions | None] = {}
+    for part in model.modules():
+        forward: Any = part.forward
+        if isinstance(forward, CompleteSequences):
+            form = type(part), tuple(parameter.shape for parameter in part.parameters())
+            if form not in tried:
+                args, kwargs = forward.given
+                tried[form] = find_split_functions(part, args, kwargs, cp_size)
+            forward.functions = tried[form]
 
 
-def complete_sequences_line(model: Any, cp_size: int, sequences: int) -> str | None:
+def complete_sequences_line(model: Any, cp_size: int, sequences: int, packing: bool) -> str | None:
     """How context parallelism computes what mixes positions otherwise than by attention, in words; None: there is no
     such part of a layer.
 
     Args:
-        sequences: per micro-batch and CP group.
+        sequences: per micro-batch and CP group. packing: whether they hold several samples.
     """
     mixers = [part for part in model.modules() if isinstance(part.forward, CompleteSequences)]
     if not mixers:
         return None
-    said = f"{_named(mixers)} with complete sequences, {-(-sequences // cp_size)} of {sequences} per rank"
-    if sequences < cp_size:
-        ranks = cp_size // sequences
-        said += f": {ranks} ranks compute the same one, and each holds all its activations in these layers"
-    return f"context parallelism: {said}"
+    is_complete = packing or sequences >= cp_size
+    complete = [part for part in mixers if is_complete or part.forward.functions is None]
+    by_heads = _named(part for part in mixers if part not in complete)
+    said = [f"{by_heads} by heads, convolutions with positions of the rank before"] if by_heads else []
+    if complete:
+        said.append(f"{_named(complete)} with complete sequences, {-(-sequences // cp_size)} of {sequences} per rank")
+        if sequences < cp_size:
+            ranks = cp_size // sequences
+            said[-1] += f": {ranks} ranks compute the same one, and each holds all its activations in these layers"
+    return f"context parallelism: {'; '.join(said)}"
 
 
 def _named(mixers: Iterable[nn.Module]) -> str:

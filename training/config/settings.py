@@ -181,7 +181,7 @@ class ParallelSettings:
         "Parallelism",
         1,
         "Context-parallel ranks: each sequence is split over them; must divide the number of ranks and of attention "
-        "heads. Layers that carry a state are computed with complete sequences",
+        "heads. Layers that cannot be split by heads are computed with complete sequences",
     )
     pp_size: int = _flag(
         "Parallelism",
