@@ -4,6 +4,8 @@ Computed in double precision, where sums in another order differ by far less tha
 test_parity.py compares them in fp32.
 """
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,7 @@ from torch.utils._pytree import tree_map
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from expertmesh.moe import ExpertMeshError, build_model
-from expertmesh.sharding import CPGroup
+from expertmesh.sharding import CPGroup, Topology
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.complete_sequences import CompleteSequences
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel, complete_sequences_line
@@ -26,11 +28,14 @@ from expertmesh.training.data import Batch, Sample, collate
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import random_samples
+from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
+from tests.distributed.test_training import lines, start
 from tests.families.configs import is_older, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
+from tests.families.test_parity import SAMPLES, WEIGHT_TOLERANCE, compare
+from tests.families.test_pipeline import four_layers
 from tests.tiers import diagonal
-from tests.tiny import loaded, relative_error
+from tests.tiny import loaded, relative_error, save_tokenizer
 
 SHARERS = 2
 TOLERANCE = 1e-5
@@ -127,6 +132,62 @@ def test_a_function_that_mixes_heads_is_found_out() -> None:
             apply_context_parallel(model, 2, packing=False)
         found = [part.forward.functions for part in model.modules() if isinstance(part.forward, CompleteSequences)]
         assert found == [None] * len(found) != [], name
+
+
+TRAINED: dict[str, tuple[Topology, dict[str, Any], dict[str, Any]]] = {
+    "dp 2, ep 2": (Topology(4, 2, "hybrid", 2), {"gradient_checkpointing": "selective"}, {}),
+    "ep 4, cp 4": (Topology(4, 4, "full", 4), {"gradient_checkpointing": "full"}, {}),
+    "pp 2, dp 2, ep 2": (Topology(8, 2, "hybrid", 2, 2), {"accumulation": 4}, {}),
+}
+"""A parallel layout, what its model is trained with, and settings of the run."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_training(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
+    """Losses, gradients and weights of two steps, of layers that carry a state."""
+    topology, training, settings = TRAINED[name]
+    case = Case(SAMPLES, family=family, steps=2, z=0.01, changes=four_layers(family), **training)
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    found = ranks.run(ours, topology.world_size, tmp_path, topology, replace(case, settings=settings))[0]
+    want = reference(case, seed=1)
+    assert found.losses == pytest.approx(want.losses, rel=TOLERANCE)
+    assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
+    compare(found.grads, want.grads, CANCELLED * want.grad_norms[0], 2 * TOLERANCE)
+    compare(found.weights, want.weights, 0.0, WEIGHT_TOLERANCE)
+
+
+RUNS: dict[str, tuple[object, ...]] = {
+    "LoRA, nf4": ("--adapter", "lora", "--base-dtype", "nf4", "--gradient-checkpointing", "selective"),
+    "fp8, one row": ("--adapter", "lora", "--base-dtype", "fp8", "--per-device-train-batch-size", 1),
+    "dispatch": ("--dispatch", "rank", "--offload-activations", "--gradient-checkpointing", "full"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, name: str) -> None:
+    """Trained, evaluated and asked: the same on 2 ranks and on 4 that share sequences by twos."""
+    hf_model(Case([], family="qwen3_next"), seed=1).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    common = (
+        *("--model", tmp_path / "model", "--dataset", tiny_data, "--eval-ratio", 0.2, "--eval-steps", 2),
+        *("--generate-steps", 2, "--generate-max-new-tokens", 4, "--max-seq-length", 48, "--global-batch-size", 8),
+        *("--per-device-train-batch-size", 4, "--learning-rate", "1e-3", "--max-steps", 2, "--no-export"),
+        *RUNS[name],
+    )
+    for out, world_size, cp_size in ((tmp_path / "alone", 2, 1), (tmp_path / "split", 4, 2)):
+        layout = ("--output-dir", out, "--ep-size", 2, "--cp-size", cp_size)
+        assert all(code == 0 for code, _ in start(ranks, world_size, *common, *layout))
+    for key in ("loss", "eval_loss", "grad_norm", "tokens"):
+        found, expected = (
+            {line["step"]: line[key] for line in lines(tmp_path / out, key)} for out in ("split", "alone")
+        )
+        assert expected
+        assert found == pytest.approx(expected, rel=2 * TOLERANCE), key
+    answers, expected = (lines(tmp_path / out, "generations")[-1] for out in ("split", "alone"))
+    assert answers["generations"] == expected["generations"]
 
 
 @pytest.mark.quick(1)

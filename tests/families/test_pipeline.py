@@ -40,7 +40,7 @@ which has no experts in families with dense layers."""
 
 def four_layers(family: str) -> dict[str, Any]:
     """The family's tiny model with another layer, of the kind of its last one."""
-    kinds = getattr(tiny_config(family), "layer_types", None)
+    kinds = getattr(tiny_config(family).get_text_config(), "layer_types", None)
     return {"num_hidden_layers": 4} | ({} if kinds is None else {"layer_types": [*kinds, kinds[-1]]})
 
 
