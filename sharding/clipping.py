@@ -36,11 +36,12 @@ def clip_grad_norm(model: nn.Module, mesh: Mesh, max_norm: float) -> float:
     square = torch.stack(norms or [torch.zeros(())]).double().square().sum()
     # with --offload gradients are in host memory, where another backend would sum
     square = square.to(mesh.grid.device_type)
-    sums = torch.stack([square, square.new_full((), num_lacking(model))])
+    # less than zero where something is lacking: every number that a dry run reads from the device is 1
+    sums = torch.stack([square, square.new_full((), -num_lacking(model))])
     dist.all_reduce(sums)
-    total, lacking = sums.tolist()
+    total, lacking = map(float, sums.cpu().unbind())
     norm = math.sqrt(total)
-    if lacking:
+    if lacking < 0:
         agree_on_gradients(model, mesh)
     if max_norm > 0 and math.isfinite(norm):
         scale = min(max_norm / (norm + 1e-6), 1.0)

@@ -78,7 +78,7 @@ def step_traffic(run: PlannedRun, balance: bool = False) -> list[Traffic]:
     times.update(sharing(run))
     times[Traffic("token counts", "all-reduce", everyone, 1, all_reduce(world, forwards * 3 * 8))] = 1
     times[Traffic("losses", "all-reduce", everyone, 1, all_reduce(world, 3 * 8))] = 1
-    times[Traffic("gradient norm", "all-reduce", everyone, 1, all_reduce(world, 8))] = 1
+    times[Traffic("gradient norm", "all-reduce", everyone, 1, all_reduce(world, 2 * 8))] = 1
     if balance:
         counts = all_reduce(run.setting.ranks_per_stage, run.model.num_experts * 8)
         times[Traffic("expert counts", "all-reduce", "all", 1, counts)] = forwards
