@@ -52,6 +52,7 @@ def every_collective() -> tuple[dict[str, float], dict[str, int]]:
     return dict(traffic.sent), dict(traffic.calls)
 
 
+@pytest.mark.exhaustive
 def test_counts_what_collectives_send(ranks: RankPool) -> None:
     row = 3 * 4
     for rank, (sent, calls) in enumerate(ranks.run(every_collective, 2)):

@@ -157,6 +157,7 @@ def test_any_rectangle() -> None:
             assert torch.equal(as_tensor(wide, "BF16"), want[rows.start : rows.stop, columns.start : columns.stop])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", SOURCES)
 def test_shards_keep_the_encoding(
     sources: dict[str, Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

@@ -416,6 +416,7 @@ def test_tensors_of_another_shape_are_refused() -> None:
         unpack_experts(packed, layout, "new")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("family", [*FAMILIES, "dots3_note", "granitemoe"])
 def test_which_families_peft_reads_by_expert(family: str) -> None:
     model = base_of(family)

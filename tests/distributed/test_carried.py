@@ -46,6 +46,7 @@ def lines_about(names: Any, told: str) -> list[str]:
     return [line for line in told.splitlines() if any(line.startswith(f"{name}:") for name in names)]
 
 
+@pytest.mark.exhaustive
 def test_a_multimodal_model(
     ranks: RankPool, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

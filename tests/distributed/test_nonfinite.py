@@ -305,6 +305,7 @@ def run_with_evaluations(argv: list[str], losses: list[float]) -> tuple[int, str
         return run_poisoned(argv, None)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
 def test_an_evaluation_that_is_not_finite_is_never_the_best(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, schedule: str

@@ -53,7 +53,7 @@ def test_muon_is_torchs_on_every_experts_matrices(
     assert_same(found, reference(case), case)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("num_experts", "world_size", "ep_size", "dense_shard"),
     [
@@ -82,7 +82,7 @@ def test_shampoo_of_an_expert_that_is_reached_late() -> None:
     assert torch.equal(inverse_fourth_root(torch.zeros(3, 3)), torch.eye(3))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16"])
 def test_low_bit_state_does_not_depend_on_the_arrangement(ranks: RankPool, tmp_path: Path, optim: str) -> None:
     """But for a value here and there that fp32 noise takes to the other side of a rounding."""

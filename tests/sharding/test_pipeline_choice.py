@@ -35,6 +35,7 @@ def scheduled(run: PlannedRun, schedule: Any) -> PlannedRun:
     return replace(run, setting=replace(run.setting, schedule=schedule))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_fastest_that_fits_is_taken(chunks: int) -> None:
     """With checkpointing what waits for its weight gradients is more than what is in flight."""
@@ -194,6 +195,7 @@ def test_on_a_cpu_stages_do_not_depend_on_what_is_free() -> None:
     assert balanced(run, CPU, 4, 0.0)[0].setting == balanced(run, CPU, 4, PLENTY)[0].setting
 
 
+@pytest.mark.exhaustive
 def test_plan_and_dry_run_have_the_stages_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the same figures: what `plan` launches is what it has forecast, and what a dry run of that command runs, and
     of one that leaves it open."""

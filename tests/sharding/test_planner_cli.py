@@ -278,7 +278,7 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, arguments: list[s
     return terminal.lines
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 @pytest.mark.parametrize("flags", [["--gpus", "16"], ["--gpus", "16", "--top", "40"], ["--sweep"]], ids=" ".join)
 def test_plan_fits_the_terminal(

@@ -128,6 +128,7 @@ def test_without_a_pipeline_nothing_waits() -> None:
     assert not [traffic for traffic in step_traffic(run) if traffic.group in ("pp", "world")]
 
 
+@pytest.mark.exhaustive
 def test_memory_grows_with_the_micro_batches_in_flight() -> None:
     def activations(micro_batches: int, **flags: Any) -> float:
         return peak(run_of(4, pp_size=4, gradient_accumulation_steps=micro_batches, **flags)).memory.activations

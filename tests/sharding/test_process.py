@@ -183,6 +183,7 @@ os.read(begun[0], 1)  # until the rank has ended, too
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_a_rank_ends_with_torchrun_but_not_with_a_shell(by_torchrun: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}

@@ -105,6 +105,7 @@ def test_every_stage_of_a_pipeline(model: str, capsys: pytest.CaptureFixture[str
     assert sent["pp, forward", "send"] == sent["pp, backward", "receive"] == 5
 
 
+@pytest.mark.exhaustive
 def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, last, loaded = accounts(model, capsys, "--ranks", "all", "--imbalance", "2")
     assert [account["rank"] for account in (first, last, loaded)] == [0, 15, 1]
