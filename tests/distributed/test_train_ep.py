@@ -361,7 +361,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], list[str]], list[str]]] = {
     ),
     "a family without a language model": (
         _config(model_type="vit"),
-        ["config.json: transformers has no causal language model of type vit"],
+        ["config.json: transformers has no language model of type vit"],
     ),
     "impossible config": (_config(num_experts_per_tok=-1), ["config.json: num_experts_per_tok is -1"]),
     "no data": (_flags("--dataset", "/no/such/data.jsonl"), ["--dataset /no/such/data.jsonl: no such file"]),

@@ -316,24 +316,24 @@ TENSORS = {
         model.language_model.layers.{sliding,full}.experts.gate_up_proj 128 1408 2816
         model.language_model.layers.{sliding,full}.experts.down_proj 128 2816 704
         model.language_model.norm.weight 2816
-        model.embed_vision.embedding_projection.weight 2816 1152
-        model.vision_tower.patch_embedder.input_proj.weight 1152 768
-        model.vision_tower.patch_embedder.position_embedding_table 2 10240 1152
-        model.vision_tower.std_bias 1152
-        model.vision_tower.std_scale 1152
-        model.vision_tower.encoder.layers.{vision}.input_layernorm.weight 1152
-        model.vision_tower.encoder.layers.{vision}.post_attention_layernorm.weight 1152
-        model.vision_tower.encoder.layers.{vision}.pre_feedforward_layernorm.weight 1152
-        model.vision_tower.encoder.layers.{vision}.post_feedforward_layernorm.weight 1152
-        model.vision_tower.encoder.layers.{vision}.self_attn.q_proj.linear.weight 1152 1152
-        model.vision_tower.encoder.layers.{vision}.self_attn.k_proj.linear.weight 1152 1152
-        model.vision_tower.encoder.layers.{vision}.self_attn.v_proj.linear.weight 1152 1152
-        model.vision_tower.encoder.layers.{vision}.self_attn.o_proj.linear.weight 1152 1152
-        model.vision_tower.encoder.layers.{vision}.self_attn.q_norm.weight 72
-        model.vision_tower.encoder.layers.{vision}.self_attn.k_norm.weight 72
-        model.vision_tower.encoder.layers.{vision}.mlp.gate_proj.linear.weight 4304 1152
-        model.vision_tower.encoder.layers.{vision}.mlp.up_proj.linear.weight 4304 1152
-        model.vision_tower.encoder.layers.{vision}.mlp.down_proj.linear.weight 1152 4304
+        - model.embed_vision.embedding_projection.weight 2816 1152
+        - model.vision_tower.patch_embedder.input_proj.weight 1152 768
+        - model.vision_tower.patch_embedder.position_embedding_table 2 10240 1152
+        - model.vision_tower.std_bias 1152
+        - model.vision_tower.std_scale 1152
+        - model.vision_tower.encoder.layers.{vision}.input_layernorm.weight 1152
+        - model.vision_tower.encoder.layers.{vision}.post_attention_layernorm.weight 1152
+        - model.vision_tower.encoder.layers.{vision}.pre_feedforward_layernorm.weight 1152
+        - model.vision_tower.encoder.layers.{vision}.post_feedforward_layernorm.weight 1152
+        - model.vision_tower.encoder.layers.{vision}.self_attn.q_proj.linear.weight 1152 1152
+        - model.vision_tower.encoder.layers.{vision}.self_attn.k_proj.linear.weight 1152 1152
+        - model.vision_tower.encoder.layers.{vision}.self_attn.v_proj.linear.weight 1152 1152
+        - model.vision_tower.encoder.layers.{vision}.self_attn.o_proj.linear.weight 1152 1152
+        - model.vision_tower.encoder.layers.{vision}.self_attn.q_norm.weight 72
+        - model.vision_tower.encoder.layers.{vision}.self_attn.k_norm.weight 72
+        - model.vision_tower.encoder.layers.{vision}.mlp.gate_proj.linear.weight 4304 1152
+        - model.vision_tower.encoder.layers.{vision}.mlp.up_proj.linear.weight 4304 1152
+        - model.vision_tower.encoder.layers.{vision}.mlp.down_proj.linear.weight 1152 4304
         """,
     ),
     "granite-4.0-h-tiny": Published(
