@@ -131,6 +131,10 @@ def leave_out(model: Any, paths: Collection[str]) -> None:
     for path in paths:
         module = model.get_submodule(path)
         _empty(module, keeps_constants=any(True for _ in expert_modules(module)))
+        for part in module.modules():
+            if isinstance(part, PreTrainedModel):
+                # asked of every model within another, where layers are checkpointed
+                part.get_input_embeddings = _no_embeddings
         if not isinstance(module, PreTrainedModel) and not any(True for _ in module.parameters()):
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, nn.Module())  # a linear layer without a weight is none
@@ -138,6 +142,10 @@ def leave_out(model: Any, paths: Collection[str]) -> None:
     model.left_out = {
         path: frozenset(name for name in before if name.startswith(f"{path}.") and name not in after) for path in paths
     }
+
+
+def _no_embeddings() -> None:
+    return None
 
 
 def _empty(module: nn.Module, keeps_constants: bool) -> None:

@@ -20,11 +20,12 @@ NO_NORMS = {"cohere2_moe", "phimoe"}
 """They subtract a mean."""
 NO_ROTATION = {
     # numbers side by side, each with an entry of its own; complex numbers; the end of a head
-    *("cohere2_moe", "deepseek_v2", "deepseek_v4"),
+    *("cohere2_moe", "deepseek_v2", "deepseek_v4", "ernie4_5_vl_moe"),
     # what a convolution gives, which lies the other way round in memory
     "zaya",
     # no rotary positions
-    *("granitemoehybrid", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "nemotron_h"),
+    *("glm5_next", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "nemo_speechlm"),
+    *("nemotron_h", "nemotron_h_omni"),
 }
 """Families of which nothing is rotated by kernels."""
 

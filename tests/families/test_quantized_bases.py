@@ -25,7 +25,8 @@ def test_family(ranks: RankPool, tmp_path: Path, family: str, kind: str, topolog
     expected = reference(case)
     found = ranks.run(ours, topology.world_size, tmp_path, topology, case)[0]
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
-    assert found.grads.keys() == expected.grads.keys()
+    # what no rank's sequences reach has zeros, until the ranks agree that it has no gradient
+    assert expected.grads.keys() == {name for name, grad in found.grads.items() if name in expected.grads or grad.any()}
     floor = CANCELLED * expected.grad_norms[0]
     errors = {name: relative_error(found.grads[name], grad, floor) for name, grad in expected.grads.items()}
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
