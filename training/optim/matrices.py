@@ -6,11 +6,13 @@ Shape suffixes: R rows of a matrix, D its columns.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from expertmesh.checkpoints import ResumableOptimizer
 from expertmesh.checkpoints.hf.mapping import overlap
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.sharding import Mesh, StateTensor, local_tensor
@@ -160,3 +162,44 @@ def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.Pro
     out = x.new_empty(sum(received))
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
+
+
+class MatrixOptimizer(ResumableOptimizer):
+    """What optimizers of matrices, with an AdamW for other parameters, have in common.
+
+    Args:
+        dense: the matrices over `mesh.dense_shards`.
+        experts: those over `mesh.dp`.
+        adamw: the optimizer of all other parameters; its groups and state become this one's.
+        mesh: the ranks.
+        settings: of the matrices.
+        block_size: the most rows and columns of what is computed as one matrix; None: matrices are not cut.
+
+    Attributes:
+        matrix_group: the matrices' parameters and settings.
+        rounds: the matrices in lots, with the group of ranks that shares each lot.
+        device: where the model computes, and so these matrices; gradients may lie in host memory.
+    """
+
+    def __init__(
+        self,
+        dense: Sequence[Matrix],
+        experts: Sequence[Matrix],
+        adamw: torch.optim.AdamW,
+        mesh: Mesh,
+        settings: dict[str, Any],
+        block_size: int | None = None,
+    ):
+        parameters = list(dict.fromkeys(matrix.parameter for matrix in (*dense, *experts)))
+        super().__init__([{"params": parameters}], settings)
+        self.matrix_group = self.param_groups[0]
+        self.param_groups += adamw.param_groups
+        adamw.state = self.state
+        self.adamw = adamw
+        self.device = torch.device(mesh.grid.device_type)
+        self.rounds: list[tuple[list[Owned], dist.ProcessGroup]] = []
+        for matrices, group in ((dense, mesh.dense_shards.get_group()), (experts, mesh.dp.get_group())):
+            if block_size is not None:
+                me = dist.get_rank(group)
+                matrices = [block for matrix in matrices for block in blocks_of(matrix, block_size, me)]
+            self.rounds += [(lot, group) for lot in rounds_of(matrices, dist.get_world_size(group))]

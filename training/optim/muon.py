@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.checkpoints import ResumableOptimizer
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.sharding import Mesh, local_tensor
-from expertmesh.training.optim.matrices import Matrix, on_owners, rounds_of, with_gradients
+from expertmesh.training.optim.matrices import Matrix, MatrixOptimizer, on_owners, with_gradients
 
 STEP_PART: StepPart = "optimizer step"
 
@@ -21,7 +19,7 @@ MOMENTUM, COEFFICIENTS, ITERATIONS, EPSILON = 0.95, (3.4445, -4.7750, 2.0315), 5
 """Coefficients of Jordan et al. 2024 (kellerjordan.github.io/posts/muon), and torch.optim.Muon's defaults."""
 
 
-class Muon(ResumableOptimizer):
+class Muon(MatrixOptimizer):
     """Muon (`torch.optim.Muon`, its learning rate adjusted as `match_rms_adamw` does, so that AdamW's learning rate and
     weight decay carry over) for matrices, and an AdamW for other parameters.
 
@@ -49,20 +47,8 @@ class Muon(ResumableOptimizer):
         weight_decay: float,
         dtype: torch.dtype,
     ):
-        parameters = list(dict.fromkeys(matrix.parameter for matrix in (*dense, *experts)))
-        super().__init__([{"params": parameters}], {"lr": lr, "weight_decay": weight_decay})
-        self.matrix_group = self.param_groups[0]
-        self.param_groups += adamw.param_groups
-        adamw.state = self.state
-        self.adamw = adamw
+        super().__init__(dense, experts, adamw, mesh, {"lr": lr, "weight_decay": weight_decay})
         self.dtype = dtype
-        # gradients may lie in host memory; the matrices are multiplied where the model computes
-        self.device = torch.device(mesh.grid.device_type)
-        self.rounds = [
-            (lot, group)
-            for matrices, group in ((dense, mesh.dense_shards.get_group()), (experts, mesh.dp.get_group()))
-            for lot in rounds_of(matrices, dist.get_world_size(group))
-        ]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

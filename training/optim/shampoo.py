@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.checkpoints import ResumableOptimizer, StateLayout
+from expertmesh.checkpoints import StateLayout
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.sharding import Mesh, local_tensor
-from expertmesh.training.optim.matrices import Matrix, Owned, blocks_of, on_owners, rounds_of, with_gradients
+from expertmesh.training.optim.matrices import Matrix, MatrixOptimizer, on_owners, with_gradients
 
 STEP_PART: StepPart = "optimizer step"
 
@@ -25,7 +25,7 @@ weights then differ between parallel layouts by 1.6e-5, with 1e-5 by less than 1
 FACTORS = ("left", "right")
 
 
-class Shampoo(ResumableOptimizer):
+class Shampoo(MatrixOptimizer):
     """Distributed Shampoo (Shi et al. 2023, arXiv 2309.06497; Anil et al. 2021, arXiv 2002.09018) for matrices, its
     updates as large as AdamW's ("grafting"), and an AdamW for other parameters.
 
@@ -65,25 +65,15 @@ class Shampoo(ResumableOptimizer):
         start: int,
         block_size: int,
     ):
-        parameters = list(dict.fromkeys(matrix.parameter for matrix in (*dense, *experts)))
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__([{"params": parameters}], settings)
-        self.matrix_group = self.param_groups[0]
-        self.param_groups += adamw.param_groups
-        adamw.state = self.state
-        self.adamw = adamw
+        super().__init__(dense, experts, adamw, mesh, settings, block_size)
         self.frequency, self.start = frequency, start
-        self.device = torch.device(mesh.grid.device_type)
-        self.rounds: list[tuple[list[Owned], dist.ProcessGroup]] = []
-        self.mine: dict[tuple[Tensor, int], Matrix] = {}
-        for matrices, group in ((dense, mesh.dense_shards.get_group()), (experts, mesh.dp.get_group())):
-            me = dist.get_rank(group)
-            blocks = [block for matrix in matrices for block in blocks_of(matrix, block_size, me)]
-            for lot in rounds_of(blocks, dist.get_world_size(group)):
-                self.rounds.append((lot, group))
-                for owned in lot:
-                    if owned.owner == me:
-                        self.mine[owned.matrix.parameter, owned.matrix.number] = owned.matrix
+        self.mine = {
+            (owned.matrix.parameter, owned.matrix.number)
+            for lot, group in self.rounds
+            for owned in lot
+            if owned.owner == dist.get_rank(group)
+        }
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
