@@ -9,13 +9,14 @@ from torch import Tensor
 
 from expertmesh.moe.kernels.gpu import rehearsing_gpu
 from expertmesh.moe.model.families import causal_families
+from expertmesh.moe.model.family_exceptions import UNSUPPORTED
 from expertmesh.training.fused.fuse import fuse_layers
 from tests.families.configs import TEXT_IDS, UNSHRINKABLE, tiny_model
 from tests.interpreter import interpreted
 from tests.tiny import relative_error
 from tests.training.test_fused import counting_calls
 
-FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE]
+FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE and family not in UNSUPPORTED]
 NO_NORMS = {"cohere2_moe", "phimoe"}
 """They subtract a mean."""
 NO_ROTATION = {
