@@ -1,0 +1,81 @@
+"""Which modules of a model tensor parallelism divides, by transformers' own plan (`base_model_tp_plan` of the config).
+
+The plan names linear layers: "colwise" ones are divided by their outputs, "rowwise" ones by their inputs. What stands
+between them, such as attention on some of the heads, works on one part, and the results of all parts are added up. So a
+plan divides a module (attention, an MLP) that has both kinds; here it is a region.
+
+Experts are not divided by their plan: they are distributed over the ep axis.
+
+Shape suffixes: N outputs of a linear layer, K its inputs.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.experts.layer import DroplessExperts
+from expertmesh.moe.model.build import decoder_layers, router_prefixes
+
+STEP_PART: StepPart = None
+
+_COLWISE = frozenset({"colwise", "colwise_gather_output", "packed_colwise"})
+_ROWWISE = frozenset({"rowwise", "rowwise_split_input", "packed_rowwise"})
+
+
+@dataclass(frozen=True)
+class Region:
+    """A module that is divided.
+
+    Attributes:
+        path: of the module.
+        colwise: paths of the linear layers that are divided by their outputs. rowwise: by their inputs.
+        values: names of parameters with an entry for each head, or another part of the outputs, which no linear layer
+            has.
+        gathers: whether something between needs all outputs at once, such as a norm over the full width.
+    """
+
+    path: str
+    colwise: tuple[str, ...]
+    rowwise: tuple[str, ...]
+    values: tuple[str, ...] = ()
+    gathers: bool = False
+
+
+def regions_of(model: Any) -> list[Region]:
+    """The modules of a model's decoder layers that its plan divides, in the model's order; none where the plan has
+    nothing for them.
+
+    Args:
+        model: from transformers, with our experts in it.
+    """
+    styles = _styles(model)
+    inside_experts = tuple(f"{path}." for path, part in model.named_modules() if isinstance(part, DroplessExperts))
+    by_parent: dict[str, dict[str, str]] = {}
+    for path, style in styles.items():
+        if style in _COLWISE | _ROWWISE and not path.startswith((*inside_experts, *router_prefixes(model))):
+            by_parent.setdefault(path.rpartition(".")[0], {})[path] = style
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    regions = []
+    for parent, found in by_parent.items():
+        linear = {path: style for path, style in found.items() if isinstance(modules.get(path), nn.Linear)}
+        colwise = tuple(path for path, style in linear.items() if style in _COLWISE)
+        rowwise = tuple(path for path, style in linear.items() if style in _ROWWISE)
+        if colwise and rowwise:
+            values = tuple(path for path in found if path in parameters)
+            gathers = any(style == "colwise_gather_output" for style in linear.values())
+            regions.append(Region(parent, colwise, rowwise, values, gathers))
+    return regions
+
+
+def _styles(model: Any) -> dict[str, str]:
+    """The plan's style of each module, or parameter, of the decoder layers, by path."""
+    plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    layers = decoder_layers(model)
+    base = next(path for path, part in model.named_modules() if any(child is layers for child in part.children()))
+    prefix = f"{base}." if base else ""
+    rules = [(re.compile(re.escape(prefix + rule).replace(r"\*", r"\d+")), style) for rule, style in plan.items()]
+    names = [path for path, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    return {name: style for name in names for rule, style in rules if rule.fullmatch(name)}

@@ -1,0 +1,91 @@
+"""Exchanges of a tensor-parallel group, the ranks that divide heads, MLPs and the vocabulary.
+
+Between these regions each rank has a range of every sequence's positions (sequence parallelism; Korthikanti et al.,
+arXiv 2205.05198). A region begins with all positions of the group, and its results, of which every rank has a summand,
+go back to the ranks of their positions. The backward of either exchange is the other.
+
+Shape suffixes: n ranks of the group.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from expertmesh.moe.base.declared import StepPart
+
+STEP_PART: StepPart = None
+
+
+@dataclass(frozen=True)
+class TPGroup:
+    """The ranks of a tensor-parallel group.
+
+    size: how many. index: of this one, and of its range of positions. ranks: None where nothing is to be sent, as only
+    the shapes of results are needed.
+    """
+
+    size: int
+    index: int
+    ranks: dist.ProcessGroup | None
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """All ranks' tensors, which have one shape, one after the other along `dim`. Differentiable: the gradient is
+        the sum of all ranks'."""
+        if not x.is_floating_point():
+            return self.all_gather(x, dim)
+        whole: Tensor = _Gather.apply(self, x, dim)
+        return whole
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part along `dim` of the sum of all ranks' tensors. Differentiable."""
+        part: Tensor = _ReduceScatter.apply(self, x, dim)
+        return part
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """`gather` without a gradient."""
+        x = x.movedim(dim, 0).contiguous()
+        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        if self.ranks is not None:
+            dist.all_gather_into_tensor(out, x, group=self.ranks)
+        return out.movedim(0, dim)
+
+    def sum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """`reduce_scatter` without a gradient; summed up in fp32, in the order of the ranks, wherever the backend does
+        not do it itself."""
+        x = x.movedim(dim, 0).contiguous()
+        out = x.new_empty(len(x) // self.size, *x.shape[1:])
+        if self.ranks is not None and x.device.type == "cpu":
+            received = torch.empty_like(x)
+            dist.all_to_all_single(received, x, group=self.ranks)
+            out.copy_(received.unflatten(0, (self.size, -1)).sum(dim=0, dtype=torch.float32))
+        elif self.ranks is not None:
+            dist.reduce_scatter_tensor(out, x, group=self.ranks)
+        return out.movedim(0, dim)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.all_gather(x, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.group.sum_scatter(grad, ctx.dim), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.sum_scatter(x, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.group.all_gather(grad, ctx.dim), None
