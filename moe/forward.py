@@ -51,6 +51,8 @@ class Forward:
         layout: what modules that run sample by sample need to know of segments, once one has run
             (`training.attention.by_sample.SampleLayout`); if the sequences are split, of those that are complete on
             this rank.
+        within_tp: what regions of tensor parallelism have in common, once one has run (`training.tensor_parallel.
+            Within`).
         stage: the part of a pipeline that is run (`sharding.pipeline.cut.StageForward`); None: the complete model.
         weight_gradients: where backward may leave the gradients of experts' weights for later; None: it computes them.
         is_again: whether a layer is being recomputed for its backward. Its statistics are those of the first run:
@@ -68,6 +70,7 @@ class Forward:
     split: Any = None
     segments: tuple[int, ...] | None = None
     layout: Any = None
+    within_tp: Any = None
     stage: Any = None
     weight_gradients: WeightGradients | None = None
     is_again: bool = False
@@ -98,6 +101,12 @@ class Forward:
             weight_gradients=self.weight_gradients,
             is_again=True,
         )
+
+    def of_split(self, split: Any) -> "Forward":
+        """The `Forward` for a part of it in which other ranks share the sequences."""
+        other = self.again()
+        other.is_token_BS, other.split, other.layout, other.is_again = None, split, None, self.is_again
+        return other
 
     def of_complete_sequences(self, segments: tuple[int, ...] | None) -> "Forward":
         """The `Forward` for a part of it that is given complete sequences, though they are split elsewhere.

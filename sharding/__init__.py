@@ -12,6 +12,7 @@ from expertmesh.moe.base.lazy import import_on_demand
 if TYPE_CHECKING:
     from expertmesh.sharding.clipping import clip_grad_norm
     from expertmesh.sharding.comms.context_parallel import CPGroup
+    from expertmesh.sharding.comms.tensor_parallel import TPGroup
     from expertmesh.sharding.life.agreement import check_alike, differences
     from expertmesh.sharding.life.allocator import let_segments_grow
     from expertmesh.sharding.life.debugger import debugging
@@ -56,9 +57,8 @@ if TYPE_CHECKING:
     from expertmesh.sharding.topology import (
         DenseShard,
         Topology,
-        check_cp_size,
-        check_ep_size,
-        check_pp_size,
+        check_divides,
+        check_sizes,
         rows_of,
     )
 else:
@@ -78,6 +78,7 @@ __all__ = [
     "ScheduleName",
     "StateTensor",
     "Strategy",
+    "TPGroup",
     "Topology",
     "Watchdog",
     "adapters_of",
@@ -85,10 +86,9 @@ __all__ = [
     "build_mesh",
     "changing_state",
     "check_alike",
-    "check_cp_size",
-    "check_ep_size",
-    "check_pp_size",
+    "check_divides",
     "check_replicas",
+    "check_sizes",
     "checkpoint_layers",
     "clip_grad_norm",
     "collectives_limit",

@@ -1,6 +1,6 @@
-"""The device mesh: (pp, dp, ep), its parts, and the groups of ranks beside it."""
+"""The device mesh: (pp, dp, ep), its parts, that of tensor parallelism, and the groups of ranks beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -13,6 +13,7 @@ from expertmesh.moe.torch_private import _set_pg_timeout
 from expertmesh.sharding.comms.context_parallel import CPGroup
 from expertmesh.sharding.comms.nccl import few_blocks
 from expertmesh.sharding.comms.pipeline_groups import PipelineGroups, make_pipeline_groups
+from expertmesh.sharding.comms.tensor_parallel import TPGroup
 from expertmesh.sharding.topology import Topology
 
 
@@ -21,9 +22,10 @@ class Mesh:
     """The meshes of this rank's pp index: its stages' ranks.
 
     grid: the (dp, ep) mesh. all_ranks: the same ranks in one dimension, "fsdp". exchange: the ranks of `ep`, in a group
-    whose collectives do not queue behind FSDP's. cp_group: this rank's context-parallel group, if any. pipeline: the
-    ranks that pass its micro-batches on to one another, if there are several pp indices. timeout: after which a
-    collective in one of the groups fails; None: torch's.
+    whose collectives do not queue behind FSDP's. cp_group: the ranks that share this rank's sequences, if any do.
+    pipeline: the ranks that pass its micro-batches on to one another, if there are several pp indices. timeout: after
+    which a collective in one of the groups fails; None: torch's. divided: the mesh of what tensor parallelism divides:
+    its last axis is "tp", FSDP's before it.
     """
 
     topology: Topology
@@ -33,6 +35,21 @@ class Mesh:
     cp_group: CPGroup | None = None
     pipeline: PipelineGroups | None = None
     timeout: timedelta | None = None
+    divided: DeviceMesh | None = None
+
+    @property
+    def tp(self) -> DeviceMesh:
+        """The ranks of this rank's tensor-parallel group."""
+        assert self.divided is not None
+        return self.divided["tp"]
+
+    @property
+    def dense_of_tp(self) -> DeviceMesh:
+        """The mesh of FSDP for parameters that tensor parallelism divides: as `dense`, of ranks with one tp index."""
+        assert self.divided is not None
+        names = self.divided.mesh_dim_names
+        assert names is not None
+        return self.divided[names[:-1]] if len(names) > 2 else self.divided[names[0]]
 
     @property
     def dp(self) -> DeviceMesh:
@@ -82,14 +99,17 @@ def build_mesh(
         grid = init_device_mesh(
             device_type, (topology.pp_size, *shape), mesh_dim_names=names, backend_override=overrides
         )[axes]
+    divided = _divided_mesh(device_type, topology, options)
     exchange, cp_group = _exchange_group(topology, grid["ep"], options()), _cp_group(topology)
     pipeline = make_pipeline_groups(topology, device_type, timeout)
     all_ranks = grid._flatten("fsdp", backend_override=options())
-    mesh = Mesh(topology, grid, all_ranks, exchange, cp_group, pipeline, timeout)
+    mesh = Mesh(topology, grid, all_ranks, exchange, cp_group, pipeline, timeout, divided)
     if timeout is not None:
         groups = [*(part.get_group() for part in (mesh.dp, mesh.ep, mesh.all_ranks)), exchange]
-        if cp_group is not None and cp_group.ranks is not None:
-            groups.append(cp_group.ranks)
+        if cp_group is not None:
+            groups += cp_group.process_groups()
+        if divided is not None:
+            groups += divided.get_all_groups()
         if pipeline is not None:
             groups += [pipeline.forward, pipeline.backward]
         # the groups of a mesh do not inherit the time limit of the default group
@@ -112,17 +132,52 @@ def _exchange_group(topology: Topology, ep: DeviceMesh, options: Any) -> dist.Pr
     return _group_of_adjacent_ranks(topology, topology.ep_size, "ep", options)
 
 
-def _cp_group(topology: Topology) -> CPGroup | None:
-    """The context-parallel group, with a process group of its own: all-to-alls of rows and gathers of parameters begin
-    while those of attention may be under way."""
-    if topology.cp_size == 1:
+def _divided_mesh(device_type: str, topology: Topology, options: Callable[[], Any]) -> DeviceMesh | None:
+    """The mesh of parameters that tensor parallelism divides; its FSDP axes are those of `Mesh.dense`."""
+    tp_size = topology.tp_size
+    if tp_size == 1:
         return None
-    index = dist.get_rank() % topology.cp_size
-    return CPGroup(topology.cp_size, index, _group_of_adjacent_ranks(topology, topology.cp_size, "cp"))
+    if topology.dense_shard == "hybrid":
+        shape, axes = (topology.dp_size, topology.ep_size // tp_size, tp_size), ("replicas", "shards", "tp")
+    else:
+        shape, axes = (topology.ranks_per_stage // tp_size, tp_size), ("shards", "tp")  # type: ignore[assignment]
+    if topology.pp_size == 1:
+        return init_device_mesh(device_type, shape, mesh_dim_names=axes, backend_override=_overrides(axes, options))
+    whole = init_device_mesh(
+        device_type,
+        (topology.pp_size, *shape),
+        mesh_dim_names=("pp", *axes),
+        backend_override=_overrides(axes, options),
+    )
+    return whole[axes]
+
+
+def _cp_group(topology: Topology) -> CPGroup | None:
+    """The ranks that share sequences, with process groups of their own: all-to-alls of rows and gathers of parameters
+    begin while those of attention may be under way."""
+    cp_size, tp_size, rank = topology.cp_size, topology.tp_size, dist.get_rank()
+    size = topology.ranks_per_sequence
+    if size == 1:
+        return None
+    all_ranks = _group_of_adjacent_ranks(topology, size, "cp" if tp_size == 1 else "sequences")
+    if tp_size == 1:
+        return CPGroup(size, rank % size, all_ranks)
+    tp = TPGroup(tp_size, rank % tp_size, _group_of_adjacent_ranks(topology, tp_size, "tp"))
+    inner = None
+    if cp_size > 1:
+        starts = [start + index for start in range(0, topology.world_size, size) for index in range(tp_size)]
+        ranks = _group(([*range(start, start + size, tp_size)] for start in starts), "cp")
+        inner = CPGroup(cp_size, rank % size // tp_size, ranks)
+    return CPGroup(size, rank % size, all_ranks, tp, inner)
 
 
 def _group_of_adjacent_ranks(topology: Topology, size: int, axis: str, options: Any = None) -> dist.ProcessGroup:
-    groups = [list(range(start, start + size)) for start in range(0, topology.world_size, size)]
+    return _group((list(range(start, start + size)) for start in range(0, topology.world_size, size)), axis, options)
+
+
+def _group(ranks: Iterable[list[int]], axis: str, options: Any = None) -> dist.ProcessGroup:
+    """That of these groups which this rank is in."""
+    groups = list(ranks)
     # named as torch names those of a mesh, which is what is told of their collectives
     group, _ = dist.new_subgroups_by_enumeration(groups, pg_options=options, group_desc=f"mesh_{axis}")
     assert group is not None

@@ -17,7 +17,7 @@ from expertmesh.moe.experts.lora import is_adapter
 from expertmesh.moe.experts.quantised import SCALES, Storage, storages_of
 from expertmesh.moe.model.build import fp32_parameters
 from expertmesh.sharding.pipeline.stages import stages_of
-from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED, Layout, rows_of
+from expertmesh.sharding.topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, rows_of
 
 STEP_PART: StepPart = None
 
@@ -78,7 +78,7 @@ class StateTensor:
 
 def state_of(model: nn.Module) -> dict[str, StateTensor]:
     """All of a model's parameters and buffers by name, in the model's order: first the parameters, then the buffers."""
-    owners, stages = dict(model.named_modules()), stages_of(model)
+    owners, stages, divided = dict(model.named_modules()), stages_of(model), divided_of(model)
     state = {}
     for name, parameter in model.named_parameters():
         owner, _, own_name = name.rpartition(".")
@@ -89,7 +89,7 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
         if isinstance(module := owners[owner], ExpertMLP):
             parts = (*module.layout.parameters, *module.layout.adapters)
             expert = next(part for part in parts if part.name == own_name)
-        layout, is_here = DENSE if expert is None else EXPERT, True
+        layout, is_here = EXPERT if expert is not None else DIVIDED if name in divided else DENSE, True
         if stages is not None:
             layout, is_here = layout.on(stages.pp_ranks(name)), stages.is_here(name)
         part = StateTensor(name, parameter, layout, expert, True, True, is_here, is_adapter(own_name))
@@ -102,6 +102,11 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
         persistent = own_name not in owners[owner]._non_persistent_buffers_set
         state[name] = StateTensor(name, buffer, REPLICATED, None, False, persistent)
     return state
+
+
+def divided_of(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that tensor parallelism divides."""
+    return frozenset(getattr(model, "divided", ()))
 
 
 def saved_state(model: nn.Module) -> dict[str, StateTensor]:

@@ -4,8 +4,10 @@
 layers of the model: a pipeline's stage, or several of them. A tensor's layout says which of these hold it, and over
 which axes of their ranks it is sharded.
 
-For data the ranks of a pp index form another grid, `data × cp`: neighbours form a context-parallel group and share
-sequences. This does not change how parameters are sharded. All pp indices read the same sequences.
+For data the ranks of a pp index form another grid, `data × cp × tp`: neighbours share sequences, each with a range of
+their positions. Those of a tensor-parallel group, the innermost ones, also divide heads, dense MLPs and the vocabulary:
+these parameters are sharded over tp first, then over the ranks of the same tp index. A context-parallel group does not
+change how parameters are sharded. All pp indices read the same sequences.
 """
 
 from collections.abc import Iterator
@@ -20,9 +22,10 @@ DenseShard = Literal["full", "hybrid"]
 @dataclass(frozen=True)
 class Cut:
     """A tensor is sharded along its dim 0 over the ranks of an axis. "dense" stands for the ranks over which non-expert
-    parameters are sharded: all of a pp index, or those of one dp group of it."""
+    parameters are sharded: all of a pp index, or those of one dp group of it; "dense of tp" for those of them that have
+    one tp index."""
 
-    axis: Literal["ep", "dp", "dense"]
+    axis: Literal["ep", "dp", "tp", "dense", "dense of tp"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Layout:
 
 EXPERT = Layout((Cut("ep"), Cut("dp")))
 DENSE = Layout((Cut("dense"),))
+DIVIDED = Layout((Cut("tp"), Cut("dense of tp")))
+"""That of parameters that tensor parallelism divides."""
 REPLICATED = Layout(())
 
 
@@ -59,6 +64,8 @@ class Topology:
         cp_size: neighbouring ranks that form a context-parallel group: they share sequences, each with a range of
             positions.
         pp_size: parts in which the layers are distributed, each to its own ranks.
+        tp_size: neighbouring ranks that form a tensor-parallel group: they share sequences, and divide heads, dense
+            MLPs and the vocabulary.
     """
 
     world_size: int
@@ -66,6 +73,7 @@ class Topology:
     dense_shard: DenseShard = "full"
     cp_size: int = 1
     pp_size: int = 1
+    tp_size: int = 1
 
     @property
     def ranks_per_stage(self) -> int:
@@ -77,9 +85,14 @@ class Topology:
         return self.ranks_per_stage // self.ep_size
 
     @property
+    def ranks_per_sequence(self) -> int:
+        """The ranks, of one pp index, that share sequences."""
+        return self.cp_size * self.tp_size
+
+    @property
     def data_size(self) -> int:
         """The number of groups of ranks, of one pp index, that each read sequences of their own."""
-        return self.ranks_per_stage // self.cp_size
+        return self.ranks_per_stage // self.ranks_per_sequence
 
     def pp_rank(self, rank: int) -> int:
         """The pp index of a rank."""
@@ -91,7 +104,11 @@ class Topology:
 
     def data_index(self, rank: int) -> int:
         """Which of the groups that read sequences a rank is in."""
-        return rank % self.ranks_per_stage // self.cp_size
+        return rank % self.ranks_per_stage // self.ranks_per_sequence
+
+    def tp_rank(self, rank: int) -> int:
+        """The tp index of a rank."""
+        return rank % self.tp_size
 
     def pipeline(self, rank: int) -> list[int]:
         """The ranks, in the order of pp indices, that pass a rank's micro-batches on to one another."""
@@ -104,7 +121,7 @@ class Topology:
         rows = range(num_rows)
         for cut in layout.cuts:
             size, index = self._place(cut, rank)
-            assert cut.axis != "ep" or len(rows) % size == 0, (num_rows, self.ep_size)
+            assert cut.axis not in ("ep", "tp") or len(rows) % size == 0, (num_rows, self)
             part = _chunk(len(rows), size, index)
             rows = rows[part.start : part.stop]
         return rows
@@ -112,11 +129,20 @@ class Topology:
     def _place(self, cut: Cut, rank: int) -> tuple[int, int]:
         """(ranks on the axis of a cut, this rank's index among them)."""
         dp_index, ep_index = self.coordinates(rank)
-        if cut.axis == "ep" or (cut.axis == "dense" and self.dense_shard == "hybrid"):
-            return self.ep_size, ep_index
-        if cut.axis == "dp":
-            return self.dp_size, dp_index
-        return self.ranks_per_stage, rank % self.ranks_per_stage
+        dense = (self.ep_size, ep_index)
+        if self.dense_shard == "full":
+            dense = self.ranks_per_stage, rank % self.ranks_per_stage
+        match cut.axis:
+            case "ep":
+                return self.ep_size, ep_index
+            case "dp":
+                return self.dp_size, dp_index
+            case "tp":
+                return self.tp_size, self.tp_rank(rank)
+            case "dense":
+                return dense
+            case "dense of tp":
+                return dense[0] // self.tp_size, dense[1] // self.tp_size
 
     def owners(self, num_rows: int, layout: Layout) -> Iterator[tuple[int, range]]:
         """(rank, its rows) in row order, one owner for each row: of replicas, the lowest rank."""
@@ -137,48 +163,50 @@ def _chunk(num_rows: int, parts: int, index: int) -> range:
     return range(min(index * size, num_rows), min((index + 1) * size, num_rows))
 
 
-def check_pp_size(pp_size: int, world_size: int) -> None:
+def check_sizes(topology: Topology, num_experts: int) -> None:
     """
     Raises:
-        ExpertMeshError: `pp_size` does not divide the ranks; the message lists what would work.
+        ExpertMeshError: a size does not divide what it has to; the message names the flag and lists what would work.
     """
-    if pp_size < 1 or world_size % pp_size:
+    ranks = topology.ranks_per_stage if 0 < topology.pp_size <= topology.world_size else 0
+    check_divides("--pp-size", topology.pp_size, topology.world_size)
+    _check_ep_size(topology.ep_size, ranks, num_experts)
+    check_divides("--tp-size", topology.tp_size, ranks)
+    check_divides("--cp-size", topology.cp_size, ranks)
+    if ranks % topology.ranks_per_sequence:
+        fits = divisors(ranks // topology.tp_size)
         raise ExpertMeshError(
-            f"--pp-size {pp_size} does not divide the {world_size} ranks; use {either(divisors(world_size))}"
+            f"--cp-size {topology.cp_size} and --tp-size {topology.tp_size} make groups of "
+            f"{topology.ranks_per_sequence} ranks, which do not divide the {ranks} ranks; with that --tp-size use "
+            f"--cp-size {either(fits)}"
+        )
+    if topology.dense_shard == "hybrid" and topology.ep_size % topology.tp_size:
+        raise ExpertMeshError(
+            f"--tp-size {topology.tp_size} does not divide --ep-size {topology.ep_size}, over whose ranks "
+            "--dense-shard hybrid shards what tp divides; use --dense-shard full, or a --tp-size of "
+            f"{either(divisors(topology.ep_size))}"
         )
 
 
-def check_ep_size(ep_size: int, world_size: int, num_experts: int) -> None:
+def check_divides(flag: str, size: int, ranks: int) -> None:
     """
-    Args:
-        world_size: the ranks of one pp index.
-
     Raises:
-        ExpertMeshError: `ep_size` does not divide the experts or the ranks; the message lists what would work.
+        ExpertMeshError: the size of an axis, given by a flag, does not divide the ranks.
     """
-    fits = [n for n in range(1, world_size + 1) if num_experts % n == 0 and world_size % n == 0]
+    if size < 1 or ranks % size:
+        raise ExpertMeshError(f"{flag} {size} does not divide the {ranks} ranks; use {either(divisors(ranks))}")
+
+
+def _check_ep_size(ep_size: int, ranks: int, num_experts: int) -> None:
+    fits = [n for n in range(1, ranks + 1) if num_experts % n == 0 and ranks % n == 0]
     if ep_size < 1 or num_experts % ep_size:
         of_model = divisors(num_experts)
         raise ExpertMeshError(
             f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {either(of_model)}"
-            + ("" if of_model == fits else f" (with {world_size} ranks: {either(fits)})")
+            + ("" if of_model == fits else f" (with {ranks} ranks: {either(fits)})")
         )
-    if world_size % ep_size:
-        raise ExpertMeshError(f"--ep-size {ep_size} does not divide the {world_size} ranks; use {either(fits)}")
-
-
-def check_cp_size(cp_size: int, world_size: int) -> None:
-    """
-    Args:
-        world_size: the ranks of one pp index.
-
-    Raises:
-        ExpertMeshError: `cp_size` does not divide the ranks; the message lists what would work.
-    """
-    if cp_size < 1 or world_size % cp_size:
-        raise ExpertMeshError(
-            f"--cp-size {cp_size} does not divide the {world_size} ranks; use {either(divisors(world_size))}"
-        )
+    if ranks % ep_size:
+        raise ExpertMeshError(f"--ep-size {ep_size} does not divide the {ranks} ranks; use {either(fits)}")
 
 
 def divisors(number: int) -> list[int]:

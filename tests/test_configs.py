@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from expertmesh.moe import build_model, count_parameters, moe_layers, moe_shape
-from expertmesh.sharding import check_ep_size
+from expertmesh.sharding import check_sizes
 from expertmesh.training import TrainConfig, parse_config
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.packed_attention import choose_attention
+from expertmesh.training.engine import topology_of
 from expertmesh.training.foresight.memory import NEAR
 from expertmesh.training.foresight.planner.hardware import preset
 from expertmesh.training.foresight.planner.model_config import find_config, read_config
@@ -136,7 +137,7 @@ def test_memory_and_arrangements_that_the_comments_state(name: str, gpus: int, s
     if "would take" in text_of(name):
         fp32 = counts.total / gpus * STATE_BYTES["adamw_torch_fused"] / 1e9
         assert f"fp32 state would take {fp32:.1f} GB." in text_of(name)
-    check_ep_size(config.ep_size, gpus, moe_shape(model).num_experts)
+    check_sizes(topology_of(config, gpus), moe_shape(model).num_experts)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -25,8 +25,8 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     says how many layers each stage has, goes where it is another. `ep_size` becomes the largest that divides the
     experts and the ranks of a pp index and is no larger than was asked for. A larger one never takes more memory (a
     rank's part of the experts depends on all ranks alone, what is gathered for a layer falls with it), so if this one
-    does not fit, none does. `cp_size` becomes the largest divisor of what was asked for that divides these ranks. The
-    global batch stays what the run began with, in as many micro-batches of
+    does not fit, none does. `tp_size`, and `cp_size` beside it, become the largest divisors of what was asked for that
+    divide these ranks. The global batch stays what the run began with, in as many micro-batches of
     `per_device_train_batch_size` sequences as it takes. (A balancing loss depends on how it is cut.)
 
     Returns:
@@ -37,10 +37,13 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     """
     pp_size = max(size for size in divisors(ranks.world_size) if size <= config.pp_size)
     of_stage = ranks.world_size // pp_size
-    cp_size = gcd(config.cp_size, of_stage)
+    tp_size = gcd(config.tp_size, of_stage)
+    cp_size = gcd(config.cp_size, of_stage // tp_size)
     ep_size = max(size for size in divisors(of_stage) if size <= config.ep_size and num_experts % size == 0)
     pipeline, dispatch = _pipeline(config, pp_size), _dispatch(config, ep_size, ranks.world_size)
-    layout = replace(config, ep_size=ep_size, cp_size=cp_size, **pipeline, **dispatch)
+    if config.dense_shard == "hybrid":
+        tp_size = gcd(tp_size, ep_size)
+    layout = replace(config, ep_size=ep_size, cp_size=cp_size, tp_size=tp_size, **pipeline, **dispatch)
     found: list[int | None] = [None]
     with raise_together():
         if ranks.rank == 0 and config.global_batch_size is None:
@@ -59,6 +62,8 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
         changes.append(f"--ep-size {ep_size} in place of {config.ep_size}")
     if dispatch:
         changes.append(f"without {' and '.join(map(flag_of, dispatch))}")
+    if tp_size != config.tp_size:
+        changes.append(f"--tp-size {tp_size} in place of {config.tp_size}")
     if cp_size != config.cp_size:
         more = config.cp_size // cp_size
         changes.append(

@@ -57,9 +57,7 @@ from expertmesh.sharding import (
     Topology,
     agree_on_gradients,
     build_mesh,
-    check_cp_size,
-    check_ep_size,
-    check_pp_size,
+    check_sizes,
     clip_grad_norm,
     collectives_limit,
     cut_into_stages,
@@ -90,6 +88,7 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
 from expertmesh.training.resume_checks import check_trained
 from expertmesh.training.step import StepResult, after_update, compute_gradients, train_step
+from expertmesh.training.tensor_parallel import apply_tensor_parallel
 from expertmesh.training.watch.alike import compare_models
 from expertmesh.training.watch.routing_figures import Routing
 
@@ -105,7 +104,7 @@ class Buildable(Protocol):
 
 def topology_of(config: TrainConfig, world_size: int) -> Topology:
     """The parallel layout of a run with so many ranks."""
-    return Topology(world_size, config.ep_size, config.dense_shard, config.cp_size, config.pp_size)
+    return Topology(world_size, config.ep_size, config.dense_shard, config.cp_size, config.pp_size, config.tp_size)
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,10 @@ def assemble(
         trained.append(freeze(model, config.freeze).line())
     if config.dense_precision == "fp8":
         trained.append(multiply_in_fp8(model, device_type))
-    if config.cp_size > 1:
-        apply_context_parallel(model, config.cp_size, config.packing)
+    if config.tp_size > 1:
+        trained.append(apply_tensor_parallel(model, config.tp_size).line())
+    if config.ranks_per_sequence > 1:
+        apply_context_parallel(model, config.cp_size, config.packing, config.tp_size)
     kernel = choose(config, model, device_type)
     use_kernel(model, kernel.kernel)
     if compiles and config.compile:
@@ -263,9 +264,7 @@ class Engine:
         self.config = config
         self.padding = padding_of(self.model, config, ranks.device.type)
         with raise_together():
-            check_pp_size(config.pp_size, ranks.world_size)
-            check_ep_size(config.ep_size, ranks.world_size // config.pp_size, num_experts)
-            check_cp_size(config.cp_size, ranks.world_size // config.pp_size)
+            check_sizes(topology_of(config, ranks.world_size), num_experts)
             self.balance: Balance = choose_balance(config, self.model, source.config)
         self.flash_attention_3 = use_flash_attention_3(self.model, config, ranks)
         self.counts: ParameterCounts = count_parameters(self.model)
@@ -466,7 +465,7 @@ class Engine:
     def _digests(self, batches: Sequence[MicroBatch]) -> list[str]:
         """Of what a loop of one's own gives ranks that work on the same sequences."""
         config = self.config
-        if config.pp_size * config.cp_size == 1:
+        if config.pp_size * config.ranks_per_sequence == 1:
             return []
         return [_digest(batch) for batch in batches if not isinstance(batch, Batch)]
 
@@ -484,7 +483,8 @@ class Engine:
             if found != digests[other]:
                 raise ExpertMeshError(
                     f"ranks {other} and {rank} are given different batches, and work on the same sequences with "
-                    f"pp_size {self.config.pp_size} and cp_size {self.config.cp_size}: give each rank the part "
+                    f"pp_size {self.config.pp_size}, cp_size {self.config.cp_size} and tp_size "
+                    f"{self.config.tp_size}: give each rank the part "
                     "engine.data_rank of engine.data_size of the data (as rank and num_replicas of a "
                     "DistributedSampler)"
                 )

@@ -49,7 +49,8 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
 
 def _complete_sequences(engine: Engine) -> list[str]:
     config = engine.config
-    line = complete_sequences_line(engine.model, config.cp_size, config.per_device_train_batch_size, config.packing)
+    sizes = (config.ranks_per_sequence, config.per_device_train_batch_size)
+    line = complete_sequences_line(engine.model, *sizes, config.packing)
     return [] if line is None else [line]
 
 
@@ -96,6 +97,7 @@ def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: Data
         f"{world} ranks: {pipelines}dp {topology.dp_size} x ep {topology.ep_size}, "
         f"{num_experts // topology.ep_size} experts per rank, dense shard {topology.dense_shard}; "
         + (f"context parallel over {config.cp_size} ranks; " if config.cp_size > 1 else "")
+        + (f"tensor parallel over {config.tp_size} ranks; " if config.tp_size > 1 else "")
         + f"global batch {order.global_batch_size} sequences = {_readers(topology)} x "
         f"{config.per_device_train_batch_size} "
         "sequences "
@@ -105,8 +107,9 @@ def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: Data
 
 def _readers(topology: Topology) -> str:
     """Which each read sequences of their own."""
-    if topology.cp_size > 1:
-        return f"{topology.data_size} CP groups"
+    if topology.ranks_per_sequence > 1:
+        kinds = [name for name, size in (("CP", topology.cp_size), ("TP", topology.tp_size)) if size > 1]
+        return f"{topology.data_size} {' x '.join(kinds)} groups"
     return f"{topology.data_size} {'ranks' if topology.pp_size == 1 else 'pipelines'}"
 
 

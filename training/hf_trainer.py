@@ -141,11 +141,12 @@ class TrainerMixin(_Base):
             if more.get(name) is not None:
                 remedy = "adapter='lora' to expertmesh.load" if name == "peft_config" else "a model that was loaded"
                 raise ExpertMeshError(f"{name}: cannot be heeded for a model that is sharded already; give {remedy}")
-        if self.engine.config.cp_size > 1:
-            raise ExpertMeshError(
-                "cp_size: Trainer gives every rank other sequences, and the ranks of a context-parallel group need the "
-                "same; take the engine's step in a loop of your own, or train_ep.py"
-            )
+        for name in ("cp_size", "tp_size"):
+            if getattr(self.engine.config, name) > 1:
+                raise ExpertMeshError(
+                    f"{name}: Trainer gives every rank other sequences, and the ranks of a context-parallel or "
+                    "tensor-parallel group need the same; take the engine's step in a loop of your own, or train_ep.py"
+                )
         if self.engine.config.pp_size > 1:
             raise ExpertMeshError(
                 "pp_size: Trainer gives every rank other sequences, and calls the model for each; the ranks of a "

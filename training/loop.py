@@ -16,7 +16,7 @@ from expertmesh.sharding import Ranks, Watchdog, check_replicas
 from expertmesh.training.change.compiling import Compilation, compilation
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Batch, DataOrder, Padding, PinnedBatch, Rows, collate, made_ahead
-from expertmesh.training.engine import Engine
+from expertmesh.training.engine import Engine, topology_of
 from expertmesh.training.evaluate import Best, evaluate
 from expertmesh.training.generate import generate
 from expertmesh.training.inputs import Inputs, Prompts
@@ -69,7 +69,7 @@ def data_order(config: TrainConfig, rows: Rows | None, world_size: int) -> DataO
     """How the sequences are distributed under this configuration."""
     return DataOrder(
         0 if rows is None else len(rows),
-        world_size // (config.cp_size * config.pp_size),
+        topology_of(config, world_size).data_size,
         config.per_device_train_batch_size,
         config.micro_batches(world_size),
         config.seed,

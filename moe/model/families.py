@@ -43,6 +43,20 @@ def causal_families() -> list[str]:
     return sorted(types.values())
 
 
+def families_with_plan() -> list[str]:
+    """The families whose attention transformers' plans of tensor parallelism (`base_model_tp_plan`) divide."""
+    from transformers import CONFIG_MAPPING
+
+    found = []
+    for family in causal_families():
+        kind = CONFIG_MAPPING[family]
+        kinds = [kind, *getattr(kind, "sub_configs", {}).values()]
+        plans = [getattr(kind, "base_model_tp_plan", None) or {} for kind in kinds]
+        if any("attn." in name and style.startswith("rowwise") for plan in plans for name, style in plan.items()):
+            found.append(family)
+    return found
+
+
 def _has_marked_part(model_type: str) -> bool:
     """Whether a family of several parts, or the language model of its default config, marks experts."""
     from transformers import CONFIG_MAPPING

@@ -25,21 +25,36 @@ from torch.autograd.function import once_differentiable
 
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.dispatch.exchange import UnderWay
+from expertmesh.sharding.comms.tensor_parallel import TPGroup
 
 STEP_PART: StepPart = None
 
 
 @dataclass(frozen=True)
 class CPGroup:
-    """The ranks of a context-parallel group.
+    """The ranks that share sequences: those of a context-parallel group; with tensor parallelism those of all the
+    tensor-parallel groups in it.
 
-    size: how many. index: of this one, and of its range of each sequence. ranks: None where nothing is to be sent, as
-    only the shapes of results are needed.
+    Attributes:
+        size: how many.
+        index: of this one, and of its range of each sequence.
+        ranks: None where nothing is to be sent, as only the shapes of results are needed.
+        tp: the tensor-parallel group, neighbours among these ranks, if there is one.
+        within_tp: with one, the ranks of a context-parallel group for what is in a region of tensor parallelism, where
+            each rank has the positions of all its `tp` group; None: that is all of them.
     """
 
     size: int
     index: int
     ranks: dist.ProcessGroup | None
+    tp: TPGroup | None = None
+    within_tp: "CPGroup | None" = None
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Its own, and those of its parts."""
+        parts = (self.ranks, None if self.tp is None else self.tp.ranks)
+        inner = [] if self.within_tp is None else self.within_tp.process_groups()
+        return [group for group in parts if group is not None] + inner
 
     def to_heads(self, *parts_BHLA: Tensor) -> list[Tensor]:
         """Returns, for each tensor with all heads at this rank's positions, this rank's heads at all positions, (B, h,

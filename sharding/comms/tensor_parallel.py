@@ -4,7 +4,7 @@ Between these regions each rank has a range of every sequence's positions (seque
 arXiv 2205.05198). A region begins with all positions of the group, and its results, of which every rank has a summand,
 go back to the ranks of their positions. The backward of either exchange is the other.
 
-Shape suffixes: n ranks of the group.
+Shape suffixes: n ranks of the group, S positions, L = S/n of them on this rank, R other dims, c columns on this rank.
 """
 
 from dataclasses import dataclass
@@ -45,8 +45,53 @@ class TPGroup:
         part: Tensor = _ReduceScatter.apply(self, x, dim)
         return part
 
+    def to_positions(self, x: Tensor, dim: int) -> Tensor:
+        """From this rank's columns (of the last dim) of all positions (along `dim`) to all columns of this rank's
+        positions. Differentiable."""
+        moved: Tensor = _ToPositions.apply(self, x, dim)
+        return moved
+
+    def to_columns(self, x: Tensor, dim: int) -> Tensor:
+        """The inverse of `to_positions`. Differentiable."""
+        moved: Tensor = _ToColumns.apply(self, x, dim)
+        return moved
+
+    def mine(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part of a tensor that all ranks have, a view."""
+        assert x.shape[dim] % self.size == 0, (x.shape, dim, self.size)
+        length = x.shape[dim] // self.size
+        return x.narrow(dim, self.index * length, length)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors. Without a gradient."""
+        x = x.contiguous()
+        if self.ranks is not None:
+            dist.all_reduce(x, group=self.ranks)
+        return x
+
+    def send_positions(self, x: Tensor, dim: int) -> Tensor:
+        """`to_positions` without a gradient."""
+        x_SRc = x.movedim(dim, 0)
+        x_nLRc = self._exchange(x_SRc).unflatten(0, (self.size, -1))
+        return x_nLRc.movedim(0, -2).flatten(-2).movedim(0, dim)
+
+    def send_columns(self, x: Tensor, dim: int) -> Tensor:
+        """`to_columns` without a gradient."""
+        x_LRnc = x.movedim(dim, 0).unflatten(-1, (self.size, -1))
+        return self._exchange(x_LRnc.movedim(-2, 0).flatten(0, 1)).movedim(0, dim)
+
+    def _exchange(self, x: Tensor) -> Tensor:
+        """Send each rank its part of dim 0."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        if self.ranks is not None:
+            dist.all_to_all_single(out, x, group=self.ranks)
+        return out
+
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """`gather` without a gradient."""
+        if x.is_complex():
+            return torch.view_as_complex(self.all_gather(torch.view_as_real(x), dim))
         x = x.movedim(dim, 0).contiguous()
         out = x.new_empty(self.size * len(x), *x.shape[1:])
         if self.ranks is not None:
@@ -59,8 +104,7 @@ class TPGroup:
         x = x.movedim(dim, 0).contiguous()
         out = x.new_empty(len(x) // self.size, *x.shape[1:])
         if self.ranks is not None and x.device.type == "cpu":
-            received = torch.empty_like(x)
-            dist.all_to_all_single(received, x, group=self.ranks)
+            received = self._exchange(x)
             out.copy_(received.unflatten(0, (self.size, -1)).sum(dim=0, dtype=torch.float32))
         elif self.ranks is not None:
             dist.reduce_scatter_tensor(out, x, group=self.ranks)
@@ -89,3 +133,27 @@ class _ReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         return None, ctx.group.all_gather(grad, ctx.dim), None
+
+
+class _ToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.send_positions(x, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.group.send_columns(grad, ctx.dim), None
+
+
+class _ToColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.send_columns(x, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.group.send_positions(grad, ctx.dim), None

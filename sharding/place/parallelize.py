@@ -29,6 +29,7 @@ from expertmesh.sharding.place.choices import Strategy
 from expertmesh.sharding.place.dispatchers import choose_dispatcher
 from expertmesh.sharding.place.offload import offload_inputs
 from expertmesh.sharding.place.recompute import checkpoint_layers, keep_products
+from expertmesh.sharding.place.tensor import divided_here, place_divided
 from expertmesh.sharding.place.unreached import reduce_unreached
 from expertmesh.sharding.state import adapters_of, local_tensor, parameters_of
 from expertmesh.sharding.topology import Topology
@@ -55,6 +56,7 @@ def parallelize(
     """
     view_codes(model, compute_dtype)
     place_experts(model, mesh, strategy)
+    place_divided(model, mesh)
     checkpoint_layers(model, strategy.checkpointing)
     keep_products(model, strategy.keep_expert_products)
     if strategy.offload_activations:
@@ -126,7 +128,7 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
         own = {model.get_parameter(name) for name in unit.names}
         fully_shard(
             unit.module,
-            mesh=mesh.dense,
+            mesh=mesh.dense_of_tp if unit.is_divided else mesh.dense,
             mp_policy=policy,
             offload_policy=placement,
             ignored_params=set(unit.module.parameters()) - own,
@@ -143,22 +145,25 @@ class _DenseUnit:
         names: of the parameters, in the model.
         is_fp32: whether they are computed with in fp32 whatever the dtype of the other units.
         reshards: whether they are freed after a forward; None: FSDP's default, which frees all but the root's.
+        is_divided: whether tensor parallelism divides them.
     """
 
     module: nn.Module
     names: Set[str]
     is_fp32: bool = False
     reshards: bool | None = None
+    is_divided: bool = False
 
 
 def _dense_units(model: nn.Module) -> list[_DenseUnit]:
     """One unit per decoder layer, and one for the parameters around them. Another one for all that the family keeps in
     fp32: the parameters of a unit have one dtype. Outer ones first, as an outer unit's parameters may lie in inner
-    modules."""
+    modules. What tensor parallelism divides has units by the modules that need it."""
     experts = {parameter for layer in moe_layers(model) for parameter in layer.mlp.parameters()}
     stages = stages_of(model)
     names = {name for name, p in model.named_parameters() if p not in experts}
-    dense = {name for name in names if stages is None or stages.is_here(name)}
+    divided = divided_here(model)
+    dense = {name for name in names if stages is None or stages.is_here(name)} - divided.keys()
     assert fp32_parameters(model).keys() <= names
     kept = dense & fp32_parameters(model).keys()
     paths = {module: path for path, module in model.named_modules()}
@@ -167,6 +172,10 @@ def _dense_units(model: nn.Module) -> list[_DenseUnit]:
         for layer in layers_here(model)
     ]
     around = dense - kept - {name for layer in layers for name in layer.names}
+    by_module: dict[str, set[str]] = {}
+    for name, path in divided.items():
+        by_module.setdefault(path, set()).add(name)
+    layers += [_DenseUnit(model.get_submodule(path), own, is_divided=True) for path, own in by_module.items()]
     if not kept:
         return [_DenseUnit(model, around), *layers]
     # called once a forward as the model is, and no decoder layer

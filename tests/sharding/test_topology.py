@@ -3,7 +3,7 @@
 import pytest
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology, check_ep_size, rows_of
+from expertmesh.sharding import Topology, check_sizes, rows_of
 from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED, Layout
 
 
@@ -77,4 +77,4 @@ def test_replicated_rows_are_on_every_rank() -> None:
 )
 def test_ep_size_that_will_not_do(ep_size: int, world_size: int, said: str) -> None:
     with pytest.raises(ExpertMeshError, match=said):
-        check_ep_size(ep_size, world_size, num_experts=8)
+        check_sizes(Topology(world_size, ep_size), num_experts=8)

@@ -55,7 +55,7 @@ class CompleteSequences:
         mixer: it gets this as its forward.
 
     Attributes:
-        given: what it was called with first in such a forward.
+        given: what it was called with first in such a forward. size: of the group that split it.
         functions: of the mixer's file, those that work on several positions: with fewer sequences than ranks, these
             alone are split, by heads. None: the mixer is not such.
     """
@@ -65,6 +65,7 @@ class CompleteSequences:
         self.forward: Callable[..., Any] = mixer.forward
         self.places: dict[str, Place] = {}
         self.given: Any = None
+        self.size = 1
         self.functions: SplitFunctions | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +78,7 @@ class CompleteSequences:
             with splitting(self.mixer, self.functions, split.cp_group):
                 return self.forward(*args, **without_unnamed(self.mixer, kwargs))
         if self.given is None:
-            self.given = args, kwargs
+            self.given, self.size = (args, kwargs), split.cp_group.size
         segments = None if forward.segments is None else _segments_here(forward.segments, split)
         if kwargs.get("segments") is not None:
             kwargs["segments"] = segments
@@ -126,7 +127,7 @@ def _complete(mixer: nn.Module, given: Any, places: dict[str, Place], split: Spl
             continue
         name = str(path)
         if name not in places:
-            places[name] = _place(mixer, leaf, split)
+            places[name] = place_of(mixer, leaf, split)
         if places[name] == "positions":
             of_positions.append(i)
             leaves[i] = leaf.expand(number, *leaf.shape[1:])
@@ -138,7 +139,11 @@ def _complete(mixer: nn.Module, given: Any, places: dict[str, Place], split: Spl
     return tree_unflatten(leaves, structure)
 
 
-def _place(mixer: nn.Module, x: Tensor, split: SplitSequences) -> Place:
+def place_of(mixer: nn.Module, x: Tensor, split: SplitSequences) -> Place:
+    """
+    Raises:
+        ExpertMeshError: it cannot be told which part of the tensor is on this rank.
+    """
     group, (number, full_length) = split.cp_group, split.positions_BS.shape
     length, shape = full_length // group.size, tuple(x.shape)
     if counts_tokens(x) and shape[:2] == (len(group.sequences_of(group.index, number)), full_length):

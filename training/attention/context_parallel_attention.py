@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.moe import ExpertMeshError, Forward, current_forward, decoder_layers, without_computing
 from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding import CPGroup
+from expertmesh.sharding import CPGroup, TPGroup
 from expertmesh.sharding.topology import divisors, either
 from expertmesh.training.attention.by_heads import SplitFunctions, find_split_functions
 from expertmesh.training.attention.by_sample import BySample
@@ -48,7 +48,7 @@ _IN_MASK = frozenset({"position_ids"})
 """Tensors that attention is given and does not need: what they say is in the mask, or in the order of the positions."""
 
 
-def apply_context_parallel(model: Any, cp_size: int, packing: bool) -> None:
+def apply_context_parallel(model: Any, cp_size: int, packing: bool, tp_size: int = 1) -> None:
     """Have a model's attention see full sequences, and other mixers complete ones, in place: in a `Forward` that is
     split over a CP group; in others they stay what they were.
 
@@ -60,6 +60,7 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool) -> None:
         model: from `moe.build_model`, on the meta device.
         cp_size: size of the CP group, or a multiple of it.
         packing: whether sequences will hold several samples.
+        tp_size: of a tensor-parallel group, whose ranks share sequences too.
 
     Raises:
         ExpertMeshError: `cp_size` does not divide the heads; or a layer sees other tokens by what is neither attention
@@ -78,19 +79,27 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool) -> None:
         if looks_for_longest(module):
             module.register_forward_pre_hook(_with_full_positions, with_kwargs=True)
             module.register_forward_hook(_cut_to_this_rank)
-    if silent := _try(model, inner, cp_size, packing):
+    group = _shape_of_group(cp_size, tp_size)
+    if silent := _try(model, inner, group, packing):
         for layer in silent:
             _mix_complete(model, layer, type(layer).__name__)
-        _try(model, inner, cp_size, packing)
+        _try(model, inner, group, packing)
     tried: dict[Any, SplitFunctions | None] = {}
     for part in model.modules():
         forward: Any = part.forward
-        if isinstance(forward, CompleteSequences):
+        if isinstance(forward, CompleteSequences) and forward.given is not None:
             form = type(part), tuple(parameter.shape for parameter in part.parameters())
             if form not in tried:
                 args, kwargs = forward.given
-                tried[form] = find_split_functions(part, args, kwargs, cp_size)
+                tried[form] = find_split_functions(part, args, kwargs, forward.size)
             forward.functions = tried[form]
+
+
+def _shape_of_group(cp_size: int, tp_size: int) -> CPGroup:
+    if tp_size == 1:
+        return CPGroup(cp_size, 0, None)
+    within = CPGroup(cp_size, 0, None) if cp_size > 1 else None
+    return CPGroup(cp_size * tp_size, 0, None, TPGroup(tp_size, 0, None), within)
 
 
 def complete_sequences_line(model: Any, cp_size: int, sequences: int, packing: bool) -> str | None:
@@ -178,26 +187,29 @@ def _split_sequences() -> SplitSequences | None:
 
 
 @torch.no_grad()
-def _try(model: Any, inner: str, cp_size: int, packing: bool) -> list[nn.Module]:
+def _try(model: Any, inner: str, cp_group: CPGroup, packing: bool) -> list[nn.Module]:
     """Run a forward of sequences split over a CP group, of which the shapes alone are computed; returns the layers that
     have neither called attention nor a mixer with complete sequences, and are not known to have none."""
-    cp_group, modules, heads = CPGroup(cp_size, 0, None), [], 0
+    modules, heads, size = [], 0, cp_group.size
+    flag = f"--cp-size {size}" if cp_group.tp is None else f"--tp-size {cp_group.tp.size}"
+    # of the group that divides heads
+    cp_size = 1
 
     def remembered(
         module: Any, query_BHLA: Tensor, key_BGLA: Tensor, value_BGLA: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        nonlocal heads
+        nonlocal heads, cp_size
         modules.append(module)
-        if _split_sequences() is None:
+        if (split := _split_sequences()) is None:
             return cp_attention(inner, module, query_BHLA, key_BGLA, value_BGLA, *args, **kwargs)
         rows, num_heads, length, _ = query_BHLA.shape
-        heads = gcd(heads, num_heads)
+        heads, cp_size = gcd(heads, num_heads), split.cp_group.size
         if num_heads % cp_size:
             # no rank could have its heads: the error comes when those of all layers are known
             return query_BHLA.new_empty(rows, length, num_heads, value_BGLA.shape[-1]), None
         return cp_attention(inner, module, query_BHLA, key_BGLA, value_BGLA, *args, **kwargs)
 
-    samples = [Sample.of_prompt([0] * _unlike_sizes(model, cp_size) * cp_size, 1)] * 2
+    samples = [Sample.of_prompt([0] * _unlike_sizes(model, size) * size, 1)] * 2
     batch = collate([samples if packing else samples[:1]] * 3, cp_group).to(torch.device("meta"))
     with (
         without_computing(model),
@@ -213,7 +225,7 @@ def _try(model: Any, inner: str, cp_size: int, packing: bool) -> list[nn.Module]
             raise
         except Exception as error:
             raise ExpertMeshError(
-                f"--cp-size {cp_size}: {type(model).__name__} does not run in context parallel: "
+                f"{flag}: {type(model).__name__} does not run with sequences that several ranks share: "
                 f"{type(error).__name__}: {error}; leave it out"
             ) from error
         finally:

@@ -183,6 +183,17 @@ class ParallelSettings:
         "Context-parallel ranks: each sequence is split over them; must divide the number of ranks and of attention "
         "heads. Layers that cannot be split by heads are computed with complete sequences",
     )
+    tp_size: int = _flag(
+        "Parallelism",
+        1,
+        "Tensor-parallel ranks, of one node: attention heads, dense MLPs and the vocabulary are divided by them, and "
+        "between these each sequence is split over them; must divide the number of ranks and of key and value heads",
+    )
+    loss_parallel: bool = _flag(
+        "Parallelism",
+        True,
+        "With --tp-size: divide the vocabulary too, so that no rank has all of a token's logits",
+    )
     pp_size: int = _flag(
         "Parallelism",
         1,

@@ -138,9 +138,14 @@ class TrainConfig(
             return False
         return self.bf16 or self.base_dtype == "bfloat16"
 
+    @property
+    def ranks_per_sequence(self) -> int:
+        """The ranks of a stage that share sequences."""
+        return self.cp_size * self.tp_size
+
     def sequences_per_micro_batch(self, world_size: int) -> int:
         """Sequences that all ranks together take in one micro-batch."""
-        return world_size // (self.cp_size * self.pp_size) * self.per_device_train_batch_size
+        return world_size // (self.ranks_per_sequence * self.pp_size) * self.per_device_train_batch_size
 
     def sequences_per_step(self, world_size: int) -> int:
         """The global batch, in sequences."""
@@ -173,6 +178,7 @@ _AT_LEAST = {
     "ep_size": 1,
     "cp_size": 1,
     "pp_size": 1,
+    "tp_size": 1,
     "pipeline_chunks": 1,
     "ddp_timeout": 1,
     "per_device_train_batch_size": 1,

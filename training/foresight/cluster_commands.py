@@ -29,7 +29,7 @@ from expertmesh.sharding.life.torchrun import read_environment
 from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.sharding.place.choices import Dispatch
-from expertmesh.sharding.topology import Topology, check_cp_size, check_ep_size, check_pp_size
+from expertmesh.sharding.topology import Topology, check_divides, check_sizes
 from expertmesh.training.foresight.columns import Column, open_console, print_table
 from expertmesh.training.foresight.imbalance import add_imbalance_flags, imbalance_of, read_imbalance
 from expertmesh.training.foresight.planner.hardware import products_in, save_measured
@@ -249,7 +249,7 @@ def _measure(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, A
             flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     flags += rest
     config = parse_config(flags if arguments.fp32 else [*flags, "--bf16"])
-    check_cp_size(config.cp_size, max(SWEPT) if arguments.sweep else arguments.gpus)
+    check_divides("--cp-size", config.cp_size, max(SWEPT) if arguments.sweep else arguments.gpus)
     file = find_config(arguments.model)
     with _naming(arguments.model):
         return CachedMeasure(config, file.content, file.load, "cuda", not arguments.no_cache), config
@@ -267,7 +267,7 @@ def _check_pipeline(arguments: argparse.Namespace) -> None:
     if arguments.pipeline_layers is not None and arguments.pp_size is None:
         raise ExpertMeshError("--pipeline-layers: needs --pp-size, to say of how many stages")
     if arguments.pp_size is not None:
-        check_pp_size(arguments.pp_size, arguments.gpus)
+        check_divides("--pp-size", arguments.pp_size, arguments.gpus)
 
 
 @contextmanager
@@ -338,10 +338,9 @@ def _mesh(arguments: argparse.Namespace) -> int:
         )
     if world < 1:
         raise ExpertMeshError(f"--world-size {world}: must be 1 or more")
-    check_pp_size(arguments.pp_size, world)
-    check_ep_size(arguments.ep_size, world // arguments.pp_size, arguments.num_experts)
-    check_cp_size(arguments.cp_size, world // arguments.pp_size)
-    topology = Topology(world, arguments.ep_size, arguments.dense_shard, arguments.cp_size, arguments.pp_size)
+    sizes = (arguments.cp_size, arguments.pp_size, arguments.tp_size)
+    topology = Topology(world, arguments.ep_size, arguments.dense_shard, *sizes)
+    check_sizes(topology, arguments.num_experts)
     gpus_per_node = arguments.gpus_per_node or _torchrun_ranks_a_node() or 8
     if gpus_per_node < 1:
         raise ExpertMeshError(f"--gpus-per-node {gpus_per_node}: must be 1 or more")

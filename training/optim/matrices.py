@@ -5,7 +5,6 @@ Shape suffixes: R rows of a matrix, D its columns.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,20 +26,20 @@ class Matrix:
     Attributes:
         parameter: sharded along dim 0.
         mine: where this rank's rows of the matrix lie in its local tensor.
-        counts: how many of the matrix's rows each rank of its group holds, in row order.
+        held: the matrix's rows that each rank of its group holds.
         columns: which of the parameter's.
         number: of the matrix among those of its parameter, over all ranks.
     """
 
     parameter: Tensor
     mine: slice
-    counts: tuple[int, ...]
+    held: tuple[range, ...]
     columns: range
     number: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
-        return sum(self.counts), len(self.columns)
+        return sum(map(len, self.held)), len(self.columns)
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """This rank's rows (R, D) of the matrix in a tensor that is sharded like the parameter, sharing its memory."""
@@ -51,8 +50,7 @@ def dense_matrix(part: StateTensor, mesh: Mesh) -> Matrix:
     """A parameter that is one matrix, over the ranks of `Mesh.dense_shards`."""
     parts = _parts(part, mesh)
     me = dist.get_rank(mesh.dense_shards.get_group())
-    counts = tuple(len(rows) for rows in parts)
-    return Matrix(part.tensor, slice(0, counts[me]), counts, range(part.tensor.shape[1]))
+    return Matrix(part.tensor, slice(0, len(parts[me])), tuple(parts), range(part.tensor.shape[1]))
 
 
 def expert_matrices(part: StateTensor, mesh: Mesh) -> list[Matrix]:
@@ -67,8 +65,8 @@ def expert_matrices(part: StateTensor, mesh: Mesh) -> list[Matrix]:
         rows = range(start, start + width)
         here = overlap(rows, mine)
         local = slice(here.start - mine.start, here.stop - mine.start) if here else slice(0, 0)
-        counts = tuple(len(overlap(rows, there)) for there in parts)
-        matrices.append(Matrix(part.tensor, local, counts, columns, start // width))
+        held = tuple(_within(rows, there) for there in parts)
+        matrices.append(Matrix(part.tensor, local, held, columns, start // width))
     return matrices
 
 
@@ -78,14 +76,19 @@ def _parts(part: StateTensor, mesh: Mesh) -> list[range]:
     return [mesh.topology.rows(part.num_rows, part.layout, rank) for rank in dist.get_process_group_ranks(group)]
 
 
+def _within(rows: range, there: range) -> range:
+    """What some rows share with others, counted from the first of them."""
+    here = overlap(rows, there)
+    return range(here.start - rows.start, here.stop - rows.start) if here else range(0)
+
+
 def blocks_of(matrix: Matrix, size: int, me: int) -> list[Matrix]:
     """A matrix cut into blocks of at most `size` rows and columns, each a matrix with a number of its own.
 
     me: this rank, in the group that shares the matrix.
     """
     num_rows, num_columns = matrix.shape
-    stops = list(accumulate(matrix.counts))
-    held = [range(stop - count, stop) for stop, count in zip(stops, matrix.counts, strict=True)]
+    held = matrix.held
     row_blocks = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
     column_blocks = [range(start, min(start + size, num_columns)) for start in range(0, num_columns, size)]
     first = matrix.number * len(row_blocks) * len(column_blocks)
@@ -96,7 +99,7 @@ def blocks_of(matrix: Matrix, size: int, me: int) -> list[Matrix]:
         cut = replace(
             matrix,
             mine=slice(start, start + len(here)),
-            counts=tuple(len(overlap(rows, there)) for there in held),
+            held=tuple(_within(rows, there) for there in held),
         )
         for columns in column_blocks:
             blocks.append(replace(cut, columns=columns, number=first + len(blocks)))
@@ -144,7 +147,7 @@ def on_owners(
     sent = [0] * dist.get_world_size(group)
     for owned, piece in zip(lot, pieces, strict=True):
         sent[owned.owner] = piece[0].numel()
-    received = [0] * len(sent) if mine is None else [count * mine.shape[1] for count in mine.counts]
+    received = [0] * len(sent) if mine is None else [len(rows) * mine.shape[1] for rows in mine.held]
     whole = _all_to_all(
         torch.cat([each.flatten() for piece in pieces for each in piece]),
         [number * count for count in sent],
@@ -153,7 +156,12 @@ def on_owners(
     )
     if mine is not None:
         by_rank = [part.view(number, -1) for part in whole.split([number * count for count in received])]
-        whole = compute(mine, [torch.cat(rows).view(mine.shape) for rows in zip(*by_rank, strict=True)]).flatten()
+        # with tensor parallelism the ranks' rows do not lie in the order of the ranks
+        order = sorted(range(len(by_rank)), key=lambda rank: mine.held[rank].start)
+        in_order = [by_rank[rank] for rank in order]
+        computed = compute(mine, [torch.cat(rows).view(mine.shape) for rows in zip(*in_order, strict=True)])
+        parts = computed.flatten().split([received[rank] for rank in order])
+        whole = torch.cat([parts[order.index(rank)] for rank in range(len(order))])
     returned = _all_to_all(whole, received, sent, group).split([sent[owned.owner] for owned in lot])
     return [part.view_as(piece[0]) for part, piece in zip(returned, pieces, strict=True)]
 

@@ -34,9 +34,7 @@ from expertmesh.sharding import (
     CPGroup,
     Mesh,
     build_mesh,
-    check_cp_size,
-    check_ep_size,
-    check_pp_size,
+    check_sizes,
     cut_into_stages,
     materialize,
     pipeline_of,
@@ -129,9 +127,7 @@ def _rehearse(
     model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
     balance = choose_balance(config, model, model_config)
-    check_pp_size(config.pp_size, world_size)
-    check_ep_size(config.ep_size, world_size // config.pp_size, moe_shape(model).num_experts)
-    check_cp_size(config.cp_size, world_size // config.pp_size)
+    check_sizes(topology_of(config, world_size), moe_shape(model).num_experts)
     mesh = build_mesh("cpu", topology_of(config, world_size))
     if config.pp_size > 1:
         cut_into_stages(

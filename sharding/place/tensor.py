@@ -1,0 +1,37 @@
+"""What tensor parallelism divides: parameters cut along dim 0 over the ranks of a tp group, then by FSDP over the ranks
+with the same tp index."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.sharding.mesh import Mesh
+from expertmesh.sharding.pipeline.stages import stages_of
+
+STEP_PART: StepPart = None
+
+
+def divided_here(model: Any) -> Mapping[str, str]:
+    """For each parameter of this rank's stages that is divided, the path of the module whose call needs it."""
+    divided: Mapping[str, str] = getattr(model, "divided", {})
+    stages = stages_of(model)
+    return {name: path for name, path in divided.items() if stages is None or stages.is_here(name)}
+
+
+def place_divided(model: Any, mesh: Mesh) -> None:
+    """Give each tp rank its part of what is divided, in place, and the modules that are divided their group."""
+    names = divided_here(model)
+    if not getattr(model, "divided", None):
+        return
+    for name in names:
+        owner, _, own_name = name.rpartition(".")
+        weight = model.get_parameter(name)
+        placed = distribute_tensor(weight.detach(), mesh.tp, [Shard(0)])
+        module: nn.Module = model.get_submodule(owner)
+        module.register_parameter(own_name, nn.Parameter(placed, requires_grad=weight.requires_grad))
+    assert mesh.cp_group is not None
+    assert mesh.cp_group.tp is not None
+    model.tensor_parallel.group = mesh.cp_group.tp

@@ -1,0 +1,347 @@
+"""Tensor parallelism, applied to a finished model: which modules the ranks of a group divide, and how these run.
+
+A region (attention, a dense MLP, shared experts; see `moe.model.tensor_plan`) is called with this rank's positions of
+each sequence, as all of the model is. It begins by gathering those of the group, computes with this rank's part of its
+weights, and ends by adding up the parts' results, each rank those of its positions. What a region has beside linear
+layers (norms, rotary positions, projections that the plan does not divide) is computed by every rank alike; what is
+made of it is not, so that each rank's gradients of it are one summand, as they are everywhere.
+
+In a forward whose sequences are complete (generation) all ranks of the group have the same ones.
+
+Shape suffixes: n ranks of the group, B sequences, S positions, L = S/n of them on this rank, D model width.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from expertmesh.moe import ExpertMeshError, Forward, current_forward, decoder_layers
+from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.experts.lora import A, B
+from expertmesh.moe.model.families import families_with_plan
+from expertmesh.moe.model.tensor_plan import Region, regions_of
+from expertmesh.sharding import TPGroup
+from expertmesh.sharding.topology import divisors, either
+from expertmesh.training.attention.complete_sequences import Place, mixers_of, place_of
+from expertmesh.training.data import SplitSequences
+
+STEP_PART: StepPart = None
+
+
+@dataclass
+class TensorParallel:
+    """What of a model the ranks of a group divide.
+
+    Attributes:
+        group: the ranks; without processes until the model is placed.
+        regions: the modules.
+        sequences: of the region that is running, where the group splits them; None where they are complete, or none
+            is.
+    """
+
+    group: TPGroup
+    regions: list[Region]
+    sequences: int | None = None
+
+    def line(self) -> str:
+        """For a run's first lines."""
+        kinds: dict[str, int] = {}
+        for region in self.regions:
+            name = region.path.rpartition(".")[2]
+            kinds[name] = kinds.get(name, 0) + 1
+        divided = ", ".join(f"{number} {name}" for name, number in kinds.items())
+        return f"tensor parallelism over {self.group.size} ranks divides {divided}"
+
+
+def apply_tensor_parallel(model: Any, tp_size: int) -> TensorParallel:
+    """Have the modules that transformers' plan names run divided over the ranks of a group, in place.
+
+    Args:
+        model: from `moe.build_model`, on the meta device, with its adapters.
+        tp_size: ranks of the group.
+
+    Returns:
+        What is divided; `model.divided` has, for each parameter that is, the path of the module whose call needs it.
+
+    Raises:
+        ExpertMeshError: the plan has nothing for the family's attention, or its heads or widths cannot be divided.
+    """
+    mixers = {path for path, part in model.named_modules() if part in _mixers(model)}
+    regions = regions_of(model)
+    if not any(region.path in mixers for region in regions):
+        raise ExpertMeshError(
+            f"--tp-size {tp_size}: transformers has no plan (base_model_tp_plan) of how to divide the attention of "
+            f"{model.config.model_type}; leave it out, or use --cp-size. It has one for "
+            f"{', '.join(families_with_plan())}"
+        )
+    _check_heads(model, tp_size)
+    parallel = TensorParallel(TPGroup(tp_size, 0, None), regions)
+    model.divided = {}
+    for region in regions:
+        names = _divide(model, region, parallel, is_attention=region.path in mixers)
+        model.divided |= dict.fromkeys(names, region.path)
+    model.tensor_parallel = parallel
+    return parallel
+
+
+def _mixers(model: Any) -> set[nn.Module]:
+    return {mixer for layer in decoder_layers(model) for mixer in mixers_of(layer)}
+
+
+def _check_heads(model: Any, tp_size: int) -> None:
+    text_config = model.config.get_text_config()
+    for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key and value heads")):
+        number = getattr(text_config, name, None)
+        if isinstance(number, int) and number % tp_size:
+            raise ExpertMeshError(
+                f"--tp-size {tp_size} does not divide the {number} {what} of this model; use {either(divisors(number))}"
+            )
+
+
+def _divide(model: Any, region: Region, parallel: TensorParallel, is_attention: bool) -> set[str]:
+    """Returns the names of the parameters that are divided."""
+    module = model.get_submodule(region.path)
+    owned = (*region.colwise, *region.rowwise)
+    divided = {f"{path}.weight" for path in owned} | set(region.values)
+    divided |= {f"{path}.bias" for path in region.colwise if model.get_submodule(path).bias is not None}
+    for name in divided:
+        if (rows := model.get_parameter(name).shape[0]) % parallel.group.size:
+            raise ExpertMeshError(
+                f"--tp-size {parallel.group.size} does not divide the {rows} rows of {name}; use a divisor of them"
+            )
+    entry = _Attention(parallel, region) if is_attention else _ByToken(parallel)
+    _run_on_part(module, entry)
+    for path in region.colwise:
+        _run_on_part(model.get_submodule(path), _Colwise(parallel))
+    for path in region.rowwise:
+        _run_on_part(model.get_submodule(path), _Rowwise(parallel, is_attention))
+    if region.gathers:
+        widths = {model.get_submodule(path).out_features for path in region.colwise}
+        for part in module.modules():
+            own = list(part.parameters(recurse=False))
+            if own and not isinstance(part, nn.Linear) and all(tuple(p.shape) in {(w,) for w in widths} for p in own):
+                _run_on_part(part, _FullWidth(parallel))
+    return divided
+
+
+def _run_on_part(module: nn.Module, hooks: Any) -> None:
+    module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
+    module.register_forward_hook(hooks.leave, always_call=True)
+
+
+def _show(module: nn.Module, values: dict[str, Tensor | None]) -> None:
+    """Have a module's code find these in place of its parameters, until `_hide`."""
+    vars(module).update(values)
+
+
+def _hide(module: nn.Module) -> None:
+    for name in module._parameters:
+        vars(module).pop(name, None)
+
+
+def _part(parameter: Tensor, group: TPGroup) -> Tensor:
+    """This rank's rows of a parameter that is divided; of one that is not placed yet, of the whole."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else group.mine(parameter)
+
+
+class _Colwise:
+    """Hooks of a linear layer that is divided by its outputs."""
+
+    def __init__(self, parallel: TensorParallel):
+        self.parallel = parallel
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        group, own = self.parallel.group, module._parameters
+        shown: dict[str, Tensor | None] = {
+            name: _part(p, group) for name in ("weight", "bias") if (p := own.get(name)) is not None
+        }
+        if (lora_B := own.get(B)) is not None:
+            shown[B] = group.mine(lora_B)
+        _show(module, shown)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        _hide(module)
+
+
+class _Rowwise:
+    """Hooks of a linear layer that is divided by its inputs, and whose results are added up.
+
+    Args:
+        is_attention: whether the ranks' positions lie one after the other in each sequence, not in all rows.
+    """
+
+    def __init__(self, parallel: TensorParallel, is_attention: bool):
+        self.parallel, self.is_attention = parallel, is_attention
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        group, own = self.parallel.group, module._parameters
+        weight = own["weight"]
+        assert weight is not None
+        # a bias is added once, to the sum
+        shown: dict[str, Tensor | None] = {"weight": _part(weight, group), "bias": None}
+        if (lora_A := own.get(A)) is not None:
+            shown[A] = group.mine(lora_A, dim=1)
+        _show(module, shown)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        _hide(module)
+        if not isinstance(output, Tensor):
+            return None  # it has failed
+        parallel, bias = self.parallel, module._parameters.get("bias")
+        if parallel.sequences is None:
+            summed = parallel.group.all_reduce(output)
+        elif self.is_attention:
+            by_sequence = output.unflatten(0, (parallel.sequences, -1)) if output.dim() == 2 else output
+            summed = parallel.group.reduce_scatter(by_sequence, 1)
+            summed = summed.flatten(0, 1) if output.dim() == 2 else summed
+        else:
+            summed = parallel.group.reduce_scatter(output, 0)
+        return summed if bias is None else summed + bias
+
+
+class _FullWidth:
+    """Hooks of a module that needs all of a token's outputs of a colwise layer at once, such as a norm over them: it is
+    given all columns of some of the positions."""
+
+    def __init__(self, parallel: TensorParallel):
+        self.parallel = parallel
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        (x,), group = args, self.parallel.group
+        if self.parallel.sequences is None:
+            return (group.all_gather(x, -1),), kwargs
+        return (group.to_positions(x.flatten(0, -2), 0),), kwargs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor):
+            return None
+        group = self.parallel.group
+        if self.parallel.sequences is None:
+            return group.mine(output, -1)
+        columns = group.to_columns(output, 0)
+        return columns.unflatten(0, (self.parallel.sequences, -1))
+
+
+class _ByToken:
+    """Hooks of a region that looks at each token by itself."""
+
+    def __init__(self, parallel: TensorParallel):
+        self.parallel = parallel
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        parallel = self.parallel
+        split = _split_by_tp()
+        if split is None:
+            _refuse_gradients(args)
+            return None
+        tensors = [leaf for leaf in tree_flatten((args[1:], kwargs))[0] if isinstance(leaf, Tensor)]
+        if tensors or not isinstance(args[0], Tensor):
+            raise _unlike(parallel, module, "is given other tensors than its tokens")
+        parallel.sequences = len(split.positions_BS)
+        return (parallel.group.gather(args[0], 0), *args[1:]), kwargs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.parallel.sequences = None
+
+
+class _Attention:
+    """Hooks of a region that mixes positions."""
+
+    def __init__(self, parallel: TensorParallel, region: Region):
+        self.parallel, self.region = parallel, region
+        self.values = [path.rpartition(".")[2] for path in region.values]
+        self.places: dict[str, Place] = {}
+        self.inside: Forward | None = None
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        parallel, split = self.parallel, _split_by_tp()
+        _show(module, {name: _part(module.get_parameter(name), parallel.group) for name in self.values})
+        if split is None:
+            _refuse_gradients((args, kwargs))
+            return None
+        forward = current_forward()
+        assert forward is not None
+        if forward.within_tp is None:
+            forward.within_tp = Within(_inside(forward))
+        within: Within = forward.within_tp
+        args, kwargs = self._gathered(module, (args, kwargs), split, within)
+        parallel.sequences = len(split.positions_BS)
+        self.inside = within.forward.__enter__()
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        _hide(module)
+        self.parallel.sequences = None
+        if self.inside is not None:
+            self.inside.__exit__()
+            self.inside = None
+
+    def _gathered(self, module: nn.Module, given: Any, split: SplitSequences, within: "Within") -> Any:
+        """The arguments, with the positions of all the group's ranks."""
+        with_paths, structure = tree_flatten_with_path(given)
+        leaves = []
+        for path, leaf in with_paths:
+            if isinstance(leaf, Tensor):
+                name = str(path)
+                if name not in self.places:
+                    self.places[name] = place_of(module, leaf, split)
+                if self.places[name] == "positions":
+                    leaf = within.gather(leaf, self.parallel.group)
+            leaves.append(leaf)
+        return tree_unflatten(leaves, structure)
+
+
+class Within:
+    """What the regions of a forward have in common.
+
+    Attributes:
+        forward: the `Forward` for what is in them.
+    """
+
+    def __init__(self, forward: Forward):
+        self.forward = forward
+        self._constants: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def gather(self, x: Tensor, group: TPGroup) -> Tensor:
+        """All ranks' positions. Of what has no gradient, as rotary positions, once for all layers."""
+        if x.requires_grad:
+            return group.gather(x, 1)
+        if id(x) not in self._constants:
+            self._constants[id(x)] = x, group.all_gather(x, 1)
+        return self._constants[id(x)][1]
+
+
+def _inside(forward: Forward) -> Forward:
+    within = forward.split.cp_group.within_tp
+    if within is not None:
+        return forward.of_split(replace(forward.split, cp_group=within))
+    complete = forward.of_complete_sequences(forward.segments)
+    complete.layout = None
+    return complete
+
+
+def _split_by_tp() -> SplitSequences | None:
+    """The sequences of the current forward, where a tensor-parallel group splits them."""
+    forward = current_forward()
+    split: SplitSequences | None = None if forward is None else forward.split
+    return None if split is None or split.cp_group.tp is None else split
+
+
+def _refuse_gradients(given: Any) -> None:
+    leaves, _ = tree_flatten(given)
+    if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        raise ExpertMeshError(
+            "--tp-size: gradients are computed of batches that the ranks of a tensor-parallel group split: call the "
+            "engine's step, or forward_backward, in place of the model; without gradients the model may be called"
+        )
+
+
+def _unlike(parallel: TensorParallel, module: nn.Module, how: str) -> ExpertMeshError:
+    return ExpertMeshError(
+        f"--tp-size {parallel.group.size}: {type(module).__name__} {how}, and it is not known how to divide it; leave "
+        "--tp-size out"
+    )
