@@ -255,6 +255,7 @@ def config_of(case: Case, topology: Topology) -> TrainConfig:
         "ep_size": topology.ep_size,
         "cp_size": topology.cp_size,
         "pp_size": topology.pp_size,
+        "tp_size": topology.tp_size,
         "dense_shard": topology.dense_shard,
         "attn_implementation": case.attention or ("auto" if case.family == "mixtral" else "eager"),
         "cross_entropy": case.cross_entropy,
@@ -292,7 +293,7 @@ def ours(path: Path, topology: Topology, case: Case) -> Figures | None:
 
 
 def my_batches(case: Case, topology: Topology, rank: int, cp_group: CPGroup | None = None) -> list[Batch]:
-    assert (cp_group is not None) == (topology.cp_size > 1), "whose run of the rows?"
+    assert (cp_group is not None) == (topology.ranks_per_sequence > 1), "whose run of the rows?"
     per_device = -(-len(case.samples) // (topology.data_size * case.accumulation))
     order = DataOrder(len(case.samples), topology.data_size, per_device, case.accumulation, seed=0)
     forwards = order.micro_batches(0, topology.data_index(rank))
