@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.tiny import save_model
 
 # of one to four ranges' length, and some that leave a rank with padding alone
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
-HEADS = {"num_key_value_heads": 4}
+HEADS: dict[str, Any] = {"num_key_value_heads": 4}
 
 CASES = {
     "aux": Case(SAMPLES, balance=0.05, z=0.01, kernel="torch-grouped", changes=HEADS),
