@@ -26,7 +26,7 @@ from expertmesh.moe.model.families import families_with_plan
 from expertmesh.moe.model.tensor_plan import Region, regions_of
 from expertmesh.sharding import TPGroup
 from expertmesh.sharding.topology import divisors, either
-from expertmesh.training.attention.complete_sequences import Place, mixers_of, place_of
+from expertmesh.training.attention.complete_sequences import mixers_of
 from expertmesh.training.data import SplitSequences
 
 STEP_PART: StepPart = None
@@ -95,7 +95,10 @@ def _mixers(model: Any) -> set[nn.Module]:
 def _check_heads(model: Any, tp_size: int) -> None:
     text_config = model.config.get_text_config()
     for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key and value heads")):
-        number = getattr(text_config, name, None)
+        try:
+            number = getattr(text_config, name, None)
+        except RuntimeError:  # layers have unequally many
+            continue
         if isinstance(number, int) and number % tp_size:
             raise ExpertMeshError(
                 f"--tp-size {tp_size} does not divide the {number} {what} of this model; use {either(divisors(number))}"
@@ -254,7 +257,7 @@ class _Attention:
     def __init__(self, parallel: TensorParallel, region: Region):
         self.parallel, self.region = parallel, region
         self.values = [path.rpartition(".")[2] for path in region.values]
-        self.places: dict[str, Place] = {}
+        self.dims: dict[str, int | None] = {}
         self.inside: Forward | None = None
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -287,12 +290,21 @@ class _Attention:
         for path, leaf in with_paths:
             if isinstance(leaf, Tensor):
                 name = str(path)
-                if name not in self.places:
-                    self.places[name] = place_of(module, leaf, split)
-                if self.places[name] == "positions":
-                    leaf = within.gather(leaf, self.parallel.group)
+                if name not in self.dims:
+                    self.dims[name] = self._dim_of_positions(module, leaf, split)
+                if (dim := self.dims[name]) is not None:
+                    leaf = within.gather(leaf, dim, self.parallel.group)
             leaves.append(leaf)
         return tree_unflatten(leaves, structure)
+
+    def _dim_of_positions(self, module: nn.Module, x: Tensor, split: SplitSequences) -> int | None:
+        """Which dim of an argument has this rank's positions, if one has. To be asked in a forward in which no size of
+        the model is equal to their number, as the one in which a model is tried."""
+        length = split.positions_BS.shape[1] // split.cp_group.size
+        dims = [dim for dim, size in enumerate(x.shape) if size == length]
+        if len(dims) > 1:
+            raise _unlike(self.parallel, module, f"is given a tensor of shape {tuple(x.shape)}, of {length} positions")
+        return dims[0] if dims else None
 
 
 class Within:
@@ -306,12 +318,12 @@ class Within:
         self.forward = forward
         self._constants: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def gather(self, x: Tensor, group: TPGroup) -> Tensor:
+    def gather(self, x: Tensor, dim: int, group: TPGroup) -> Tensor:
         """All ranks' positions. Of what has no gradient, as rotary positions, once for all layers."""
         if x.requires_grad:
-            return group.gather(x, 1)
+            return group.gather(x, dim)
         if id(x) not in self._constants:
-            self._constants[id(x)] = x, group.all_gather(x, 1)
+            self._constants[id(x)] = x, group.all_gather(x, dim)
         return self._constants[id(x)][1]
 
 

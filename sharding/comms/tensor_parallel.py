@@ -92,23 +92,22 @@ class TPGroup:
         """`gather` without a gradient."""
         if x.is_complex():
             return torch.view_as_complex(self.all_gather(torch.view_as_real(x), dim))
-        x = x.movedim(dim, 0).contiguous()
-        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        x, dim = x.contiguous(), dim % x.dim()
+        out = x.new_empty(self.size, *x.shape)
         if self.ranks is not None:
-            dist.all_gather_into_tensor(out, x, group=self.ranks)
-        return out.movedim(0, dim)
+            dist.all_gather_into_tensor(out.flatten(0, 1), x, group=self.ranks)
+        return out.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
     def sum_scatter(self, x: Tensor, dim: int) -> Tensor:
         """`reduce_scatter` without a gradient; summed up in fp32, in the order of the ranks, wherever the backend does
         not do it itself."""
-        x = x.movedim(dim, 0).contiguous()
-        out = x.new_empty(len(x) // self.size, *x.shape[1:])
+        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
+        out = torch.empty_like(parts[0])
         if self.ranks is not None and x.device.type == "cpu":
-            received = self._exchange(x)
-            out.copy_(received.unflatten(0, (self.size, -1)).sum(dim=0, dtype=torch.float32))
+            out.copy_(self._exchange(parts).sum(dim=0, dtype=torch.float32))
         elif self.ranks is not None:
-            dist.reduce_scatter_tensor(out, x, group=self.ranks)
-        return out.movedim(0, dim)
+            dist.reduce_scatter_tensor(out, parts, group=self.ranks)
+        return out
 
 
 class _Gather(torch.autograd.Function):

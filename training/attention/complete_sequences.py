@@ -127,7 +127,7 @@ def _complete(mixer: nn.Module, given: Any, places: dict[str, Place], split: Spl
             continue
         name = str(path)
         if name not in places:
-            places[name] = place_of(mixer, leaf, split)
+            places[name] = _place(mixer, leaf, split)
         if places[name] == "positions":
             of_positions.append(i)
             leaves[i] = leaf.expand(number, *leaf.shape[1:])
@@ -139,11 +139,7 @@ def _complete(mixer: nn.Module, given: Any, places: dict[str, Place], split: Spl
     return tree_unflatten(leaves, structure)
 
 
-def place_of(mixer: nn.Module, x: Tensor, split: SplitSequences) -> Place:
-    """
-    Raises:
-        ExpertMeshError: it cannot be told which part of the tensor is on this rank.
-    """
+def _place(mixer: nn.Module, x: Tensor, split: SplitSequences) -> Place:
     group, (number, full_length) = split.cp_group, split.positions_BS.shape
     length, shape = full_length // group.size, tuple(x.shape)
     if counts_tokens(x) and shape[:2] == (len(group.sequences_of(group.index, number)), full_length):

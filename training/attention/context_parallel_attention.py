@@ -306,6 +306,9 @@ def cp_attention(
     return group.to_positions(out_BShA), None
 
 
+_EAGER = "eager_attention_forward"
+
+
 class _Seen:
     """An attention module, or its config, as its attention function is to see it: the module itself, except for what is
     set here."""
@@ -320,8 +323,9 @@ class _Seen:
 
 def _function(inner: str, module: Any) -> Callable[..., Any]:
     if inner == "eager":
-        # each family has its own, beside its attention
-        eager: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        # each family has its own, beside its attention, whose class FSDP may have derived another from
+        files = (vars(sys.modules[kind.__module__]) for kind in type(module).__mro__)
+        eager: Callable[..., Any] = next(file[_EAGER] for file in files if _EAGER in file)
         return eager
     function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[inner]
     return function
