@@ -1,5 +1,7 @@
 """Reads each rank's own rows of a checkpoint into its shards; no rank ever holds the full model."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -89,14 +91,27 @@ def _load_shards(shards: dict[str, ShardedParameter], checkpoint: Checkpoint) ->
         for piece in reader.pieces(parameter, shard.rows, to_granules=checkpoint.row_sums is not None):
             mine = overlap(piece.rows, shard.rows)
             written = shard.fill(mine, as_tensor(piece.data[: len(mine)], piece.dtype))
-            if checkpoint.row_sums is not None and shard.is_owner:
+            if checkpoint.row_sums is not None and shard.is_owner and not piece.tensor.regions[0].transposed:
                 name, first_row = piece.tensor.name, piece.rows.start - piece.tensor.regions[0].rows.start
                 sums[name] = add_sums(sums.get(name, 0), row_sum(piece.data, first_row))
             if not _all_finite(written):
                 raise ExpertMeshError(f"{piece.file}: tensor {piece.tensor.name} has values that are not finite")
+    if checkpoint.row_sums is not None:
+        sums |= _sums_of_transposed(checkpoint.tensors, reader)
     for copy in checkpoint.tied_copies:
         _check_copy(copy, shards, reader)
     reader.close()
+    return sums
+
+
+def _sums_of_transposed(tensors: Sequence[DiskTensor], reader: SafetensorsReader) -> dict[str, int]:
+    """The row sums of some of the tensors whose rows are columns of parameters; the other ranks have the others."""
+    transposed = [tensor for tensor in tensors if tensor.regions[0].transposed]
+    sums = {}
+    for tensor in transposed[dist.get_rank() :: dist.get_world_size()]:
+        (region,) = tensor.regions
+        (piece,) = reader.region_pieces(tensor, region, region.rows)
+        sums[tensor.name] = row_sum(piece.data.T, 0)
     return sums
 
 

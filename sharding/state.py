@@ -16,6 +16,7 @@ from expertmesh.moe.experts.expert_mlp import ExpertMLP, ExpertParameter
 from expertmesh.moe.experts.lora import is_adapter
 from expertmesh.moe.experts.quantised import SCALES, Storage, storages_of
 from expertmesh.moe.model.build import fp32_parameters
+from expertmesh.moe.model.rowwise import RowwiseLinear
 from expertmesh.sharding.pipeline.stages import stages_of
 from expertmesh.sharding.topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, rows_of
 
@@ -36,6 +37,7 @@ class StateTensor:
         is_here: whether this rank has a part in holding it. The layers of a pipeline's other stages are on the meta
             device.
         is_adapter: whether it belongs to an adapter, and not to the model that a checkpoint of it holds.
+        transposed: whether it is the transpose of transformers' own; of experts' parameters `expert` says how they lie.
         storage, scales: of a quantized frozen weight; `tensor` is then its codes, in bytes.
     """
 
@@ -47,6 +49,7 @@ class StateTensor:
     persistent: bool
     is_here: bool = True
     is_adapter: bool = False
+    transposed: bool = False
     storage: Storage | None = None
     scales: Tensor | None = None
 
@@ -92,7 +95,8 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
         layout, is_here = EXPERT if expert is not None else DIVIDED if name in divided else DENSE, True
         if stages is not None:
             layout, is_here = layout.on(stages.pp_ranks(name)), stages.is_here(name)
-        part = StateTensor(name, parameter, layout, expert, True, True, is_here, is_adapter(own_name))
+        transposed = isinstance(owners[owner], RowwiseLinear) and own_name == "weight"
+        part = StateTensor(name, parameter, layout, expert, True, True, is_here, is_adapter(own_name), transposed)
         if own_name in storages:
             scales = owners[owner].get_parameter(own_name + SCALES)
             part = replace(part, storage=storages[own_name], scales=scales)

@@ -9,7 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from expertmesh.moe import KERNELS, DroplessExperts, ExpertParameter, dropless_experts, take_logits
-from expertmesh.sharding import materialize
+from expertmesh.sharding import materialize, state_of
 
 
 def tiny_config(**changes: Any) -> MixtralConfig:
@@ -65,11 +65,12 @@ def in_memory(model: Any) -> Any:
 def loaded(model: Any, theirs: Any) -> Any:
     """`model`, from `moe.build_model`, in memory, with the weights of transformers' own."""
     in_memory(model)
+    transposed = {name for name, part in state_of(model).items() if part.transposed}
     expected = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in expected:
-                tensor.copy_(expected[name])
+                tensor.copy_(expected[name].t() if name in transposed else expected[name])
     for path, module in model.named_modules():
         if isinstance(module, DroplessExperts):
             copy_experts(module, theirs.get_submodule(path))

@@ -98,10 +98,14 @@ class MergedReader:
             end = piece.rows.stop if width is None else (start // width + 1) * width
             rows = range(start, min(end, piece.rows.stop, start + _ROWS_AT_ONCE))
             here = slice(rows.start - piece.rows.start, rows.stop - piece.rows.start)
-            update = _update(pair, rows, width, is_transposed=parameter.endswith(".w2"))
+            update = _update(pair, rows, width, self._is_transposed(parameter))
             merged[here] = (base[here].double() + scale * update).float()
             start = rows.stop
         return replace(piece, data=as_array(merged), dtype="F32")
+
+    def _is_transposed(self, parameter: str) -> bool:
+        names = self.adapter.names
+        return parameter.endswith(".w2") if parameter in names.experts else parameter in names.transposed
 
 
 def _update(pair: LoraPair, rows: range, width: int | None, is_transposed: bool) -> Tensor:
@@ -110,9 +114,7 @@ def _update(pair: LoraPair, rows: range, width: int | None, is_transposed: bool)
     Args:
         width: rows per expert of the parameter, if it is experts'.
     """
-    if width is None:
-        return pair.b[rows.start : rows.stop].double() @ pair.a.double()
-    expert, first = divmod(rows.start, width)
+    expert, first = (..., rows.start) if width is None else divmod(rows.start, width)
     within = slice(first, first + len(rows))
     a, b = pair.a[expert].double(), pair.b[expert].double()
     return a[:, within].t() @ b.t() if is_transposed else b[within] @ a

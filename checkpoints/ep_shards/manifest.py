@@ -53,8 +53,9 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 FORMAT = "expertmesh-ep-shards"
-VERSION = 3
-
+VERSION = 4
+_READ = (3, VERSION)
+"""Before version 4 no parameter beside experts' was held transposed."""
 
 SCALES = ".scales"
 """What the name of an encoded tensor's scales ends with."""
@@ -139,6 +140,7 @@ def make_manifest(
                     "parameter": region.parameter,
                     "rows": [region.rows.start, region.rows.stop],
                     "experts": [region.rows.start // width, region.rows.stop // width] if width else None,
+                    "transposed": region.parameter in names.transposed,
                     "shape": list(_wide_shape(output)),
                     "dtype": output.dtype if output.encoding is None else WIDE,
                     "encoding": _encoding_entry(output.encoding),
@@ -284,10 +286,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     manifest = read_json(file)
-    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+    if manifest.get("format") != FORMAT or manifest.get("version") not in _READ:
         raise ExpertMeshError(
             f"{file}: format {manifest.get('format')!r:.80} version {manifest.get('version')!r:.80} is unknown; "
-            f"this version reads {FORMAT!r} version {VERSION}: convert the model again"
+            f"this version reads {FORMAT!r} version {' or '.join(map(str, _READ))}: convert the model again"
         )
     check_seal(manifest, file)
     check_fields(manifest, _FIELDS, file)
@@ -316,7 +318,7 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
             info = _placed(name, listed[name], headers[file])
             if info is None:
                 raise ExpertMeshError(f"{source.path / file}: tensor {name} is not as {MANIFEST} has it")
-            tensors.append(DiskTensor(name, info.shape, (Region(entry["parameter"], range(*entry["rows"])),)))
+            tensors.append(DiskTensor(name, info.shape, (_region_of(entry, info, names),)))
             infos[name] = info
             row_sums[name] = int(entry["row_sum"], 16)
         _check_coverage(source, tensors, names)
@@ -331,6 +333,21 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
             raise ValueError("it describes a tensor that no export has")
     files = sorted(source.path / file for file in headers)
     return Checkpoint(source, tensors, [], infos, exported, carried, row_sums=row_sums, files=files, stored_forms=forms)
+
+
+def _region_of(entry: dict[str, Any], info: TensorInfo, names: Names) -> Region:
+    """What a tensor holds. Of a matrix beside experts' that was written by a release, or with a plan of transformers,
+    that holds it the other way round, rows are columns.
+
+    Raises:
+        ValueError, LookupError, TypeError: the manifest is not as this version writes it.
+    """
+    parameter, rows = str(entry["parameter"]), range(*entry["rows"])
+    if entry.get("transposed", False) == (parameter in names.transposed):
+        return Region(parameter, rows)
+    if parameter in names.experts or len(info.shape) != 2 or rows != range(info.shape[0]):
+        raise ValueError(f"{entry['name']} is no matrix that could be transposed")
+    return Region(parameter, range(info.shape[1]), transposed=True)
 
 
 def _placed(name: str, info: TensorInfo, header: dict[str, TensorInfo]) -> TensorInfo | None:
@@ -389,8 +406,10 @@ def _check_coverage(source: ModelSource, tensors: list[DiskTensor], names: Names
     for tensor in tensors:
         (region,) = tensor.regions
         whole = names.parameters.get(region.parameter)
-        shape = whole and (len(region.rows), *whole[1:])
-        if whole is None or tensor.shape != shape or region.rows.step != 1:
+        shape = None if whole is None else (len(region.rows), *whole[1:])
+        if shape is not None and region.transposed:
+            shape = shape[::-1]
+        if tensor.shape != shape or region.rows.step != 1:
             raise ExpertMeshError(
                 f"{source.path}: tensor {tensor.name} does not fit the model that config.json describes"
             )

@@ -28,12 +28,14 @@ Parameters = dict[str, Shape]
 class _Target:
     """A tensor of transformers' model.
 
-    parts: our parameters that stand in it, and what they are to experts. place: in the order of an export.
+    parts: our parameters that stand in it, and what they are to experts. place: in the order of an export. transposed:
+    whether the one that is no experts' is its transpose.
     """
 
     shape: Shape
     parts: tuple[tuple[str, ExpertParameter | None], ...]
     place: int
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Names:
     Attributes:
         parameters: everything that a checkpoint of it holds.
         experts: rows per expert, of each parameter that is experts'.
+        transposed: parameters beside experts' that are the transposes of transformers' own.
         buffers: which are no parameters, and are never rounded.
         shape: of its MoE layers. num_moe_layers: how many there are.
         aliases: further names of tied parameters, and the name that each has in `parameters`.
@@ -91,6 +94,7 @@ class Names:
         state = saved_state(model)
         self.parameters: Parameters = {name: part.shape for name, part in state.items()}
         self.experts = {name: part.expert.rows_an_expert for name, part in state.items() if part.expert is not None}
+        self.transposed = {name for name, part in state.items() if part.transposed}
         self.buffers = {name for name, part in state.items() if not part.is_parameter}
         self.shape = moe_shape(model)
         self.num_moe_layers = len(moe_layers(model))
@@ -110,7 +114,8 @@ class Names:
         layers = {path: module for path, module in self.model.named_modules() if isinstance(module, DroplessExperts)}
         for name, part in state.items():
             if part.expert is None:
-                targets[name] = _Target(part.shape, ((name, None),), len(targets))
+                shape = part.shape[::-1] if part.transposed else part.shape
+                targets[name] = _Target(shape, ((name, None),), len(targets), part.transposed)
                 continue
             path = name.removesuffix(f".mlp.{part.expert.name}")
             layout = layers[path].mlp.layout
@@ -510,13 +515,16 @@ def _regions(piece: _Piece, wanted: _Target, problems: dict[str, str]) -> Iterat
         return
     ((name, expert), *_) = wanted.parts
     if expert is None:
-        if piece.stacked or any(len(run) != size for run, size in zip(box[1:], wanted.shape[1:], strict=True)):
+        dim = 1 if wanted.transposed else 0
+        others = [d for d in range(len(box)) if d != dim]
+        is_part = piece.stacked or (piece.first is not None and wanted.transposed)
+        if is_part or any(len(box[d]) != wanted.shape[d] for d in others):
             problems[piece.name] = (
                 f"tensor {piece.name} is split along another dim than 0 of {name}; this version reads dim-0 slices only"
             )
         else:
-            rows = box[0] if wanted.shape else range(1)
-            yield Region(name, rows, first=piece.first or 0, transposed=piece.swapped)
+            rows = box[dim] if wanted.shape else range(1)
+            yield Region(name, rows, first=piece.first or 0, transposed=wanted.transposed != piece.swapped)
         return
     for number in box[0]:
         for name, expert in wanted.parts:

@@ -149,8 +149,13 @@ class Originals:
 
     def of(self, name: str, form: StoredForm, strip: Strip) -> tuple[Array, Array] | None:
         """(codes, one per byte; bytes of the scales) of a strip; None where the checkpoint no longer has them."""
-        info = self.checkpoint.infos.get(name)
-        if info is not None:
+        info, (region, _) = self.checkpoint.infos.get(name), strip.parts[0]
+        # of a tensor beside experts', in the layer's own layout too the name is its own, and it may lie the other way
+        turned = any(
+            tensor.name == name and own.transposed != region.transposed
+            for own, tensor in self.reader.places.get(region.parameter, [])
+        )
+        if info is not None and not turned:
             return self.reader.stored(info, strip.index, strip.rows)
         return self._by_parameters(form, strip)
 

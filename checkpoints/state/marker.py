@@ -15,7 +15,9 @@ from expertmesh.moe.base.whole import PARTIAL
 
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
-VERSION = 2
+VERSION = 3
+_READ = (2, VERSION)
+"""Before version 3 no parameter beside experts' was held transposed."""
 METADATA = ".metadata"
 """In `state`: the table of torch.distributed.checkpoint."""
 
@@ -85,6 +87,18 @@ def recorded_world_size(path: Path) -> int:
     return number
 
 
+def recorded_transposed(path: Path) -> set[str]:
+    """Parameters beside experts' that a training checkpoint holds as the transposes of transformers' own.
+
+    Raises:
+        ExpertMeshError: as `read_marker`, or what it says of that is no list of names.
+    """
+    names = read_marker(path).get("transposed", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ExpertMeshError(f"{path / MARKER}: transposed is no list of names")
+    return set(names)
+
+
 _FIELDS = {
     "world_size": int,
     "step": int,
@@ -106,8 +120,9 @@ def read_marker(path: Path) -> dict[str, Any]:
     if not (path / MARKER).is_file():
         raise ExpertMeshError(f"{path}: has no {MARKER}: not a complete training checkpoint")
     marker = read_json(path / MARKER)
-    if marker.get("format") != FORMAT or marker.get("version") != VERSION:
-        raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version {VERSION}")
+    if marker.get("format") != FORMAT or marker.get("version") not in _READ:
+        versions = " or ".join(map(str, _READ))
+        raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version {versions}")
     check_seal(marker, path / MARKER)
     check_fields(marker, _FIELDS, path / MARKER)
     if f"state/{METADATA}" not in marker["files"]:

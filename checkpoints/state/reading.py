@@ -11,7 +11,7 @@ from expertmesh.checkpoints.hf.encodings import TensorInfo
 from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
 from expertmesh.checkpoints.hf.reader import Piece
 from expertmesh.checkpoints.hf.source import Checkpoint, open_source, well_formed
-from expertmesh.checkpoints.state.marker import MARKER, check_file, check_owner, read_marker
+from expertmesh.checkpoints.state.marker import MARKER, check_file, check_owner, read_marker, recorded_transposed
 from expertmesh.checkpoints.state.state_table import StateReader, load_state
 from expertmesh.checkpoints.state.untrained import with_carried
 from expertmesh.checkpoints.storage.tensors import DTYPE_CODES, as_array, torch_dtype
@@ -36,6 +36,8 @@ class TrainingReader:
             self.content = torch.empty(tensor.shape, dtype=torch_dtype(self.dtype))
             state = {f"model.{parameter}": self.content}
             load_state(state, self.path / "state", no_dist=True)
+            if tensor.regions[0].transposed:
+                self.content = self.content.t()
             self.parameter = parameter
         content = self.content.view(-1) if self.content.dim() == 0 else self.content
         yield Piece(rows, as_array(content[rows.start : rows.stop]), self.dtype, tensor, self.path / "state")
@@ -68,13 +70,16 @@ def open_training(path: Path, any_owner: bool, strict: bool = True, base: Path |
     names = source.names
     saved = StateReader(path / "state").read_metadata().state_dict_metadata
     tensors, infos = [], {}
-    for name, shape in names.parameters.items():
+    otherwise = recorded_transposed(path) ^ names.transposed
+    for name, held in names.parameters.items():
         entry: Any = saved.get(f"model.{name}")
+        shape = held[::-1] if name in otherwise else held
         if entry is None or tuple(entry.size) != shape:
             raise ExpertMeshError(f"{path}: {name} is missing or of another shape than model/config.json asks for")
         if entry.properties.dtype not in DTYPE_CODES:
             raise ExpertMeshError(f"{path}: {name} has dtype {entry.properties.dtype}, which no checkpoint has")
-        tensors.append(DiskTensor(name, shape, (Region(name, range(rows_of(shape))),)))
+        region = Region(name, range(rows_of(held)), transposed=name in otherwise)
+        tensors.append(DiskTensor(name, shape, (region,)))
         infos[name] = TensorInfo("state", shape, DTYPE_CODES[entry.properties.dtype])
     with well_formed(path / MARKER):
         exported = exported_from(marker["exported"], names)

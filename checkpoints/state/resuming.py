@@ -7,7 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.state.marker import check_file, check_owner, read_marker, whole_checkpoints
+from expertmesh.checkpoints.state.marker import (
+    check_file,
+    check_owner,
+    read_marker,
+    recorded_transposed,
+    whole_checkpoints,
+)
 from expertmesh.checkpoints.state.saving import BEST, Progress, checkpoint_name, sweep, training_state
 from expertmesh.checkpoints.state.state_table import StateReader, load_state
 from expertmesh.checkpoints.storage.directories import write_errors
@@ -139,6 +145,13 @@ def _state_to_fill(
     if expected != found:
         name = min(expected ^ found)
         raise ExpertMeshError(f"{path}: is of another model: {name} is {'missing' if name in expected else 'surplus'}")
+    otherwise = recorded_transposed(path) ^ {name for name, part in parts.items() if part.transposed}
+    if otherwise:
+        raise ExpertMeshError(
+            f"{path}: was written by a release of expertmesh, or with one of transformers, that holds {min(otherwise)} "
+            f"the other way round, and {len(otherwise) - 1} more: resume with that release, or start from the weights "
+            "alone, which `expertmesh-checkpoints export` brings into Hugging Face form"
+        )
     for name, entry in saved.items():
         if not name.startswith("optimizer."):
             continue

@@ -78,6 +78,7 @@ class Saver:
         self.base = base
         self.facts = facts
         self.carried: dict[str, Any] | None = None
+        self.transposed: list[str] = []
         with raise_together():
             if dist.get_rank() == 0 and base is None:
                 self.carried = record(origin)
@@ -99,6 +100,7 @@ class Saver:
         partial, self.problem = self._make_directory(progress.step)
         if partial is None:
             return
+        self.transposed = sorted(name for name, part in changing_state(model).items() if part.transposed)
         state = {**training_state(model, optimizer), **_rng_state()}
         writer = FileSystemWriter(partial / "state", sync_files=True)
         response: Any = dcp.async_save(
@@ -233,6 +235,7 @@ class Saver:
             "world_size": dist.get_world_size(),
             **vars(progress),
             "exported": export_table(self.origin.exported),
+            "transposed": self.transposed,
             "base": self.base,
             "carried": self.carried,
             "facts": self.facts,

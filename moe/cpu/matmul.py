@@ -158,10 +158,10 @@ def _seconds(multiply: Callable[[], Tensor]) -> float:
 
 
 class Linear(nn.Linear):
-    """An nn.Linear without bias whose matmuls on a CPU are done by `matmul`, forward and backward."""
+    """An nn.Linear whose matmuls on a CPU are done by `matmul`, forward and backward; one with a bias is as torch's."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not computes_on_cpu(x) or torch.compiler.is_compiling():
+        if self.bias is not None or not computes_on_cpu(x) or torch.compiler.is_compiling():
             return super().forward(x)
         out_MN: Tensor = _LinearFunction.apply(x.flatten(0, -2), self.weight)
         return out_MN.unflatten(0, x.shape[:-1])

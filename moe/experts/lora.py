@@ -26,6 +26,7 @@ from expertmesh.moe.experts.expert_mlp import ExpertMLP, ExpertParameter, LowRan
 from expertmesh.moe.experts.layer import DroplessExperts
 from expertmesh.moe.experts.quantised import SCALES, Kind, storages_of, store, stored_linear
 from expertmesh.moe.model.build import layer_prefixes, router_prefixes
+from expertmesh.moe.model.rowwise import RowwiseLinear
 
 STEP_PART: StepPart = "adapters"
 
@@ -76,19 +77,28 @@ def add_adapters(
             _adapt_experts(module.mlp, lora)
 
 
-class FrozenLinear(Linear):
-    """An nn.Linear whose weight may be quantized."""
+class _Frozen(nn.Linear):
+    """What a linear layer needs for its weight to be quantized, each row by itself as it is held."""
 
     def forward(self, x: Tensor) -> Tensor:
         storage = storages_of(self).get("weight")
-        if storage is not None:
-            out = stored_linear(x, self.weight, self.get_parameter("weight" + SCALES), storage)
-            return out if self.bias is None else out + self.bias
-        return super().forward(x) if self.bias is None else F.linear(x, self.weight, self.bias)
+        if storage is None:
+            return super().forward(x)
+        scales = self.get_parameter("weight" + SCALES)
+        out = stored_linear(x, self.weight, scales, storage, is_transposed=isinstance(self, RowwiseLinear))
+        return out if self.bias is None else out + self.bias
 
 
-class _LoraLinear(FrozenLinear):
-    """A linear layer with an adapter; the class that the layer's module is changed to."""
+class _FrozenLinear(_Frozen, Linear):
+    """A linear layer whose weight may be quantized; the class that the layer's module is changed to."""
+
+
+class _FrozenRowwise(_Frozen, RowwiseLinear):
+    """The same of one whose weight is held transposed."""
+
+
+class _Adapted(nn.Linear):
+    """What an adapter adds to a linear layer."""
 
     low_rank: LowRank
     lora_A: nn.Parameter
@@ -100,9 +110,25 @@ class _LoraLinear(FrozenLinear):
         return torch.add(out, F.linear(low, self.lora_B.to(x.dtype)), alpha=self.low_rank.scale)
 
 
+class _LoraLinear(_Adapted, _FrozenLinear):
+    """A linear layer with an adapter; the class that the layer's module is changed to."""
+
+
+class _LoraRowwise(_Adapted, _FrozenRowwise):
+    """The same of one whose weight is held transposed; A (r, in) and B (out, r) are not."""
+
+
+_LINEAR: tuple[type[nn.Module], ...] = (nn.Linear, Linear, RowwiseLinear)
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Linear layers of a model that nothing has been done to yet, by path."""
+    return {path: module for path, module in model.named_modules() if type(module) in _LINEAR}
+
+
 def _adapt_linear(module: Any, lora: Lora) -> None:
-    assert type(module) in (nn.Linear, Linear), type(module)
-    module.__class__ = _LoraLinear
+    assert type(module) in _LINEAR, type(module)
+    module.__class__ = _LoraRowwise if isinstance(module, RowwiseLinear) else _LoraLinear
     _register(module, lora, module.out_features, module.in_features)
 
 
@@ -118,8 +144,8 @@ def store_frozen(model: Any, kind: Kind) -> None:
                     store(module, part.name, kind)
     for path, module in layers_linear(model).items():
         if path not in kept:
-            if not isinstance(module, FrozenLinear):
-                module.__class__ = FrozenLinear
+            if not isinstance(module, _Frozen):
+                module.__class__ = _FrozenRowwise if isinstance(module, RowwiseLinear) else _FrozenLinear
             store(module, "weight", kind)
 
 
@@ -135,7 +161,7 @@ def layers_linear(model: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in model.named_modules()
-        if type(module) in (nn.Linear, Linear, FrozenLinear, _LoraLinear)
+        if (type(module) in _LINEAR or isinstance(module, _Frozen))
         and path.startswith(layers)
         and not f"{path}.".startswith(routers)
     }

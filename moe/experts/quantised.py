@@ -163,25 +163,27 @@ def nf4_pairs(device: torch.device) -> Tensor:
     return torch.tensor(NF4)[torch.stack([byte & 0xF, byte >> 4], dim=1)].to(device)
 
 
-def stored_linear(x: Tensor, codes: Tensor, scales: Tensor, storage: Storage) -> Tensor:
-    """x · Wᵀ with a quantized weight."""
-    out_MO: Tensor = _StoredLinear.apply(x.flatten(0, -2), codes, scales, storage)
+def stored_linear(x: Tensor, codes: Tensor, scales: Tensor, storage: Storage, is_transposed: bool = False) -> Tensor:
+    """x · Wᵀ with a quantized weight; x · W with one that is held transposed."""
+    out_MO: Tensor = _StoredLinear.apply(x.flatten(0, -2), codes, scales, storage, is_transposed)
     return out_MO.unflatten(0, x.shape[:-1])
 
 
 class _StoredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MI: Tensor, codes: Tensor, scales: Tensor, storage: Storage) -> Tensor:
+    def forward(ctx: Any, x_MI: Tensor, codes: Tensor, scales: Tensor, storage: Storage, is_transposed: bool) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.storage = storage
-        return matmul(pad_rows(x_MI), widen(codes, scales, storage, x_MI.dtype).t())[: len(x_MI)]
+        ctx.storage, ctx.is_transposed = storage, is_transposed
+        weight = widen(codes, scales, storage, x_MI.dtype)
+        return matmul(pad_rows(x_MI), weight if is_transposed else weight.t())[: len(x_MI)]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor | None, ...]:
         codes, scales = ctx.saved_tensors
-        weight_OI = widen(codes, scales, ctx.storage, grad_MO.dtype)
-        return matmul(pad_rows(grad_MO), weight_OI)[: len(grad_MO)], None, None, None
+        weight = widen(codes, scales, ctx.storage, grad_MO.dtype)
+        product = matmul(pad_rows(grad_MO), weight.t() if ctx.is_transposed else weight)
+        return product[: len(grad_MO)], *(None,) * 4
 
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]

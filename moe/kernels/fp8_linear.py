@@ -24,6 +24,7 @@ from expertmesh.moe.kernels.fp8_casts import (
     plain_multiply,
 )
 from expertmesh.moe.kernels.gpu import computes_on_cpu
+from expertmesh.moe.model.rowwise import RowwiseLinear
 
 STEP_PART: StepPart = None
 
@@ -32,39 +33,61 @@ class FP8Linear(nn.Linear):
     """An nn.Linear that multiplies bf16 inputs and weights in fp8; of other dtypes, as nn.Linear does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.bfloat16 or x.numel() == 0:
-            return super().forward(x)
-        out_MN: Tensor = _FP8Linear.apply(x.flatten(0, -2), self.weight)
-        out = out_MN.unflatten(0, x.shape[:-1])
-        return out if self.bias is None else out + self.bias
+        return _multiplied(self, x, is_transposed=False) if _is_rounded(x) else super().forward(x)
 
 
-def suits_fp8(weight_NK: Tensor) -> bool:
+class FP8RowwiseLinear(RowwiseLinear):
+    """The same of one whose weight is held transposed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _multiplied(self, x, is_transposed=True) if _is_rounded(x) else super().forward(x)
+
+
+def _is_rounded(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.numel() > 0
+
+
+def _multiplied(layer: nn.Linear, x: Tensor, is_transposed: bool) -> Tensor:
+    out_MN: Tensor = _FP8Linear.apply(x.flatten(0, -2), layer.weight, is_transposed)
+    out = out_MN.unflatten(0, x.shape[:-1])
+    return out if layer.bias is None else out + layer.bias
+
+
+def suits_fp8(weight: Tensor) -> bool:
     """Whether the widths of a linear layer are what matmuls in fp8 take."""
-    return all(width % MULTIPLE == 0 and width <= WIDEST for width in weight_NK.shape)
+    return all(width % MULTIPLE == 0 and width <= WIDEST for width in weight.shape)
 
 
 class _FP8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(x_MK, weight_NK)
-        return _multiply(cast_rows(x_MK), cast_rows(weight_NK))
+    def forward(ctx: Any, x_MK: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
+        ctx.save_for_backward(x_MK, weight)
+        ctx.is_transposed = is_transposed
+        return _multiply(cast_rows(x_MK), _summed_over(0 if is_transposed else 1, weight))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_MK, weight_NK = ctx.saved_tensors
-        x_needs, weight_needs = ctx.needs_input_grad
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_MK, weight = ctx.saved_tensors
+        x_needs, weight_needs, _ = ctx.needs_input_grad
         grad_MN = grad_MN.contiguous()
-        grad_x_MK = grad_weight_NK = None
+        grad_x_MK = grad_weight = None
         if x_needs:
-            weight_KN = cast_columns(weight_NK.unsqueeze(0))
-            grad_x_MK = _multiply(cast_rows(grad_MN), Scaled(weight_KN.codes[0], weight_KN.scales[0]))
+            grad_x_MK = _multiply(cast_rows(grad_MN), _summed_over(1 if ctx.is_transposed else 0, weight))
         if weight_needs:
             rows = _one_run(len(x_MK), x_MK.device)
-            grad, x = (cast_runs(each, rows) for each in (grad_MN, x_MK))
-            grad_weight_NK = _multiply(Scaled(grad.codes, grad.scales[0]), Scaled(x.codes, x.scales[0]))
-        return grad_x_MK, grad_weight_NK
+            factors = (x_MK, grad_MN) if ctx.is_transposed else (grad_MN, x_MK)
+            a, b = (cast_runs(each, rows) for each in factors)
+            grad_weight = _multiply(Scaled(a.codes, a.scales[0]), Scaled(b.codes, b.scales[0]))
+        return grad_x_MK, grad_weight, None
+
+
+def _summed_over(dim: int, weight: Tensor) -> Scaled:
+    """A weight cast to be summed over one of its dims, with a scale for each place in the other."""
+    if dim == 1:
+        return cast_rows(weight)
+    columns = cast_columns(weight.unsqueeze(0))
+    return Scaled(columns.codes[0], columns.scales[0])
 
 
 def _one_run(num_rows: int, device: torch.device) -> Runs:

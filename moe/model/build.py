@@ -29,6 +29,7 @@ from expertmesh.moe.kernels.expert_kernels import ExpertKernel, Needs
 from expertmesh.moe.model.counts import ParameterCounts, active_parameters
 from expertmesh.moe.model.probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs, unmet_by_text
 from expertmesh.moe.model.rope import forget_earlier_rows
+from expertmesh.moe.model.rowwise import hold_transposed
 
 STEP_PART: StepPart = None
 
@@ -46,6 +47,8 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
         ExpertMeshError: transformers has no causal language model for this config or cannot build it, or it has no
             experts that transformers marks as such, or ones that are not supported.
     """
+    from expertmesh.moe.model.tensor_plan import regions_of  # which asks for the layers of what is built here
+
     model = _build(config, attn_implementation)
     model.fp32_names = _fp32_names(_build(config, attn_implementation, torch.bfloat16))
     _make_constants_buffers(model)
@@ -59,6 +62,9 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
     model.read_weights, model.uncalled = seen.read_weights, seen.uncalled
     model.attention, model.draws = seen.attention, seen.draws
     give_forwards(model)
+    for region in regions_of(model):
+        for path in region.rowwise:
+            hold_transposed(model.get_submodule(path))
     for layer in decoder_layers(model):
         use_linear(layer)
     return model

@@ -46,10 +46,10 @@ class Region:
 
 def regions_of(model: Any) -> list[Region]:
     """The modules of a model's decoder layers that its plan divides, in the model's order; none where the plan has
-    nothing for them.
+    nothing for them, or code of the model's own reads a weight that would be divided.
 
     Args:
-        model: from transformers, with our experts in it.
+        model: from transformers, with our experts in it, and what `probe` has seen of it.
     """
     styles = _styles(model)
     inside_experts = tuple(f"{path}." for path, part in model.named_modules() if isinstance(part, DroplessExperts))
@@ -63,7 +63,7 @@ def regions_of(model: Any) -> list[Region]:
         linear = {path: style for path, style in found.items() if isinstance(modules.get(path), nn.Linear)}
         colwise = tuple(path for path, style in linear.items() if style in _COLWISE)
         rowwise = tuple(path for path, style in linear.items() if style in _ROWWISE)
-        if colwise and rowwise:
+        if colwise and rowwise and model.read_weights.isdisjoint(linear):
             values = tuple(path for path in found if path in parameters)
             gathers = any(style == "colwise_gather_output" for style in linear.values())
             regions.append(Region(parent, colwise, rowwise, values, gathers))

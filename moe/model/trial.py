@@ -19,6 +19,7 @@ from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.cpu.matmul import Linear
 from expertmesh.moe.model.build import moe_layers
 from expertmesh.moe.model.probe import leaving_no_trace
+from expertmesh.moe.model.rowwise import RowwiseLinear
 
 STEP_PART: StepPart = None
 
@@ -36,7 +37,7 @@ def standing_in_for_weights(model: Any) -> Iterator[None]:
                 name: None if p is None else _values(p.shape) for name, p in module._parameters.items()
             }
             module._buffers = {name: None if x is None else _known(x) for name, x in module._buffers.items()}
-            if type(module).forward in (nn.Linear.forward, Linear.forward):
+            if type(module).forward in (nn.Linear.forward, Linear.forward, RowwiseLinear.forward):
                 module.forward = partial(_some_features, module.out_features)
         for layer in moe_layers(model):
             layer.forward = lambda x_TD, experts_TK, weights_TK: x_TD  # type: ignore[method-assign]

@@ -73,6 +73,7 @@ def expected(names: Names, theirs: Any) -> Tensors:
     """Our parameters, from transformers' own model."""
     tensors = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
     wanted = {name: tensors[name].detach().float() for name in names.parameters if name not in names.experts}
+    wanted |= {name: wanted[name].t() for name in names.transposed}
     for path, module in names.model.named_modules():
         if path.endswith(".mlp") and hasattr(module, "layout"):
             for part in module.layout.parameters:

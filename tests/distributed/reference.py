@@ -228,7 +228,7 @@ def in_our_layout(model: Any, what: str) -> dict[str, Tensor]:
         if part.expert is None:
             tensor = _of(theirs[name], what)
             if tensor is not None:
-                figures[name] = tensor
+                figures[name] = tensor.t() if part.transposed else tensor
             continue
         tensor = _of(theirs[f"{name.rpartition('.mlp.')[0]}.{part.expert.place.tensor}"], what)
         if tensor is not None:

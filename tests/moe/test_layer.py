@@ -21,6 +21,7 @@ from expertmesh.moe import (
 from expertmesh.moe.dispatch.plain import LocalDispatcher, _transpose_blocks
 from expertmesh.moe.experts.router_stats import count_experts, router_stats
 from expertmesh.moe.model.scores import LOG_SCORES, RouterKind
+from expertmesh.sharding import state_of
 from tests.moe.test_kernels import CPU_KERNELS
 from tests.tiny import loaded, our_block, our_experts, our_rows, relative_error, tiny_block, tiny_config, tiny_mixtral
 
@@ -259,9 +260,10 @@ def test_logits_and_gradients_equal_hf(attention: str) -> None:
     for out in logits:
         out.loss.backward()
     expected = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
-        if name in expected:
-            assert relative_error(parameter.grad, expected[name].grad) < 1e-5, name
+    for name, part in state_of(ours).items():
+        if name in expected and part.is_parameter:
+            want = expected[name].grad.t() if part.transposed else expected[name].grad
+            assert relative_error(part.tensor.grad, want) < 1e-5, name
     for mine, other in zip(moe_layers(ours), theirs.model.layers, strict=True):
         for part in mine.mlp.layout.parameters:
             want = our_rows(part, getattr(other.mlp.experts, part.place.tensor).grad)

@@ -6,6 +6,8 @@ import torch
 
 from expertmesh.moe import ExpertMeshError, FP8Linear, layers_linear, suits_fp8, unquantized
 from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.kernels.fp8_linear import FP8RowwiseLinear
+from expertmesh.moe.model.rowwise import RowwiseLinear
 
 STEP_PART: StepPart = None
 
@@ -30,7 +32,7 @@ def multiply_in_fp8(model: Any, device_type: str) -> str:
     left |= {path for path, module in linear.items() if not suits_fp8(module.get_parameter("weight"))}
     for path, module in linear.items():
         if path not in left:
-            module.__class__ = FP8Linear
+            module.__class__ = FP8RowwiseLinear if isinstance(module, RowwiseLinear) else FP8Linear
     if len(left) == len(linear):
         raise ExpertMeshError(
             "--dense-precision fp8: no linear layer of this model can multiply in fp8: other code reads their weights, "

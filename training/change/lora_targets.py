@@ -18,7 +18,7 @@ from expertmesh.moe import (
     router_prefixes,
     unquantized,
 )
-from expertmesh.moe.cpu.matmul import Linear
+from expertmesh.moe.experts.lora import linear_layers
 from expertmesh.training.change.freezing import groups_of
 from expertmesh.training.config.train_config import TrainConfig
 
@@ -61,8 +61,8 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     head = model.get_output_embeddings()
     linear = {
         path: module
-        for path, module in model.named_modules()
-        if type(module) in (nn.Linear, Linear) and module is not head and path not in model.uncalled
+        for path, module in linear_layers(model).items()
+        if module is not head and path not in model.uncalled
     }
     routers = _plain_routers(model, linear)
     named = _targets_by_name(model, linear)
