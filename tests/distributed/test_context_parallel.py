@@ -149,7 +149,8 @@ def test_bytes_are_those_of_the_formula(ranks: RankPool, cp_size: int) -> None:
 def _bytes_sent() -> list[int]:
     """By this rank in a forward and in a backward of attention, of 2 rows and 3 positions a rank, to others."""
     group = CPGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    rows = SplitSequences(group, torch.arange(3 * group.size).expand(2, -1), is_packed=False)
+    positions_BS = torch.arange(3 * group.size).expand(2, -1)
+    rows = SplitSequences(group, positions_BS, is_packed=False, num_targets=(0,) * group.size)
     module: Any = SimpleNamespace(num_key_value_groups=HEADS // GROUPS, is_causal=True, config=None)
     query, key, value = (
         torch.randn(2, heads, 3, width, requires_grad=True)

@@ -29,6 +29,8 @@ def assert_same(found: Batch, expected: Batch) -> None:
             assert torch.equal(ours, theirs), field.name
         elif field.name == "split" and theirs is not None:
             assert torch.equal(ours.positions_BS, theirs.positions_BS)
+            assert ours.num_targets == theirs.num_targets
+            assert theirs.num_targets[theirs.cp_group.index] == expected.num_targets
         else:
             assert ours == theirs, field.name
 

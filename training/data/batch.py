@@ -22,12 +22,13 @@ class SplitSequences:
     """The sequences that a context-parallel (CP) group splits: each rank holds a contiguous part of each.
 
     cp_group: these ranks. positions_BS: as in a `Batch` of all positions. is_packed: whether sequences hold several
-        samples.
+        samples. num_targets: of each rank.
     """
 
     cp_group: CPGroup
     positions_BS: Tensor
     is_packed: bool
+    num_targets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -330,8 +331,9 @@ def _batch(
             # padding takes the last position that a token has: what looks for the longest sequence must find it
             longest = max(map(sum, lengths), default=1)
             positions_BS = torch.arange(length).clamp(max=max(longest - 1, 0)).expand_as(positions_BS)
-        split = SplitSequences(cp_group, positions_BS, is_packed)
         each = length // cp_group.size
+        num_targets = (targets_BS != IGNORED).unflatten(1, (cp_group.size, each)).sum(dim=(0, 2))
+        split = SplitSequences(cp_group, positions_BS, is_packed, tuple(num_targets.tolist()))
         run = slice(each * cp_group.index, each * (cp_group.index + 1))
         parts = (tokens_BS, positions_BS, is_token_BS, targets_BS)
         tokens_BS, positions_BS, is_token_BS, targets_BS = (part[:, run].contiguous() for part in parts)

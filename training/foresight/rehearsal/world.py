@@ -272,7 +272,7 @@ def batch_of(
     shared = None
     if cp_group is not None:
         whole_BS = torch.zeros(rows, here * cp_group.size, dtype=torch.int64)
-        shared = SplitSequences(cp_group, whole_BS, is_packed)
+        shared = SplitSequences(cp_group, whole_BS, is_packed, (targets,) * cp_group.size)
     return Batch(tokens_BS, positions_BS, segments, None, tokens_BS, index_N, rows * here, targets, (), shared)
 
 
