@@ -114,6 +114,14 @@ def _cross_entropy(dtype: torch.dtype) -> None:
     fused_loss_and_gradient(_empty(dtype, TOKENS, 32000), _empty(torch.int64, TOKENS))
 
 
+def _divided_cross_entropy(dtype: torch.dtype) -> None:
+    from expertmesh.training.loss.head_triton import fused_gradient, fused_row_figures
+
+    logits, targets = _empty(dtype, TOKENS, 8000), _empty(torch.int64, TOKENS)
+    highest, exp_sums, _ = fused_row_figures(logits, targets)
+    fused_gradient(logits, targets, highest, exp_sums)
+
+
 def _norms(dtype: torch.dtype) -> None:
     """Norms of the residual stream, and of heads."""
     from expertmesh.training.fused.fused_norm_triton import norm_backward, norm_forward
@@ -149,6 +157,7 @@ CODES = "one byte per value, per thread as many as 128 bits of weight hold"
 TABLE = "looked up, one value at a time"
 CHOICES = dict.fromkeys(("position", "is_kept", "weights", "grad_weights"), "one value per row of D")
 NORMS = {"factor": "one value per row", **dict.fromkeys(("weight", "sums"), "one of a head's 128 values per thread")}
+ROW_FIGURES = ("highest", "exp_sums", "at_target")
 CORRECTIONS = {"mean_correction": ONE, "square_correction": ONE}
 CASTS = {
     **dict.fromkeys(("scales", "largest", "numbers"), "one value per row or column"),
@@ -166,6 +175,7 @@ EXAMPLES = [
     Example(_widening, torch.bfloat16, {"codes": CODES, "scales": SCALES, "pairs": TABLE}),
     Example(_casts_to_fp8, torch.bfloat16, CASTS, since=90),
     Example(_cross_entropy, torch.bfloat16, {"targets": ONE, "losses": ONE}),
+    Example(_divided_cross_entropy, torch.bfloat16, dict.fromkeys(("targets", *ROW_FIGURES), ONE)),
     Example(
         _adamw_8bit,
         torch.float32,

@@ -1,6 +1,7 @@
-"""Cross-entropy and its gradient in one Triton kernel. Importing this needs triton; see `training.loss.head`.
+"""Cross-entropy and its gradient in one Triton kernel, or in two where each rank has some of the vocabulary. Importing
+this needs triton; see `training.loss.head` and `training.loss.vocabulary`.
 
-Shape suffixes: C rows of logits, V vocabulary.
+Shape suffixes: C rows of logits, V vocabulary, v = V/n of it on this rank.
 """
 
 from typing import Any
@@ -29,14 +30,67 @@ def fused_loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tenso
     return losses_C.sum(), logits_CV
 
 
+def fused_row_figures(logits_Cv: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of logits, in fp32: the highest, the sum of exp(logit - highest), and the target's logit, which is 0
+    where the target is none of the columns, 0 to v."""
+    num_rows, num_columns = logits_Cv.shape
+    assert logits_Cv.is_contiguous()
+    figures_3C = torch.empty(3, num_rows, dtype=torch.float32, device=logits_Cv.device)
+    highest_C, exp_sum_C, at_target_C = figures_3C
+    if num_rows > 0:
+        kernel: Any = _row_figures_kernel
+        figures = (highest_C, exp_sum_C, at_target_C)
+        kernel[(num_rows,)](logits_Cv, targets_C, *figures, num_columns, BLOCK, num_warps=8, enable_fp_fusion=True)
+    return highest_C, exp_sum_C, at_target_C
+
+
+def fused_gradient(logits_Cv: Tensor, targets_C: Tensor, highest_C: Tensor, exp_sum_C: Tensor) -> Tensor:
+    """exp(logit - highest) / exp_sum, less 1 at the target; takes the place of the logits."""
+    num_rows, num_columns = logits_Cv.shape
+    assert logits_Cv.is_contiguous()
+    if num_rows > 0:
+        kernel: Any = _gradient_kernel
+        given = (targets_C, highest_C, exp_sum_C)
+        kernel[(num_rows,)](logits_Cv, *given, num_columns, BLOCK, num_warps=8, enable_fp_fusion=True)
+    return logits_Cv
+
+
 @writes("losses_ptr", updates=("logits_ptr",))
 @triton.jit
 def _cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    # rows times vocabulary passes 2^31 at 14 000 rows of Qwen3
-    row = tl.program_id(0).to(tl.int64)
-    start = row * num_columns
-    offset = tl.arange(0, BLOCK)
+    row = tl.program_id(0)
     target = tl.load(targets_ptr + row)
+    highest, sum_of_exp, at_target = _figures(logits_ptr, row, target, num_columns, BLOCK)
+    tl.store(losses_ptr + row, tl.log(sum_of_exp) + highest - at_target)
+    _write_gradient(logits_ptr, row, target, highest, sum_of_exp, num_columns, BLOCK)
+
+
+@writes("highest_ptr", "exp_sums_ptr", "at_target_ptr")
+@triton.jit
+def _row_figures_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, targets_ptr, highest_ptr, exp_sums_ptr, at_target_ptr, num_columns, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    target = tl.load(targets_ptr + row)
+    highest, sum_of_exp, at_target = _figures(logits_ptr, row, target, num_columns, BLOCK)
+    tl.store(highest_ptr + row, highest)
+    tl.store(exp_sums_ptr + row, sum_of_exp)
+    tl.store(at_target_ptr + row, at_target)
+
+
+@writes(updates=("logits_ptr",))
+@triton.jit
+def _gradient_kernel(logits_ptr, targets_ptr, highest_ptr, exp_sums_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    target, highest = tl.load(targets_ptr + row), tl.load(highest_ptr + row)
+    _write_gradient(logits_ptr, row, target, highest, tl.load(exp_sums_ptr + row), num_columns, BLOCK)
+
+
+@triton.jit
+def _figures(logits_ptr, row, target, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # rows times vocabulary passes 2^31 at 14 000 rows of Qwen3
+    start = row.to(tl.int64) * num_columns
+    offset = tl.arange(0, BLOCK)
     # of each of the block's places by itself; together only at the end
     most = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -49,11 +103,18 @@ def _cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, num_columns, BLOC
         # -inf less -inf would be no number
         grown = tl.where(logits == float("-inf"), 0.0, tl.exp(logits - higher))
         total = tl.where(total == 0.0, 0.0, total * tl.exp(most - higher)) + grown
-        at_target += tl.where(first + offset == target, logits, 0.0)
+        # the target may be beyond these columns, where others' are
+        at_target += tl.where(inside & (first + offset == target), logits, 0.0)
         most = higher
     highest = tl.max(most, axis=0)
     sum_of_exp = tl.sum(tl.where(total == 0.0, 0.0, total * tl.exp(most - highest)), axis=0)
-    tl.store(losses_ptr + row, tl.log(sum_of_exp) + highest - tl.sum(at_target, axis=0))
+    return highest, sum_of_exp, tl.sum(at_target, axis=0)
+
+
+@triton.jit
+def _write_gradient(logits_ptr, row, target, highest, sum_of_exp, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    start = row.to(tl.int64) * num_columns
+    offset = tl.arange(0, BLOCK)
     for first in range(0, num_columns, BLOCK):
         inside = first + offset < num_columns
         logits = tl.load(logits_ptr + start + first + offset, mask=inside, other=float("-inf")).to(tl.float32)
