@@ -8,7 +8,6 @@ Shape suffixes: B sequences, S positions, T = B·S, N positions with a target, C
 V vocabulary.
 """
 
-import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -20,16 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from expertmesh.moe import ExpertMeshError, Targets, current_forward
 from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import add_product, matmul, pad_rows
-from expertmesh.moe.kernels.gpu import computes_on_cpu, takes_triton
+from expertmesh.moe.kernels.gpu import takes_triton
 from expertmesh.training.config.settings import CrossEntropy
 from expertmesh.training.data import IGNORED
+from expertmesh.training.loss.chunks import losses_by_chunk, scaled, target_rows, target_tokens
 
 STEP_PART: StepPart = "LM head, loss"
-
-CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""What the logits of one chunk may take if they were fp32: on a CPU 524 positions at a vocabulary of 32,000, on a GPU
-8,388, as each chunk reads and writes the weight's gradient once more."""
 
 
 class LossHead(nn.Linear):
@@ -56,13 +51,13 @@ class LossHead(nn.Linear):
             return super().forward(x_BSD)
         if self.is_last:
             return LOSS_SUMS[self.kind](x_BSD, self.weight, self.bias, forward.targets)
-        return super().forward(_rows(x_BSD, forward.targets)).unsqueeze(0)
+        return super().forward(target_rows(x_BSD, forward.targets)).unsqueeze(0)
 
     def loss_of(self, logits: Tensor, targets: Targets) -> Tensor:
         """The loss, from what a forward with these targets has given as logits."""
         if self.is_last:
             return logits
-        return F.cross_entropy(logits.squeeze(0).float(), _targets(targets), reduction="sum")
+        return F.cross_entropy(logits.squeeze(0).float(), target_tokens(targets), reduction="sum")
 
 
 def attach_loss_head(model: Any, kind: str) -> None:
@@ -111,7 +106,7 @@ def full_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targe
 
 def chunked_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: Targets) -> Tensor:
     """`full_loss_sum` from positions with a target alone, and never more of their logits than CHUNK_BYTES in fp32."""
-    rows_ND, targets_N = _rows(x_BSD, targets), _targets(targets)
+    rows_ND, targets_N = target_rows(x_BSD, targets), target_tokens(targets)
     loss: Tensor = _ChunkedLossSum.apply(rows_ND, weight_VD, bias_V, targets_N, torch.is_grad_enabled())
     return loss
 
@@ -120,7 +115,7 @@ def liger_loss_sum(x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targ
     """`chunked_loss_sum` by the Triton kernel of liger-kernel; the weight's gradient is summed up in fp32."""
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
-    rows_ND, targets_N = _rows(x_BSD, targets), _targets(targets)
+    rows_ND, targets_N = target_rows(x_BSD, targets), target_tokens(targets)
     if len(targets_N) == 0:
         # liger-kernel divides by the number of rows
         return chunked_loss_sum(x_BSD, weight_VD, bias_V, targets)
@@ -141,16 +136,6 @@ LOSS_SUMS: dict[str, Callable[[Tensor, Tensor, Tensor | None, Targets], Tensor]]
 }
 
 
-def _rows(x_BSD: Tensor, targets: Targets) -> Tensor:
-    """rows_ND of the positions that have a target."""
-    return x_BSD.flatten(0, 1).index_select(0, targets.index_N)
-
-
-def _targets(targets: Targets) -> Tensor:
-    """targets_N of those positions."""
-    return targets.targets_BS.flatten().index_select(0, targets.index_N)
-
-
 class _ChunkedLossSum(torch.autograd.Function):
     """Gradients are taken in forward, while a chunk's logits are there; backward only scales them."""
 
@@ -158,44 +143,17 @@ class _ChunkedLossSum(torch.autograd.Function):
     def forward(
         ctx: Any, rows_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, with_gradients: bool
     ) -> Tensor:
-        rows_need, weight_needs, bias_needs = (with_gradients and needs for needs in ctx.needs_input_grad[:3])
-        chunk_bytes = CHUNK_BYTES["cpu" if computes_on_cpu(rows_ND) else "cuda"]
-        num_chunks = max(1, math.ceil(len(rows_ND) * len(weight_VD) * 4 / chunk_bytes))
+        needs = [with_gradients and needs for needs in ctx.needs_input_grad[:3]]
+        losses, ctx.gradients = losses_by_chunk(rows_ND, weight_VD, bias_V, targets_N, needs, _loss_and_logit_gradient)
         loss = torch.zeros((), dtype=torch.float32, device=rows_ND.device)
-        grad_rows: list[Tensor] | None = [] if rows_need else None
-        # one matmul, rounded to the weight's dtype, is what a sum of one in fp32 would be rounded to
-        is_sum = num_chunks > 1 or weight_VD.dtype == torch.float32
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if weight_needs and is_sum else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and bias_needs else None
-        for rows_CD, targets_C in zip(rows_ND.chunk(num_chunks), targets_N.chunk(num_chunks), strict=True):
-            num_rows = len(rows_CD)
-            rows_CD = pad_rows(rows_CD)
-            logits_CV = matmul(rows_CD, weight_VD.t())
-            if bias_V is not None:
-                logits_CV += bias_V
-            chunk_loss, grad_logits_CV = _loss_and_logit_gradient(logits_CV, targets_C)
+        for chunk_loss in losses:
             loss += chunk_loss
-            if grad_rows is not None:
-                grad_rows.append(matmul(grad_logits_CV, weight_VD)[:num_rows])
-            if weight_needs and not is_sum:
-                grad_weight_VD = matmul(grad_logits_CV.t(), rows_CD)
-            elif grad_weight_VD is not None:
-                add_product(grad_weight_VD, grad_logits_CV.t(), rows_CD)
-            if grad_bias_V is not None:
-                grad_bias_V += grad_logits_CV.sum(dim=0, dtype=torch.float32)
-        ctx.gradients = (
-            None if grad_rows is None else torch.cat(grad_rows),
-            None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
-            None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype),
-        )
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        assert gradients is not None, "backward scales the gradients in place: it can run only once"
-        return *(None if g is None else g.mul_(grad) for g in gradients), None, None
+        return *scaled(ctx, grad), None, None
 
 
 def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
