@@ -189,7 +189,7 @@ def _forward_of(path: str, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _give_head(model: Any) -> None:
-    """Have a model that does not know the head of the language model in it say it, in place."""
+    """Have a model that does not know the head of the language model in it say it, and its embedding, in place."""
     if model.get_output_embeddings() is None:
         heads = [part for part in model.modules() if hasattr(part, "get_output_embeddings")]
         owner = next((part for part in heads if part.get_output_embeddings() is not None), None)
@@ -199,6 +199,7 @@ def _give_head(model: Any) -> None:
             owner.get_output_embeddings,
             owner.set_output_embeddings,
         )
+        model.get_input_embeddings = owner.get_input_embeddings
 
 
 def _fp32_names(model: Any) -> frozenset[str]:
