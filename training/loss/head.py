@@ -17,12 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe import ExpertMeshError, Targets, current_forward
+from expertmesh.moe import ExpertMeshError, Forward, Targets, current_forward
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.kernels.gpu import takes_triton
+from expertmesh.sharding import local_tensor
+from expertmesh.sharding.comms.tensor_parallel import TPGroup
 from expertmesh.training.config.settings import CrossEntropy
 from expertmesh.training.data import IGNORED
+from expertmesh.training.data.batch import SplitSequences
 from expertmesh.training.loss.chunks import losses_by_chunk, scaled, target_rows, target_tokens
+from expertmesh.training.loss.vocabulary import complete_logits, vocabulary_loss_sum
 
 STEP_PART: StepPart = "LM head, loss"
 
@@ -36,6 +40,9 @@ class LossHead(nn.Linear):
     Attributes:
         kind: how the loss is computed, a key of `LOSS_SUMS`.
         is_last: whether the model's logits are what this gave, as they were.
+        vocabulary: the tensor-parallel group that divides the vocabulary, set when the weight is (see
+            `sharding.place.vocabulary`), which then is this rank's rows; `kind` says nothing then. None: it is not
+            divided.
     """
 
     def __init__(self, head: nn.Linear, kind: str, is_last: bool):
@@ -44,14 +51,29 @@ class LossHead(nn.Linear):
         self.bias = head.bias
         self.kind: str = kind
         self.is_last = is_last
+        self.vocabulary: TPGroup | None = None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         forward = current_forward()
+        if self.vocabulary is not None:
+            return self._of_divided(x_BSD, forward, self.vocabulary)
         if forward is None or forward.targets is None:
             return super().forward(x_BSD)
         if self.is_last:
             return LOSS_SUMS[self.kind](x_BSD, self.weight, self.bias, forward.targets)
         return super().forward(target_rows(x_BSD, forward.targets)).unsqueeze(0)
+
+    def _of_divided(self, x_BLD: Tensor, forward: Forward | None, group: TPGroup) -> Tensor:
+        assert self.is_last
+        weight_vD, bias_v = local_tensor(self.weight), None if self.bias is None else local_tensor(self.bias)
+        if forward is None or forward.targets is None:
+            assert forward is None or forward.split is None, "logits are of sequences that all ranks have"
+            return complete_logits(x_BLD, weight_vD, bias_v, group)
+        # the group is part of those that split sequences, and its ranks are adjacent
+        split: SplitSequences = forward.split
+        first = split.cp_group.index - group.index
+        num_targets = split.num_targets[first : first + group.size]
+        return vocabulary_loss_sum(x_BLD, weight_vD, bias_v, forward.targets, group, num_targets)
 
     def loss_of(self, logits: Tensor, targets: Targets) -> Tensor:
         """The loss, from what a forward with these targets has given as logits."""

@@ -1,0 +1,486 @@
+"""Embedding, head and loss with the vocabulary divided over ranks, against one process that has all of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import expertmesh.training.loss.chunks as chunks
+import expertmesh.training.loss.vocabulary as vocabulary
+from expertmesh.moe import ExpertMeshError, Forward, Targets, build_model
+from expertmesh.sharding import CPGroup
+from expertmesh.sharding.comms.tensor_parallel import TPGroup
+from expertmesh.sharding.place.vocabulary import divide_embedding, divided_vocabulary
+from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
+from expertmesh.training.data import IGNORED, SplitSequences, collate
+from expertmesh.training.loss.head import attach_loss_head, chunked_loss_sum, full_loss_sum, loss_head
+from expertmesh.training.loss.vocabulary import vocabulary_loss_sum
+from expertmesh.training.micro_batch import token_loss_sum
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import random_samples
+from tests.interpreter import interpreted
+from tests.tiny import loaded, relative_error, tiny_mixtral
+from tests.training.test_head import capped_logits, head_with_bias, scaled_logits
+
+WIDTH, VOCABULARY, SEQUENCES, LENGTH = 24, 200, 3, 5
+ALL_ROWS = 1000
+"""In a chunk: more than there are."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """shares: of each rank's positions, how many have a target. rows: in a chunk."""
+
+    shares: tuple[float, ...]
+    rows: int = ALL_ROWS
+    has_bias: bool = False
+    dtype: torch.dtype = torch.float32
+    scale: float = 1.0
+
+    @property
+    def size(self) -> int:
+        return len(self.shares)
+
+
+QUICK = [
+    Problem((1.0, 0.4), has_bias=True),
+    Problem((0.0, 0.7), rows=3),
+    Problem((0.0, 0.0)),
+    Problem((0.0, 0.3, 1.0, 0.6), rows=4, has_bias=True),
+    Problem((0.5, 1.0, 0.0, 0.2), scale=1e4),
+]
+REST = [
+    Problem(shares, rows, has_bias)
+    for shares in ((1.0, 1.0), (0.6, 0.0), (1.0,) * 4, (0.0, 0.0, 0.0, 0.5), (0.0,) * 4, (0.3, 0.7, 0.1, 0.9))
+    for rows in (1, 7, ALL_ROWS)
+    for has_bias in (False, True)
+]
+
+
+@dataclass
+class Tensors:
+    """Of all ranks; x, weight and bias need gradients."""
+
+    x_BSD: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    targets_BS: Tensor
+
+    def gradients_of(self, loss: Tensor) -> list[Tensor]:
+        assert loss.dtype == torch.float32
+        needed = [tensor for tensor in (self.x_BSD, self.weight_VD, self.bias_V) if tensor is not None]
+        # as the loss of a step, divided by the number of targets
+        return list(torch.autograd.grad(loss * 0.3, needed))
+
+
+def tensors_of(problem: Problem) -> Tensors:
+    generator = torch.Generator().manual_seed(5)
+    length = LENGTH * problem.size
+    x_BSD = torch.randn(SEQUENCES, length, WIDTH, generator=generator) * problem.scale
+    weight_VD = torch.randn(VOCABULARY, WIDTH, generator=generator)
+    bias_V = torch.randn(VOCABULARY, generator=generator)
+    targets_BS = torch.randint(0, VOCABULARY, (SEQUENCES, length), generator=generator)
+    shares_S = torch.tensor(problem.shares).repeat_interleave(LENGTH)
+    targets_BS[torch.rand(SEQUENCES, length, generator=generator) >= shares_S] = IGNORED
+    x_BSD, weight_VD, bias_V = (t.to(problem.dtype).requires_grad_() for t in (x_BSD, weight_VD, bias_V))
+    return Tensors(x_BSD, weight_VD, bias_V if problem.has_bias else None, targets_BS)
+
+
+def targets_from(targets_BS: Tensor) -> Targets:
+    return Targets(targets_BS, (targets_BS != IGNORED).flatten().nonzero().flatten())
+
+
+def tp_group() -> TPGroup:
+    return TPGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+
+
+def own(whole: Tensor, dim: int, group: TPGroup) -> Tensor:
+    """This rank's part, as a tensor of its own."""
+    return whole.detach().chunk(group.size, dim)[group.index].clone()
+
+
+def part_of(tensors: Tensors, group: TPGroup) -> Tensors:
+    """What a rank has."""
+    x_BLD, weight_vD = own(tensors.x_BSD, 1, group).requires_grad_(), own(tensors.weight_VD, 0, group).requires_grad_()
+    bias_v = None if tensors.bias_V is None else own(tensors.bias_V, 0, group).requires_grad_()
+    return Tensors(x_BLD, weight_vD, bias_v, own(tensors.targets_BS, 1, group))
+
+
+def loss_of(part: Tensors, targets_BS: Tensor, group: TPGroup) -> Tensor:
+    """
+    Args:
+        targets_BS: of all ranks.
+    """
+    num_targets = [int((some != IGNORED).sum()) for some in targets_BS.chunk(group.size, dim=1)]
+    given = (part.x_BSD, part.weight_VD, part.bias_V, targets_from(part.targets_BS))
+    return vocabulary_loss_sum(*given, group, num_targets)
+
+
+def divided(problem: Problem, group: TPGroup) -> list[Tensor]:
+    """The loss of this rank's positions, and its gradients."""
+    tensors = tensors_of(problem)
+    part = part_of(tensors, group)
+    with mock.patch.dict(chunks.CHUNK_BYTES, cpu=problem.rows * 4 * VOCABULARY // problem.size):
+        loss = loss_of(part, tensors.targets_BS, group)
+    return [loss.detach(), *part.gradients_of(loss)]
+
+
+def complete(problem: Problem, group: TPGroup, kind: Any = full_loss_sum) -> list[Tensor]:
+    """The same from one process that has everything."""
+    tensors = tensors_of(problem)
+    given = (tensors.x_BSD, tensors.weight_VD, tensors.bias_V)
+    loss = kind(*given, targets_from(tensors.targets_BS))
+    grad_x, *others = tensors.gradients_of(loss)
+    alone = torch.full_like(tensors.targets_BS, IGNORED)
+    run = slice(LENGTH * group.index, LENGTH * (group.index + 1))
+    alone[:, run] = tensors.targets_BS[:, run]
+    with torch.no_grad():
+        own_loss = kind(*given, targets_from(alone))
+    return [own_loss, own(grad_x, 1, group), *(own(grad, 0, group) for grad in others)]
+
+
+def test_as_in_one_process(ranks: RankPool) -> None:
+    for size in (2, 4):
+        ranks.run(_compare, size, [problem for problem in QUICK if problem.size == size])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+def test_as_in_one_process_at_length(ranks: RankPool, size: int) -> None:
+    ranks.run(_compare, size, [problem for problem in REST if problem.size == size])
+
+
+@interpreted
+def test_in_kernels(ranks: RankPool) -> None:
+    """As on a GPU."""
+    ranks.run(_compare, 2, QUICK[:2], in_kernels=True)
+
+
+def _compare(problems: Sequence[Problem], in_kernels: bool = False) -> None:
+    group = tp_group()
+    for problem in problems:
+        with mock.patch.object(vocabulary, "takes_triton", return_value=in_kernels):
+            found = divided(problem, group)
+        expected = complete(problem, group)
+        assert len(found) == (4 if problem.has_bias else 3)
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert relative_error(one, other) < 1e-6, (problem, number)
+        if not any(problem.shares):
+            assert not any(tensor.any() for tensor in found)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_bf16_is_as_near_to_fp32_as_one_process_is(ranks: RankPool, size: int) -> None:
+    ranks.run(_compare_bf16, size)
+
+
+def _compare_bf16() -> None:
+    """Within a factor: gradients of positions are sums of one rounded summand per rank."""
+    group = tp_group()
+    for rows, has_bias in ((ALL_ROWS, False), (7, True)):
+        problem = Problem((0.4, 0.9, 0.0, 0.6)[: group.size], rows, has_bias, torch.bfloat16)
+        found, alone = divided(problem, group), complete(problem, group, chunked_loss_sum)
+        tensors = tensors_of(problem)
+        rounded = Tensors(
+            tensors.x_BSD.detach().float().requires_grad_(),
+            tensors.weight_VD.detach().float().requires_grad_(),
+            None if tensors.bias_V is None else tensors.bias_V.detach().float().requires_grad_(),
+            tensors.targets_BS,
+        )
+        with mock.patch(f"{__name__}.tensors_of", return_value=rounded):
+            exact = complete(problem, group)
+        for number, (one, other, true) in enumerate(zip(found, alone, exact, strict=True)):
+            assert one.dtype == other.dtype
+            assert relative_error(one, true) < max(2 * relative_error(other, true), 2e-3), (problem, number)
+
+
+class _Widths(TorchDispatchMode):
+    """Of the tensors that operators returned, seen: their sizes. numel: the most elements of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self.numel = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.seen |= set(tensor.shape)
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_no_rank_has_complete_logits(ranks: RankPool) -> None:
+    """Nor more of its own columns than a chunk of them."""
+    ranks.run(_no_complete_logits, 2)
+
+
+def _no_complete_logits() -> None:
+    group, problem = tp_group(), Problem((1.0, 1.0))
+    tensors = tensors_of(problem)
+    part, number = part_of(tensors, group), VOCABULARY // group.size
+    with mock.patch.dict(chunks.CHUNK_BYTES, cpu=WIDTH * 4 * number), _Widths() as seen:
+        part.gradients_of(loss_of(part, tensors.targets_BS, group))
+    assert number in seen.seen
+    assert VOCABULARY not in seen.seen
+    assert seen.numel <= WIDTH * number
+    with _Widths() as alone:
+        complete(problem, group, chunked_loss_sum)
+    assert VOCABULARY in alone.seen
+
+
+def test_without_gradients_none_are_computed(ranks: RankPool) -> None:
+    ranks.run(_without_gradients, 2)
+
+
+def _without_gradients() -> None:
+    group, problem = tp_group(), Problem((0.6, 0.2), has_bias=True)
+    tensors = tensors_of(problem)
+    part, (expected, grad_x, *_) = part_of(tensors, group), complete(problem, group)
+    with torch.no_grad(), mock.patch.object(chunks, "add_product", side_effect=AssertionError):
+        loss = loss_of(part, tensors.targets_BS, group)
+    assert not loss.requires_grad
+    assert relative_error(loss, expected) < 1e-6
+    # a frozen head
+    part.weight_VD, part.bias_V = part.weight_VD.detach(), None if part.bias_V is None else part.bias_V.detach()
+    (found,) = torch.autograd.grad(loss_of(part, tensors.targets_BS, group) * 0.3, part.x_BSD)
+    assert relative_error(found, grad_x) < 1e-6
+
+
+def test_logits_that_are_ruled_out_or_no_number(ranks: RankPool) -> None:
+    ranks.run(_ruled_out, 2)
+
+
+def _ruled_out() -> None:
+    group, problem = tp_group(), Problem((1.0, 1.0), has_bias=True)
+    for value, columns in ((float("-inf"), slice(0, VOCABULARY // 2)), (float("nan"), slice(3, 4))):
+        tensors = tensors_of(problem)
+        assert tensors.bias_V is not None
+        tensors.bias_V.data[columns] = value
+        # of tokens that can be
+        tensors.targets_BS.clamp_(min=VOCABULARY // 2)
+        with mock.patch(f"{__name__}.tensors_of", return_value=tensors):
+            found, expected = divided(problem, group), complete(problem, group)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.isnan(), other.isnan())
+            assert relative_error(one.nan_to_num(), other.nan_to_num()) < 1e-6
+
+
+def test_shapes_without_ranks() -> None:
+    """In a dry run nothing is sent."""
+    with FakeTensorMode():
+        group = TPGroup(4, 1, None)
+        x_BLD = torch.randn(2, 6, WIDTH, requires_grad=True)
+        weight_vD = torch.randn(VOCABULARY // 4, WIDTH, requires_grad=True)
+        targets = Targets(torch.zeros(2, 6, dtype=torch.int64), torch.zeros(5, dtype=torch.int64))
+        loss = vocabulary_loss_sum(x_BLD, weight_vD, None, targets, group, (3, 5, 0, 1))
+        gradients = torch.autograd.grad(loss, (x_BLD, weight_vD))
+    assert loss.shape == ()
+    assert [gradient.shape for gradient in gradients] == [(2, 6, WIDTH), (VOCABULARY // 4, WIDTH)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [2, 4])
+def test_as_torch_does_it(ranks: RankPool, size: int) -> None:
+    """Its `loss_parallel`, which holds all logits of a rank's part of the vocabulary at once."""
+    ranks.run(_compare_torch, size)
+
+
+def _compare_torch() -> None:
+    group = tp_group()
+    mesh = init_device_mesh("cpu", (group.size,))
+    problem = Problem((0.3, 1.0, 0.0, 0.8)[: group.size], rows=3)
+    tensors = tensors_of(problem)
+    weight_vD = own(tensors.weight_VD, 0, group).requires_grad_()
+    logits_Tv = tensors.x_BSD.flatten(0, 1) @ weight_vD.t()
+    logits_TV = DTensor.from_local(logits_Tv, mesh, [Shard(1)])
+    with loss_parallel():
+        loss = F.cross_entropy(logits_TV, tensors.targets_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+        (loss * 0.3).backward()
+    grad_x = tensors.x_BSD.grad
+    assert grad_x is not None
+    dist.all_reduce(grad_x)
+    found = divided(problem, group)
+    dist.all_reduce(found[0])
+    expected = (loss.full_tensor() if isinstance(loss, DTensor) else loss, own(grad_x, 1, group), weight_vD.grad)
+    for one, other in zip(found, expected, strict=True):
+        assert other is not None
+        assert relative_error(one, other.detach()) < 1e-6
+
+
+class _Scaled(nn.Embedding):
+    """As some families', with a norm as others'."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.norm = nn.RMSNorm(self.embedding_dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(super().forward(tokens)) * torch.tensor(5.5).to(self.weight.dtype)
+
+
+def test_embedding(ranks: RankPool) -> None:
+    """To the last bit."""
+    ranks.run(_embed, 4)
+
+
+def _embed() -> None:
+    group = tp_group()
+    mesh = init_device_mesh("cpu", (group.size,))
+    for kind, dtype in ((nn.Embedding, torch.float32), (nn.Embedding, torch.bfloat16), (_Scaled, torch.float32)):
+        torch.manual_seed(0)
+        whole = kind(VOCABULARY, WIDTH, padding_idx=130).to(dtype)
+        tokens_BS = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH * group.size))
+        tokens_BS[0, 3:9] = 130
+        grad_BSD = torch.randn(SEQUENCES, LENGTH * group.size, WIDTH).to(dtype)
+        expected_BSD = whole(tokens_BS)
+        expected_BSD.backward(grad_BSD)
+        torch.manual_seed(0)
+        embedding = kind(VOCABULARY, WIDTH, padding_idx=130).to(dtype)
+        divide_embedding(embedding, group)
+        assert type(embedding).__name__ == kind.__name__
+        divide_weight(embedding, group, mesh)
+        with Forward(split=split_of(group, (0,) * group.size)):
+            x_BLD = embedding(own(tokens_BS, 1, group))
+        assert torch.equal(x_BLD, own(expected_BSD, 1, group))
+        x_BLD.backward(own(grad_BSD, 1, group))
+        assert_parts(embedding, whole, group, {"weight"})
+        with torch.no_grad():
+            assert torch.equal(embedding(tokens_BS), expected_BSD)
+        with pytest.raises(ExpertMeshError, match=r"--tp-size.*gives no gradients"):
+            embedding(tokens_BS)
+
+
+def split_of(group: TPGroup, num_targets: tuple[int, ...]) -> SplitSequences:
+    positions_BS = torch.arange(LENGTH * group.size).expand(SEQUENCES, -1)
+    return SplitSequences(CPGroup(group.size, group.index, group.ranks), positions_BS, False, num_targets)
+
+
+def divide_weight(module: Any, group: TPGroup, mesh: DeviceMesh) -> None:
+    """As sharding leaves it for a forward."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placed = DTensor.from_local(own(parameter, 0, group), mesh, [Shard(0)], run_check=False)
+        module.register_parameter(name, nn.Parameter(placed))
+
+
+def assert_parts(module: nn.Module, whole: nn.Module, group: TPGroup, parts: set[str]) -> None:
+    """The gradients of a module of which ranks have parts, of the parameters that are named, and copies."""
+    expected = dict(whole.named_parameters())
+    for name, parameter in module.named_parameters():
+        grad, reference = parameter.grad, expected[name].grad
+        assert grad is not None
+        assert reference is not None
+        if name in parts:
+            assert isinstance(grad, DTensor)
+            grad, reference = grad.to_local(), own(reference, 0, group)
+        else:
+            dist.all_reduce(grad)
+        floor = 1e-3 * float(reference.norm())
+        tolerance = 1e-2 if grad.dtype == torch.bfloat16 else 1e-5
+        assert relative_error(grad, reference, floor) < tolerance, name
+
+
+MODELS: dict[str, Any] = {"no bias": tiny_mixtral, "bias": head_with_bias}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_a_model(ranks: RankPool, size: int, which: str) -> None:
+    ranks.run(_in_a_model, size, which)
+
+
+def _in_a_model(which: str) -> None:
+    """Attention sees full sequences by context parallelism; nothing but the vocabulary is divided."""
+    group = tp_group()
+    torch.manual_seed(0)
+    theirs = MODELS[which]().eval()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    rows = [[sample] for sample in random_samples([9, 5, 12])]
+    alone = loaded(build_model(theirs.config), theirs).eval()
+    with torch.no_grad():
+        expected_BSV = alone(input_ids=collate(rows).tokens_BS).logits
+    attach_loss_head(alone, "full")
+    expected = token_loss_sum(alone, collate(rows))
+    expected.backward()
+
+    model = build_model(theirs.config)
+    apply_context_parallel(model, group.size, False)
+    model = loaded(model, theirs).eval()
+    assert divided_vocabulary(model, group.size, "auto").line() == "vocabulary: embedding divided, head divided"
+    attach_loss_head(model, "chunked")
+    head, embedding = loss_head(model), model.get_input_embeddings()
+    divide_embedding(embedding, group)
+    head.vocabulary = group
+    mesh = init_device_mesh("cpu", (group.size,))
+    divide_weight(head, group, mesh)
+    divide_weight(embedding, group, mesh)
+    loss = token_loss_sum(model, collate(rows, CPGroup(group.size, group.index, group.ranks)))
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    assert relative_error(total, expected.detach()) < 1e-6
+    parts = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    assert len(parts) == (3 if which == "bias" else 2)
+    assert_parts(model, alone, group, parts)
+
+    tokens_BS = collate(rows).tokens_BS
+    with torch.no_grad():
+        assert relative_error(model(input_ids=tokens_BS).logits, expected_BSV) < 1e-6
+    with pytest.raises(ExpertMeshError, match="--tp-size"):
+        model(input_ids=tokens_BS)
+    embedding.requires_grad_(False)
+    with pytest.raises(ExpertMeshError, match=r"--tp-size.* logits have no gradient"):
+        model(input_ids=tokens_BS)
+
+
+WHOLE: dict[str, tuple[Any, int, str, str]] = {
+    "indivisible": (
+        tiny_mixtral, 3, "auto",
+        "embedding complete on each rank (its 320 tokens are no multiple of --tp-size 3), head complete on each rank "
+        "(its 320 tokens are no multiple of --tp-size 3)",
+    ),
+    "tied": (
+        lambda: tiny_mixtral(tie_word_embeddings=True), 2, "auto",
+        "embedding complete on each rank (tied to the head), head complete on each rank (tied to the embedding)",
+    ),
+    "liger": (
+        tiny_mixtral, 2, "liger",
+        "embedding divided, head complete on each rank (--cross-entropy liger computes with all of it; chunked "
+        "computes with parts)",
+    ),
+    "chunked": (tiny_mixtral, 2, "chunked", "embedding divided, head divided"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", WHOLE)
+def test_what_is_divided(which: str) -> None:
+    make, tp_size, cross_entropy, said = WHOLE[which]
+    found = divided_vocabulary(build_model(make().config), tp_size, cross_entropy)
+    assert found.line() == f"vocabulary: {said}"
+    assert found.embedding == ("embedding divided" in said)
+    assert found.head == ("head divided" in said)
+
+
+@pytest.mark.parametrize("make", [scaled_logits, capped_logits])
+def test_logits_that_are_worked_on_are_not_divided(make: Any) -> None:
+    model = build_model(make().config)
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        model.get_output_embeddings().weight = nn.Parameter(model.get_output_embeddings().weight.detach().clone())
+    found = divided_vocabulary(model, 2, "auto")
+    assert found.embedding
+    assert found.no_head == "its logits are scaled or capped afterwards"
