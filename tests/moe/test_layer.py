@@ -265,9 +265,9 @@ def test_logits_and_gradients_equal_hf(attention: str) -> None:
             want = expected[name].grad.t() if part.transposed else expected[name].grad
             assert relative_error(part.tensor.grad, want) < 1e-5, name
     for mine, other in zip(moe_layers(ours), theirs.model.layers, strict=True):
-        for part in mine.mlp.layout.parameters:
-            want = our_rows(part, getattr(other.mlp.experts, part.place.tensor).grad)
-            assert relative_error(getattr(mine.mlp, part.name).grad, want) < 1e-5, part.name
+        for weight in mine.mlp.layout.parameters:
+            want = our_rows(weight, getattr(other.mlp.experts, weight.place.tensor).grad)
+            assert relative_error(getattr(mine.mlp, weight.name).grad, want) < 1e-5, weight.name
 
 
 def test_generation_equals_hf() -> None:
