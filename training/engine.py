@@ -88,7 +88,7 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
 from expertmesh.training.resume_checks import check_trained
 from expertmesh.training.step import StepResult, after_update, compute_gradients, train_step
-from expertmesh.training.tensor_parallel import apply_tensor_parallel
+from expertmesh.training.tensor_parallel import apply_tensor_parallel, divide_vocabulary
 from expertmesh.training.watch.alike import compare_models
 from expertmesh.training.watch.routing_figures import Routing
 
@@ -172,6 +172,8 @@ def assemble(
     if device_type == "cuda":
         fuse_layers(model)
     attach_loss_head(model, cross_entropy(config.cross_entropy, device_type))
+    if config.tp_size > 1 and config.loss_parallel:
+        trained.append(divide_vocabulary(model, config.cross_entropy))
     if config.optim == "adamw_bf16":
         set_parameter_dtype(model, torch.bfloat16)
     elif config.holds_base_in_bf16:

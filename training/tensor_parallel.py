@@ -25,6 +25,7 @@ from expertmesh.moe.experts.lora import A, B
 from expertmesh.moe.model.families import families_with_plan
 from expertmesh.moe.model.tensor_plan import Region, regions_of
 from expertmesh.sharding import TPGroup
+from expertmesh.sharding.place.vocabulary import divided_vocabulary
 from expertmesh.sharding.topology import divisors, either
 from expertmesh.training.attention.complete_sequences import mixers_of
 from expertmesh.training.data import SplitSequences
@@ -86,6 +87,25 @@ def apply_tensor_parallel(model: Any, tp_size: int) -> TensorParallel:
         model.divided |= dict.fromkeys(names, region.path)
     model.tensor_parallel = parallel
     return parallel
+
+
+def divide_vocabulary(model: Any, cross_entropy: str) -> str:
+    """Have embedding and head divided by vocabulary too, where they can be, in place.
+
+    Args:
+        model: that `apply_tensor_parallel` was given, with its `LossHead`.
+        cross_entropy: of `--cross-entropy`.
+
+    Returns:
+        A line for a run's first ones.
+    """
+    size = model.tensor_parallel.group.size
+    found = divided_vocabulary(model, size, cross_entropy)
+    chosen = [model.get_input_embeddings()] * found.embedding + [model.get_output_embeddings()] * found.head
+    for path, module in model.named_modules():
+        if any(module is one for one in chosen):
+            model.divided |= {f"{path}.{name}": path for name, _ in module.named_parameters(recurse=False)}
+    return found.line()
 
 
 def _mixers(model: Any) -> set[nn.Module]:

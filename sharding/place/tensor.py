@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.sharding.mesh import Mesh
 from expertmesh.sharding.pipeline.stages import stages_of
+from expertmesh.sharding.place.vocabulary import divide_embedding
 
 STEP_PART: StepPart = None
 
@@ -35,3 +36,11 @@ def place_divided(model: Any, mesh: Mesh) -> None:
     assert mesh.cp_group is not None
     assert mesh.cp_group.tp is not None
     model.tensor_parallel.group = mesh.cp_group.tp
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    of_divided = set(names.values())
+    paths: dict[Any, str] = {module: path for path, module in model.named_modules()}
+    if paths[embedding] in of_divided:
+        divide_embedding(embedding, mesh.cp_group.tp)
+    if paths[head] in of_divided:
+        head.vocabulary = mesh.cp_group.tp

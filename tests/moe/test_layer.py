@@ -262,8 +262,9 @@ def test_logits_and_gradients_equal_hf(attention: str) -> None:
     expected = dict(theirs.named_parameters())
     for name, part in state_of(ours).items():
         if name in expected and part.is_parameter:
-            want = expected[name].grad.t() if part.transposed else expected[name].grad
-            assert relative_error(part.tensor.grad, want) < 1e-5, name
+            theirs_of = expected[name].grad.t() if part.transposed else expected[name].grad
+            found: Any = part.tensor.grad
+            assert relative_error(found, theirs_of) < 1e-5, name
     for mine, other in zip(moe_layers(ours), theirs.model.layers, strict=True):
         for weight in mine.mlp.layout.parameters:
             want = our_rows(weight, getattr(other.mlp.experts, weight.place.tensor).grad)
