@@ -49,9 +49,11 @@ def generate(
     longest = max(positions - max_new_tokens, 1)
     # a rank without a prompt of its own takes part with the first one, which ends when it ends elsewhere
     pipeline = pipeline_of(model)
-    # the ranks of a pipeline have the same ones
-    readers = ranks.world_size if pipeline is None else pipeline.groups.topology.ranks_per_stage
-    mine = [prompt[-longest:] for prompt in prompts[ranks.rank % readers :: readers] or prompts[:1]]
+    # the ranks of a pipeline have the same ones, and so have those of a tensor-parallel group
+    ranks_per_stage = ranks.world_size if pipeline is None else pipeline.groups.topology.ranks_per_stage
+    tp_size = model.tensor_parallel.group.size if hasattr(model, "tensor_parallel") else 1
+    readers, reader = ranks_per_stage // tp_size, ranks.rank % ranks_per_stage // tp_size
+    mine = [prompt[-longest:] for prompt in prompts[reader::readers] or prompts[:1]]
     tokens_BS, attention_mask_BS = (t.to(ranks.device) for t in _pad_left(mine))
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -68,7 +70,7 @@ def generate(
     continued = [_until_end(row, eos_token_ids) for row in out_BS[:, tokens_BS.shape[1] :].tolist()]
     everyone: list[list[list[int]]] = [[] for _ in range(ranks.world_size)]
     dist.all_gather_object(everyone, continued)
-    return [everyone[i % readers][i // readers] for i in range(len(prompts))]
+    return [everyone[i % readers * tp_size][i // readers] for i in range(len(prompts))]
 
 
 def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Heads, dense MLPs and the vocabulary divided by ranks: the first law holds of them too."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ import pytest
 from expertmesh.sharding import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
+from tests.distributed.test_checkpoints import read
 from tests.distributed.test_parity import assert_same
-from tests.tiny import save_model
+from tests.distributed.test_train_ep import assert_equal_weights
+from tests.distributed.test_training import lines, start
+from tests.tiny import save_model, save_tokenizer
 
 # of one to four ranges' length, and some that leave a rank with padding alone
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
@@ -57,3 +61,69 @@ def test_equals_one_process(ranks: RankPool, model: Path, layout: str, name: str
     topology = TOPOLOGIES[layout]
     found = ranks.run(ours, topology.world_size, model, topology, CASES[name])[0]
     assert_same(found, expected(name), CASES[name])
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "complete logits": {"loss_parallel": False},
+    "muon": {"optim": "muon"},
+    "shampoo": {"optim": "shampoo", "shampoo_frequency": 1, "shampoo_start": 2, "shampoo_block_size": 16},
+}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("layout", ["tp 2", "tp 4", "tp 2 x ep 2", "hybrid"])
+@pytest.mark.parametrize("name", ["complete logits", "muon", "shampoo"])
+def test_settings_equal_one_process(ranks: RankPool, model: Path, layout: str, name: str) -> None:
+    case = replace(CASES["accumulate"], settings=SETTINGS[name])
+    topology = TOPOLOGIES[layout]
+    found = ranks.run(ours, topology.world_size, model, topology, case)[0]
+    assert_same(found, reference(case), case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", [(), ("--optim", "adamw_8bit"), ("--adapter", "lora")], ids=str)
+def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, flags: tuple[object, ...]) -> None:
+    """Packed, evaluated, asked, saved; and resumed by ranks that divide nothing, or divide among more."""
+    save_model(tmp_path / "model", **HEADS)
+    save_tokenizer(tmp_path / "model")
+    common = (
+        *("--model", tmp_path / "model", "--dataset", tiny_data, "--eval-ratio", 0.2, "--eval-steps", 2),
+        *("--generate-steps", 3, "--packing", "--max-seq-length", 90, "--global-batch-size", 8),
+        *("--per-device-train-batch-size", 1, "--learning-rate", "1e-3", "--lr-scheduler-type", "constant"),
+        *("--router-z-loss-coef", 0.01, "--save-steps", 1, "--gradient-checkpointing", "selective"),
+        *("--per-device-eval-batch-size", 3, "--generate-max-new-tokens", 8, "--check-replicas", 2, *flags),
+    )
+
+    def run(out: Path, world_size: int, *more: object, steps: int = 4) -> None:
+        argv = (*common, "--output-dir", out, "--max-steps", steps, *more)
+        assert start(ranks, world_size, *argv) == [(0, "")] * world_size
+
+    run(tmp_path / "whole", 2, "--ep-size", 2, "--save-steps", 0)
+    run(tmp_path / "divided", 4, "--ep-size", 2, "--tp-size", 2, steps=2)
+    run(tmp_path / "divided", 4, "--ep-size", 4, "--tp-size", 4, "--resume", "auto", steps=3)
+    run(tmp_path / "divided", 2, "--ep-size", 1, "--resume", "auto", "--save-steps", 0)
+    for key in ("loss", "eval_loss", "grad_norm", "z_loss", "tokens"):
+        found, expected = (
+            {line["step"]: line[key] for line in lines(tmp_path / out, key)} for out in ("divided", "whole")
+        )
+        assert {step: found[step] for step in expected} == pytest.approx(expected, rel=1e-5), key
+    answers, expected = (lines(tmp_path / out, "generations")[-1] for out in ("divided", "whole"))
+    assert answers["generations"] == expected["generations"]
+    exported = "adapter" if "--adapter" in flags else "hf"
+    assert_equal_weights(read(tmp_path / "divided" / exported), read(tmp_path / "whole" / exported))
+
+
+def test_sizes_that_do_not_come_out_even(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    argv = ("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path / "out")
+    for flags, said in (
+        (("--tp-size", 4), "--tp-size 4 does not divide the 2 ranks; use 1 or 2"),
+        (("--tp-size", 2, "--cp-size", 2), "make groups of 4 ranks, which do not divide the 2 ranks"),
+        (("--tp-size", 2, "--dense-shard", "hybrid"), "--tp-size 2 does not divide --ep-size 1"),
+    ):
+        code, errors = start(ranks, 2, *argv, *flags)[0]
+        assert code == 2
+        assert said in errors
+    code, errors = start(ranks, 4, *argv, "--tp-size", 4)[0]
+    assert code == 2
+    assert "--tp-size 4 does not divide the 2 key and value heads of this model; use 1 or 2" in errors
+    assert not (tmp_path / "out").exists()
