@@ -8,10 +8,10 @@ from functools import cache
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding.comms.single import all_gather
 from expertmesh.sharding.state import StateTensor, state_of
 from expertmesh.sharding.topology import REPLICATED, Layout, Topology
 
@@ -43,7 +43,7 @@ def check_replicas(
     sums += [checksum(torch.tensor([value], dtype=torch.float64)) for value in also.values()]
     sums_N = torch.stack([total.to(device) for total in sums])
     everyones = sums_N.new_empty(topology.world_size * len(sums))
-    dist.all_gather_into_tensor(everyones, sums_N)
+    all_gather(everyones, sums_N)
     sums_NW = everyones.view(-1, len(sums)).t().tolist()
     groups = [_replicas(part.num_rows, part.layout, topology) for part in parts.values()]
     groups += [_replicas(1, REPLICATED, topology)] * len(also)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from expertmesh.moe.base.declared import StepPart
+from expertmesh.sharding.comms.single import all_gather, reduce_scatter
 
 STEP_PART: StepPart = None
 
@@ -95,7 +96,7 @@ class TPGroup:
         x, dim = x.contiguous(), dim % x.dim()
         out = x.new_empty(self.size, *x.shape)
         if self.ranks is not None:
-            dist.all_gather_into_tensor(out.flatten(0, 1), x, group=self.ranks)
+            all_gather(out.flatten(0, 1), x, self.ranks)
         return out.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
     def sum_scatter(self, x: Tensor, dim: int) -> Tensor:
@@ -106,7 +107,7 @@ class TPGroup:
         if self.ranks is not None and x.device.type == "cpu":
             out.copy_(self._exchange(parts).sum(dim=0, dtype=torch.float32))
         elif self.ranks is not None:
-            dist.reduce_scatter_tensor(out, parts, group=self.ranks)
+            reduce_scatter(out, parts.flatten(0, 1), self.ranks)
         return out
 
 

@@ -23,6 +23,7 @@ from expertmesh.moe.experts.weight_gradients import ExpertsCall, WeightGradients
 from expertmesh.moe.experts.working import distributed_like, local_part
 from expertmesh.moe.kernels.gpu import is_rehearsing_gpu
 from expertmesh.sharding.comms.gloo import GlooReduceScatter, SharedMemory
+from expertmesh.sharding.comms.single import reduce_scatter
 from expertmesh.sharding.mesh import Mesh
 
 STEP_PART: StepPart = None
@@ -87,7 +88,7 @@ class _Reduction:
         if self.over_gloo is not None:
             self.over_gloo(out_P, data_nP, self.group, dist.ReduceOp.SUM)
         else:
-            dist.reduce_scatter_tensor(out_P, data_nP, group=self.group)
+            reduce_scatter(out_P, data_nP, self.group)
         parts = zip(out_P.split(sizes), num_rows, widths, strict=True)
         return [part_P[: num * width].view(num, width) for part_P, num, width in parts]
 
