@@ -15,7 +15,7 @@ from tests.distributed.test_checkpoints import read
 from tests.distributed.test_parity import assert_same
 from tests.distributed.test_train_ep import assert_equal_weights
 from tests.distributed.test_training import lines, start
-from tests.tiny import save_model, save_tokenizer
+from tests.tiny import relative_error, save_model, save_tokenizer
 
 # of one to four ranges' length, and some that leave a rank with padding alone
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(16)])
@@ -113,21 +113,28 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, flags: tuple[ob
         assert {step: found[step] for step in expected} == pytest.approx(expected, rel=1e-5), key
     answers, expected = (lines(tmp_path / out, "generations")[-1] for out in ("divided", "whole"))
     assert answers["generations"] == expected["generations"]
-    exported = "adapter" if "--adapter" in flags else "hf"
-    assert_equal_weights(read(tmp_path / "divided" / exported), read(tmp_path / "whole" / exported))
+    if "--adapter" not in flags:
+        assert_equal_weights(read(tmp_path / "divided" / "hf"), read(tmp_path / "whole" / "hf"))
+        return
+    found, expected = (read(tmp_path / out / "adapter") for out in ("divided", "whole"))
+    # a B begins at zero: some of its first gradients are noise, of which Adam's step takes the sign
+    assert found.keys() == expected.keys()
+    assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-3
 
 
-def test_sizes_that_do_not_come_out_even(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    argv = ("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path / "out")
+def test_sizes_that_do_not_come_out_even(
+    ranks: RankPool, model: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    argv = ("--dataset", tiny_data, "--output-dir", tmp_path / "out")
     for flags, said in (
         (("--tp-size", 4), "--tp-size 4 does not divide the 2 ranks; use 1 or 2"),
         (("--tp-size", 2, "--cp-size", 2), "make groups of 4 ranks, which do not divide the 2 ranks"),
         (("--tp-size", 2, "--dense-shard", "hybrid"), "--tp-size 2 does not divide --ep-size 1"),
     ):
-        code, errors = start(ranks, 2, *argv, *flags)[0]
+        code, errors = start(ranks, 2, "--model", model, *argv, *flags)[0]
         assert code == 2
         assert said in errors
-    code, errors = start(ranks, 4, *argv, "--tp-size", 4)[0]
+    code, errors = start(ranks, 4, "--model", tiny_model, *argv, "--tp-size", 4)[0]
     assert code == 2
     assert "--tp-size 4 does not divide the 2 key and value heads of this model; use 1 or 2" in errors
     assert not (tmp_path / "out").exists()
