@@ -83,7 +83,7 @@ def round_weights(model: Any, kind: Any) -> None:
         if part.storage is None:
             continue
         if part.expert is None:
-            rows = theirs[name]
+            rows = theirs[name].t() if part.transposed else theirs[name]
             rows.copy_(widen(*quantise(rows, part.storage), part.storage, torch.float32))
             continue
         place = part.expert.place
