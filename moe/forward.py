@@ -52,7 +52,8 @@ class Forward:
             (`training.attention.by_sample.SampleLayout`); if the sequences are split, of those that are complete on
             this rank.
         within_tp: what regions of tensor parallelism have in common, once one has run (`training.tensor_parallel.
-            Within`).
+            Within`). gathered: what is the same in all of them, such as rotary positions, by its number; also for
+            recomputation.
         stage: the part of a pipeline that is run (`sharding.pipeline.cut.StageForward`); None: the complete model.
         weight_gradients: where backward may leave the gradients of experts' weights for later; None: it computes them.
         is_again: whether a layer is being recomputed for its backward. Its statistics are those of the first run:
@@ -71,6 +72,7 @@ class Forward:
     segments: tuple[int, ...] | None = None
     layout: Any = None
     within_tp: Any = None
+    gathered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     stage: Any = None
     weight_gradients: WeightGradients | None = None
     is_again: bool = False
@@ -97,6 +99,7 @@ class Forward:
             split=self.split,
             segments=self.segments,
             layout=self.layout,
+            gathered=self.gathered,
             stage=self.stage,
             weight_gradients=self.weight_gradients,
             is_again=True,

@@ -289,7 +289,7 @@ class _Attention:
         forward = current_forward()
         assert forward is not None
         if forward.within_tp is None:
-            forward.within_tp = Within(_inside(forward))
+            forward.within_tp = Within(_inside(forward), forward.gathered)
         within: Within = forward.within_tp
         args, kwargs = self._gathered(module, (args, kwargs), split, within)
         parallel.sequences = len(split.positions_BS)
@@ -332,19 +332,19 @@ class Within:
 
     Attributes:
         forward: the `Forward` for what is in them.
+        gathered: see `Forward`.
     """
 
-    def __init__(self, forward: Forward):
-        self.forward = forward
-        self._constants: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, forward: Forward, gathered: dict[int, tuple[Tensor, Tensor]]):
+        self.forward, self.gathered = forward, gathered
 
     def gather(self, x: Tensor, dim: int, group: TPGroup) -> Tensor:
         """All ranks' positions. Of what has no gradient, as rotary positions, once for all layers."""
         if x.requires_grad:
             return group.gather(x, dim)
-        if id(x) not in self._constants:
-            self._constants[id(x)] = x, group.all_gather(x, dim)
-        return self._constants[id(x)][1]
+        if id(x) not in self.gathered:
+            self.gathered[id(x)] = x, group.all_gather(x, dim)
+        return self.gathered[id(x)][1]
 
 
 def _inside(forward: Forward) -> Forward:
