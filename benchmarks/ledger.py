@@ -129,6 +129,7 @@ def print_forecast(account: Ledger, hardware: Hardware, tokens: int) -> None:
     waits = {
         "kernels": step.kernels,
         "all-to-alls and sums": step.all_to_alls,
+        "gathers of activations": step.gathers,
         "added by FSDP": step.exposed,
         "waited for the host": step.launching,
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.kernels.gpu import computes_on_cpu
 from expertmesh.sharding.comms.single import all_gather, reduce_scatter
 
 STEP_PART: StepPart = None
@@ -104,7 +105,7 @@ class TPGroup:
         not do it itself."""
         parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         out = torch.empty_like(parts[0])
-        if self.ranks is not None and x.device.type == "cpu":
+        if self.ranks is not None and computes_on_cpu(x):
             out.copy_(self._exchange(parts).sum(dim=0, dtype=torch.float32))
         elif self.ranks is not None:
             reduce_scatter(out, parts.flatten(0, 1), self.ranks)

@@ -41,7 +41,7 @@ def seen(*changes: int, when: str = "attention") -> SeenSpans:
     tape.note(("begin", "start", ""))
     for more in changes:
         tape.note(("change", when), more)
-    tape.note(("cut", "start", ""), len(changes))
+    tape.note(("cut", "start", "", 0), len(changes))
     tape.note(("turn",))
     return tape.seen()
 

@@ -174,6 +174,7 @@ def _step(t: StepTime, digits: int) -> str:
         "matrices": t.matrices,
         "elementwise": t.elementwise,
         "all-to-alls": t.all_to_alls,
+        **({"gathers of activations": t.gathers} if t.gathers else {}),
         f"by {t.sharding:.{digits}f} of FSDP": t.exposed,
         "waiting for the host": t.launching,
         "update": t.update,

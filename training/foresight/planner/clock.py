@@ -40,14 +40,15 @@ class Clock:
     Attributes:
         now: time of the kernels' stream. computing: the part of it for kernels, alone; matrices, update: of that, those
             with matmuls, and those of clipping and the optimizer. waiting: for all-to-alls and sums: waited for, or by
-            which kernels beside them took longer. launching: for the host.
+            which kernels beside them took longer. gathering: for activations of a tensor-parallel group, with which
+            nothing overlaps. launching: for the host.
         sharding: seconds of FSDP's collectives, alone. exposed: the part of `now` for them, as of all-to-alls.
     """
 
     def __init__(self, rates: Rates):
         self.rates = rates
         self.now = self.computing = self.matrices = self.update = 0.0
-        self.waiting = self.launching = self.sharding = self.exposed = 0.0
+        self.waiting = self.launching = self.sharding = self.exposed = self.gathering = 0.0
         self._called = 0.0
         self._streams: dict[Hashable, deque[Transfer]] = defaultdict(deque)
         self._sent: dict[Hashable, deque[Transfer]] = defaultdict(deque)
@@ -88,6 +89,11 @@ class Clock:
         """Add a collective that kernels wait for at once."""
         self._pass(seconds, 1.0)
         self.waiting += seconds
+
+    def gather(self, seconds: float) -> None:
+        """Add an all-gather or reduce-scatter of activations, which kernels wait for at once."""
+        self._pass(seconds, 1.0)
+        self.gathering += seconds
 
     def send(self, ranks: Hashable, seconds: float) -> Transfer:
         """Queue an all-to-all that overlaps with kernels, behind earlier ones among these ranks."""
@@ -163,6 +169,7 @@ class StepTime:
             longer.
         host: what the host takes to call all operators; launching: the part of it that kernels wait for.
         bubble: waited for other stages of a pipeline.
+        gathers: all-gathers and reduce-scatters of activations in tensor-parallel groups, all of them waited for.
     """
 
     matrices: float
@@ -174,6 +181,7 @@ class StepTime:
     host: float
     launching: float
     bubble: float = 0.0
+    gathers: float = 0.0
 
     @staticmethod
     def of(clocks: Sequence[tuple[int, Clock]], host: float) -> "StepTime":
@@ -187,6 +195,7 @@ class StepTime:
             sum(often * clock.update for often, clock in clocks),
             host,
             sum(often * clock.launching for often, clock in clocks),
+            gathers=sum(often * clock.gathering for often, clock in clocks),
         )
 
     @property
@@ -195,4 +204,4 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return self.kernels + self.all_to_alls + self.exposed + self.launching + self.bubble
+        return self.kernels + self.all_to_alls + self.gathers + self.exposed + self.launching + self.bubble

@@ -282,6 +282,8 @@ class MicroStep:
                 self.clock.send(stretch.group, each.exchange)
             elif stretch.then == "arrive":
                 self.clock.arrive(stretch.group)
+            elif stretch.then == "exchange" and stretch.exchange in ("all-gather", "reduce-scatter"):
+                self.clock.gather(each.exchange)
             elif stretch.then == "exchange":
                 self.clock.wait(each.exchange)
             if stretch.is_read:
@@ -304,7 +306,9 @@ class MicroStep:
                 stretch,
                 span.calls * number / sum(kernels),
                 *self._seconds(stretch),
-                self._among("all-to-all", stretch.sent, stretch.group) if stretch.then in ("send", "exchange") else 0.0,
+                self._among(stretch.exchange, stretch.sent, stretch.group)
+                if stretch.then in ("send", "exchange")
+                else 0.0,
             )
             for stretch, number in zip(span.stretches, kernels, strict=True)
         ]

@@ -10,8 +10,9 @@ from expertmesh.sharding.pipeline.balance import crossing
 from expertmesh.sharding.place.choices import Checkpointing, ResolvedDispatch
 from expertmesh.training.foresight.rates import Work
 
-Mark = Literal["start", "use experts", "leave experts", "reduce experts"]
-"""What comes before a span: nothing, or where FSDP's hooks on the layer's experts are called."""
+Mark = Literal["start", "use experts", "leave experts", "reduce experts", "use region", "leave region", "reduce region"]
+"""What comes before a span: nothing, or where FSDP's hooks on the layer's experts are called, or on a region of tensor
+parallelism (see `training.tensor_parallel`)."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,19 @@ class Parameter:
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """Parameters of one kind of decoder layer: those of its experts, of all ranks, and the others."""
+    """Parameters of one kind of decoder layer: those of its experts, of all ranks; those that tensor parallelism
+    divides, by regions; and the others."""
 
     dense: tuple[Parameter, ...]
     experts: tuple[Parameter, ...]
+    regions: tuple[tuple[Parameter, ...], ...] = ()
+
+    @property
+    def all(self) -> Iterator[Parameter]:
+        yield from self.dense
+        yield from self.experts
+        for region in self.regions:
+            yield from region
 
 
 @dataclass(frozen=True)
@@ -69,8 +79,7 @@ class ModelParameters:
     def all(self) -> Iterable[Parameter]:
         """Every parameter of every layer."""
         for kind in self.layers:
-            yield from self.kinds[kind].dense
-            yield from self.kinds[kind].experts
+            yield from self.kinds[kind].all
         yield from self.root
 
 
@@ -99,9 +108,10 @@ class ModelCuts:
         return crossing(self.skips, cut)
 
 
-LayerGroup = Literal["ep", "ep across", "ep inside", "cp"]
+LayerGroup = Literal["ep", "ep across", "ep inside", "cp", "tp", "sequences"]
 """The groups in which a layer exchanges what it computes with: of an ep group, also the ranks of equal place on its
-nodes, and those of one node."""
+nodes, and those of one node. sequences: those that share sequences, where there is a tp group."""
+LayerExchange = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,8 @@ class Workload:
         experts_gathered: whether FSDP gathers the experts' weights, in the compute dtype.
         has_gradients: whether the experts' gradients, where FSDP does not reduce them, are there from an earlier one.
         overlap_chunks: chunks of the overlapped all-to-alls.
-        cp_size: ranks of a context-parallel group: this one has a chunk of `seq_length` / `cp_size` tokens.
+        cp_size, tp_size: ranks of a context-parallel and of a tensor-parallel group: this one has a chunk of
+            `seq_length` / (`cp_size` * `tp_size`) tokens.
         offload_activations: whether layers' inputs go to host memory.
         keeps_casts: whether those experts keep their weights in the compute dtype.
         device: "cuda" for a GPU's ways of computing, "cpu" for a CPU's.
@@ -141,6 +152,12 @@ class Workload:
     dispatch: ResolvedDispatch = "plain"
     ranks_per_node: int = 1
     sums_in_fp32: bool = False
+    tp_size: int = 1
+
+    @property
+    def length(self) -> int:
+        """Tokens of each sequence on this rank."""
+        return self.seq_length // (self.cp_size * self.tp_size)
 
 
 @dataclass(frozen=True)
@@ -149,8 +166,9 @@ class MeasuredRange:
 
     Attributes:
         kernels: (FLOPs, bytes read and written, class and size, how many alike).
-        then: an all-to-all that other kernels overlap ("send"), the wait for the oldest of these ("arrive"), or one
-            that is waited for at once ("exchange").
+        then: an all-to-all that other kernels overlap ("send"), the wait for the oldest of these ("arrive"), or a
+            collective that is waited for at once ("exchange").
+        exchange: which collective.
         sent: bytes to others.
         group: the group of ranks that take part.
         is_read: whether the host waits for what has come.
@@ -161,6 +179,7 @@ class MeasuredRange:
     sent: float = 0.0
     group: LayerGroup = "ep"
     is_read: bool = False
+    exchange: LayerExchange = "all-to-all"
 
 
 @dataclass(frozen=True)
@@ -168,7 +187,7 @@ class MeasuredSpan:
     """What is computed between two actions of FSDP.
 
     Attributes:
-        mark: what FSDP does before.
+        mark: what FSDP does before; region: to which one, if to one.
         peak, end: bytes of tensors at the most, and at the end, beside parameters.
         when: what `peak` is the moment of.
         stretches: what is computed, and sent over the ep ranks, in order.
@@ -183,6 +202,7 @@ class MeasuredSpan:
     stretches: tuple[MeasuredRange, ...]
     calls: int
     needed: float
+    region: int = 0
 
     @property
     def kernels(self) -> Iterator[tuple[float, int, Work, int]]:
@@ -201,6 +221,7 @@ class Measured:
             layers' forwards run.
         kept_backward: around all layers, while the layers' backwards run.
         carried: of a layer, bytes of what comes from the one before.
+        in_common: of a layer, bytes that a tensor-parallel group gathers once for all layers, such as rotary positions.
     """
 
     forward: tuple[MeasuredSpan, ...]
@@ -208,6 +229,7 @@ class Measured:
     kept: int
     kept_backward: int = 0
     carried: int = 0
+    in_common: int = 0
 
 
 @dataclass(frozen=True)
@@ -216,6 +238,11 @@ class MeasuredModel:
 
     kinds: tuple[Measured, ...]
     root: Measured
+
+    @property
+    def in_common(self) -> int:
+        """Bytes that are gathered once for all layers."""
+        return max(kind.in_common for kind in self.kinds)
 
 
 class Measure(Protocol):

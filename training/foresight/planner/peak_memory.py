@@ -9,6 +9,7 @@ In a pipeline each stage's forward and backward are followed once, at the moment
 micro-batches keep the most.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,9 +17,10 @@ import numpy as np
 
 from expertmesh.sharding.pipeline.schedule import Kind
 from expertmesh.training.foresight.memory import Communicator, Memory, slack
-from expertmesh.training.foresight.planner.measured import Measured
+from expertmesh.training.foresight.planner.measured import LayerGroup, Measured
 from expertmesh.training.foresight.planner.pipelines import beside_actions, queued_bytes
 from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
+from expertmesh.training.foresight.planner.traffic import group_ranks
 from expertmesh.training.foresight.planner.units import Unit, unit
 
 
@@ -102,6 +104,7 @@ def _kept_of(run: PlannedRun, stage: int) -> float:
     layers, root = run.all_stages[stage], run.measured.root
     is_last = stage == len(run.all_stages) - 1
     around = root.forward[1].end if is_last else root.kept + _carried(run, layers.stop)
+    around += run.measured.in_common
     return around + sum(run.measured.kinds[run.model.layers[layer]].kept for layer in layers)
 
 
@@ -130,7 +133,7 @@ class _Rank:
         self.optimizer = on_device * sum(unit.state for unit in held)
         self.reduced: set[Name] = set()
         # of layers between forward and backward, and around them
-        self.kept = self.around = 0.0
+        self.kept = self.around = self.in_common = 0.0
         self.casts = _kept_casts(run)
         self.nccl = sum(each.size for each in communicators(run))
         # of what is being computed
@@ -154,7 +157,7 @@ class _Rank:
         """Note a moment: bytes in use by computation, and bytes that FSDP holds beyond what it keeps."""
         gathered = self.shared + self.buffers.held + self.casts + self.summed + more
         lasting = self.parameters + self.gradients + self.optimizer
-        kept = self.kept + self.around + self.others
+        kept = self.kept + self.around + self.in_common + self.others
         rest = kept + gathered + working
         self.tensors = max(self.tensors, lasting + rest)
         beside = 0.0 if self.run.setting.device == "cpu" else slack(self.nccl, rest)
@@ -183,6 +186,7 @@ class _Rank:
             if stage not in self.acts:
                 self.acts[stage] = self.run.acts_of(stage)
             forward, backward = self.acts[stage]
+            self.in_common = self.run.measured.in_common
             self.others = others.get(("forward", stage), 0.0)
             self.go_through(forward)
             if is_pipeline and stage < len(self.run.all_stages) - 1:
@@ -211,7 +215,7 @@ class _Rank:
                 self._free("deferred")
             case "end":
                 self._free("sending")
-                self.around = self.level = self.summed = 0.0
+                self.around = self.in_common = self.level = self.summed = 0.0
 
     def _compute(self, act: Act) -> None:
         span, measured = act.span, act.measured
@@ -361,6 +365,15 @@ def communicators(run: PlannedRun) -> list[Communicator]:
         "ep": (s.ep_size, {"all-to-all", "all-gather"} if is_hybrid else {"all-to-all"}),
         "cp": (s.cp_size, {"all-to-all"}),
     }
+    if s.tp_size > 1:
+        groups["one tp"] = s.dense_ranks // s.tp_size, {"all-gather"}
+        groups["replicas of one tp"] = s.ranks_per_stage // s.dense_ranks, {"all-reduce"}
+    in_layers: defaultdict[LayerGroup, set[str]] = defaultdict(set)
+    for each in run.measured.kinds:
+        for span in (*each.forward, *each.backward):
+            for stretch in span.stretches:
+                in_layers[stretch.group].add(stretch.exchange)
+    groups |= {name: (len(group_ranks(name, s)), in_layers[name]) for name in ("tp", "sequences") if in_layers[name]}
     workload = s.workload(run.model)
     if workload.dispatch == "node":
         groups["ep across"] = s.ep_size // workload.ranks_per_node, {"all-to-all"}
@@ -393,6 +406,12 @@ def update_working(run: PlannedRun) -> float:
         return 0.0
     parts = [unit((p,), setting.dense_ranks).trained for kind in model.kinds for p in kind.dense]
     parts += [unit((p,), setting.dense_ranks).trained for p in model.root]
+    parts += [
+        unit((p,), setting.dense_ranks // setting.tp_size, 1, setting.tp_size).trained
+        for kind in model.kinds
+        for region in kind.regions
+        for p in region
+    ]
     parts += [unit((p,), setting.dp_size, 1, setting.ep_size).trained for kind in model.kinds for p in kind.experts]
     return 8.0 * 4 * max(parts)
 
@@ -409,4 +428,5 @@ def _name(name: Name) -> str:
         "root": "embedding and LM head",
         "layer": f"layer {name.layer}",
         "experts": f"layer {name.layer}'s experts",
+        "region": f"what tp divides in layer {name.layer}",
     }[name.kind]

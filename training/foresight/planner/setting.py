@@ -16,12 +16,12 @@ class Setting:
     """One way to run.
 
     Attributes:
-        world_size, ep_size, dense_shard, pp_size: see `Topology`.
+        world_size, ep_size, dense_shard, pp_size, cp_size, tp_size: see `Topology`.
         chunks: stages of a pp index.
         schedule: the order of a pipeline's micro-batches (see `make_schedule`).
         stage_layers: decoder layers of each stage; None: such that all take equally long.
-        micro_batch: sequences per micro-batch of a rank, or of its `cp_size` group, each of `seq_length` tokens; those
-            of all pp indices are the same.
+        micro_batch: sequences per micro-batch of a rank, or of the `cp_size` * `tp_size` ranks that share them, each of
+            `seq_length` tokens; those of all pp indices are the same.
         accumulation: micro-batches per step.
         checkpointing: what backward recomputes (see `sharding.place.recompute`).
         bf16: whether forward and backward compute in bf16; else in fp32.
@@ -70,10 +70,11 @@ class Setting:
     dispatch: Dispatch = "auto"
     ranks_per_node: int = 8
     sums_in_fp32: bool = False
+    tp_size: int = 1
 
     @cached_property
     def topology(self) -> Topology:
-        return Topology(self.world_size, self.ep_size, self.dense_shard, self.cp_size, self.pp_size)
+        return Topology(self.world_size, self.ep_size, self.dense_shard, self.cp_size, self.pp_size, self.tp_size)
 
     @cached_property
     def dp_size(self) -> int:
@@ -92,7 +93,7 @@ class Setting:
     @property
     def tokens(self) -> int:
         """Tokens per micro-batch of a rank."""
-        return self.micro_batch * self.seq_length // self.cp_size
+        return self.micro_batch * self.seq_length // self.topology.ranks_per_sequence
 
     @property
     def compute_bytes(self) -> int:
@@ -130,6 +131,7 @@ class Setting:
             dispatch,
             self.ranks_of_ep if dispatch == "node" else 1,
             self.sums_in_fp32 and dispatch != "plain",
+            self.tp_size,
         )
 
     @property
@@ -143,5 +145,5 @@ class Setting:
         if self.ep_size == 1:
             return self.tokens * top_k
         # rounded for one sequence, so that as many sequences have as many times its rows
-        rows = self.seq_length // self.cp_size * top_k
+        rows = self.seq_length // self.topology.ranks_per_sequence * top_k
         return self.micro_batch * round(rows * rank_imbalance(self.imbalance, num_experts, self.ep_size))

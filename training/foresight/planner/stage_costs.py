@@ -12,7 +12,7 @@ from expertmesh.training.foresight.planner.hardware import Hardware
 from expertmesh.training.foresight.planner.measured import MeasuredModel
 from expertmesh.training.foresight.planner.peak_memory import Peak, largest, peaks
 from expertmesh.training.foresight.planner.pipelines import held_by_stages, queued_bytes
-from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
+from expertmesh.training.foresight.planner.step_order import Act, PlannedRun
 
 
 def balanced(run: PlannedRun, hardware: Hardware, gpus_per_node: int, memory: float) -> tuple[PlannedRun, Peak]:
@@ -154,11 +154,7 @@ def _lasting(run: PlannedRun) -> dict[int, float]:
     on_device = not run.setting.offload
     return {
         kind: on_device
-        * sum(
-            units[name].stored + units[name].state + units[name].gradient
-            for name in (Name("layer", layer), Name("experts", layer))
-            if name in units
-        )
+        * sum(unit.stored + unit.state + unit.gradient for name, unit in units.items() if name.layer == layer)
         for layer, kind in enumerate(run.model.layers)
     }
 

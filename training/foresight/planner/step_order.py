@@ -6,6 +6,7 @@ and backward wait for its parameters, and begin to gather those of the next one;
 unit of their own.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -33,10 +34,11 @@ experts which backward computes again. end: so has backward."""
 
 @dataclass(frozen=True)
 class Name:
-    """Name of an FSDP unit: the root, a layer or a layer's experts."""
+    """Name of an FSDP unit: the root, a layer, a layer's experts, or one of its regions of tensor parallelism."""
 
-    kind: Literal["root", "layer", "experts"]
+    kind: Literal["root", "layer", "experts", "region"]
     layer: int = -1
+    region: int = 0
 
 
 ROOT = Name("root")
@@ -116,19 +118,25 @@ class PlannedRun:
         found = {ROOT: unit(self.root, s.dense_ranks, s.ranks_per_stage // s.dense_ranks)}
         for layer in self.layers:
             kind = model.layers[layer]
-            dense, experts = self._kinds[kind]
+            dense, experts, *regions = self._kinds[kind]
             found[Name("layer", layer)] = dense
+            found |= {Name("region", layer, number): region for number, region in enumerate(regions)}
             if model.kinds[kind].experts:
                 found[Name("experts", layer)] = experts
         return found
 
     @cached_property
-    def _kinds(self) -> list[tuple[Unit, Unit]]:
-        """Of each kind of layer, the unit of what is no expert, and that of the experts."""
+    def _kinds(self) -> list[tuple[Unit, ...]]:
+        """Of each kind of layer, the unit of what all ranks have alike, that of the experts, and those of what tensor
+        parallelism divides."""
         s = self.setting
         replicas = s.ranks_per_stage // s.dense_ranks
         return [
-            (unit(kind.dense, s.dense_ranks, replicas), unit(kind.experts, s.dp_size, 1, s.ep_size))
+            (
+                unit(kind.dense, s.dense_ranks, replicas),
+                unit(kind.experts, s.dp_size, 1, s.ep_size),
+                *(unit(region, s.dense_ranks // s.tp_size, replicas, s.tp_size) for region in kind.regions),
+            )
             for kind in self.model.kinds
         ]
 
@@ -159,7 +167,15 @@ class PlannedRun:
     def of_layer(self, layer: int) -> list[Name]:
         """The units in a layer."""
         experts = self.experts(layer)
-        return [Name("layer", layer), *([] if experts is None else [experts])]
+        regions = self.model.kinds[self.model.layers[layer]].regions
+        inner = [Name("region", layer, number) for number in range(len(regions))]
+        return [Name("layer", layer), *inner, *([] if experts is None else [experts])]
+
+    def marked(self, span: MeasuredSpan, layer: int) -> Name | None:
+        """The unit in a layer that FSDP does something to before a span."""
+        if span.mark.endswith("region"):
+            return Name("region", layer, span.region)
+        return self.experts(layer) if span.mark.endswith("experts") else None
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
@@ -198,7 +214,13 @@ class _Order:
         self.where: dict[Name, Literal["coming", "there"]] = {}
         # on a CPU nothing is gathered ahead but what FSDP does by itself
         self.is_gpu = run.setting.device == "cuda"
-        self.forward_order = [name for layer in self.layers for name in reversed(run.of_layer(layer))]
+        self.forward_order = [name for layer in self.layers for name in self._ends(layer)]
+
+    def _ends(self, layer: int) -> list[Name]:
+        """The units in a layer, in the order in which their forwards end."""
+        spans = self.run.measured.kinds[self.run.model.layers[layer]].forward
+        left = [self.run.marked(span, layer) for span in spans if span.mark.startswith("leave")]
+        return [name for name in left if name is not None] + [Name("layer", layer)]
 
     def _of_layer(self, layer: int) -> list[Name]:
         """The units in a layer, if the stage has it."""
@@ -213,16 +235,17 @@ class _Order:
             yield from self._gather(self._of_layer(self.layers[0]))
         yield Act("compute", span=root.forward[0], measured=root)
         for layer in self.layers:
-            own, experts = Name("layer", layer), run.experts(layer)
+            own = Name("layer", layer)
             yield from self._use(own, True)
             if self.is_gpu:
                 yield from self._gather(self._of_layer(layer + 1))
             measured = kinds[run.model.layers[layer]]
             for span in measured.forward:
-                if experts is not None and span.mark == "use experts":
-                    yield from self._use(experts, True)
-                elif experts is not None and span.mark == "leave experts" and not keeps:
-                    yield from self._let_go(experts)
+                inner = run.marked(span, layer)
+                if inner is not None and span.mark.startswith("use"):
+                    yield from self._use(inner, True)
+                elif inner is not None and span.mark.startswith("leave") and not keeps:
+                    yield from self._let_go(inner)
                 yield Act("compute", span=span, measured=measured, layer=layer)
             if not keeps:
                 yield from self._let_go(own)
@@ -244,22 +267,23 @@ class _Order:
 
     def _backward(self, layer: int) -> Iterator[Act]:
         run = self.run
-        own, experts = Name("layer", layer), run.experts(layer)
+        own = Name("layer", layer)
         measured = run.measured.kinds[run.model.layers[layer]]
         yield from self._use(own, False)
         yield from self._gather(self._of_layer(layer - 1) if self.is_gpu else self._before(own))
-        # a recomputed layer comes to its experts twice
-        uses = sum(span.mark == "use experts" for span in measured.backward)
+        # a recomputed layer comes to what is in it twice
+        uses = Counter(run.marked(span, layer) for span in measured.backward if span.mark.startswith("use"))
         for span in measured.backward:
-            if experts is not None and span.mark == "use experts":
-                uses -= 1
-                yield from self._use(experts, uses > 0)
-                if uses == 0 and not self.is_gpu:
-                    yield from self._gather(self._before(experts))
-            elif experts is not None and span.mark == "leave experts":
+            inner = run.marked(span, layer)
+            if inner is not None and span.mark.startswith("use"):
+                uses[inner] -= 1
+                yield from self._use(inner, uses[inner] > 0)
+                if uses[inner] == 0 and not self.is_gpu:
+                    yield from self._gather(self._before(inner))
+            elif inner is not None and span.mark.startswith("leave"):
                 yield Act("turn")
-            elif experts is not None and span.mark == "reduce experts":
-                yield from self._reduce(experts)
+            elif inner is not None and span.mark.startswith("reduce"):
+                yield from self._reduce(inner)
             yield Act("compute", span=span, measured=measured, layer=layer, is_backward=True)
         yield from self._reduce(own)
 

@@ -19,9 +19,11 @@ from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedR
 from expertmesh.training.foresight.planner.units import Unit, unit
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
-GroupName = Literal["dp", "ep", "ep across", "ep inside", "cp", "pp", "all", "world"]
-"""all: the ranks of a pp index. world: of all of them. Of an ep group also the ranks of equal place on its nodes, and
-those of a node."""
+GroupName = Literal[
+    "dp", "ep", "ep across", "ep inside", "ep, one tp", "cp", "tp", "sequences", "pp", "all", "all, one tp", "world"
+]
+"""all: the ranks of a pp index. world: of all of them. sequences: those that share sequences. Of an ep group also the
+ranks of equal place on its nodes, and those of a node. one tp: of these, those that have one tp index."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def group_of(name: Name, setting: Setting) -> GroupName:
     """The group over which a unit is sharded."""
     if name.kind == "experts":
         return "dp"
+    if name.kind == "region":
+        return "ep, one tp" if setting.dense_shard == "hybrid" else "all, one tp"
     return "ep" if setting.dense_shard == "hybrid" else "all"
 
 
@@ -76,6 +80,9 @@ def step_traffic(run: PlannedRun, balance: bool = False) -> list[Traffic]:
             times[traffic] += forwards
     times[Traffic("layer outputs", "send", "pp", 1, stage_output(run))] = forwards * _sends(run)
     times.update(sharing(run))
+    if (tp_size := run.setting.tp_size) > 1:
+        once = run.measured.in_common * (1 - 1 / tp_size)
+        times[Traffic("positions", "all-gather", "tp", 1, once)] = forwards * len(run.stages)
     times[Traffic("token counts", "all-reduce", everyone, 1, all_reduce(world, forwards * 3 * 8))] = 1
     times[Traffic("losses", "all-reduce", everyone, 1, all_reduce(world, 3 * 8))] = 1
     times[Traffic("gradient norm", "all-reduce", everyone, 1, all_reduce(world, 2 * 8))] = 1
@@ -110,7 +117,9 @@ def sharing(run: PlannedRun) -> list[Traffic]:
 
 
 def _of_act(act: Act, run: PlannedRun) -> Iterator[Traffic]:
-    what = {"root": "embedding, LM head", "layer": "layers", "experts": "experts"}[act.unit.kind]
+    what = {"root": "embedding, LM head", "layer": "layers", "experts": "experts", "region": "divided by tp"}[
+        act.unit.kind
+    ]
     unit, group = run.units[act.unit], group_of(act.unit, run.setting)
     if act.doing == "gather":
         yield Traffic(what, "all-gather", group, 1, all_gather(unit))
@@ -122,21 +131,28 @@ def _of_act(act: Act, run: PlannedRun) -> Iterator[Traffic]:
             if stretch.then in ("send", "exchange"):
                 # nothing else of the experts' is waited for at once
                 of_ep = "counts" if stretch.then == "exchange" else "rows"
-                sent_what = "heads" if stretch.group == "cp" else of_ep
-                yield Traffic(sent_what, "all-to-all", stretch.group, 1, stretch.sent)
+                sent_what = _IN_LAYERS.get(stretch.group, of_ep)
+                yield Traffic(sent_what, stretch.exchange, stretch.group, 1, stretch.sent)
+
+
+_IN_LAYERS = {"cp": "heads", "tp": "activations", "sequences": "sequences"}
+"""What is sent within layers, over groups other than an ep group."""
 
 
 def group_ranks(group: GroupName, setting: Setting) -> range:
-    """The ranks of rank 0's group: of a dp group every ep_size-th, of an ep or cp group neighbours, of a pp
-    group every `ranks_per_stage`-th (see `Topology`)."""
+    """The ranks of rank 0's group: of a dp group every ep_size-th, of an ep or tp group neighbours, of a cp group every
+    tp_size-th, of a pp group every `ranks_per_stage`-th (see `Topology`)."""
     if group == "world":
         return range(setting.world_size)
     if group == "all":
         return range(setting.ranks_per_stage)
     if group == "pp":
         return range(0, setting.world_size, setting.ranks_per_stage)
-    if group == "cp":
-        return range(setting.cp_size)
+    if group in ("cp", "tp", "sequences"):
+        sharing, tp_size = setting.topology.ranks_per_sequence, setting.tp_size
+        return range(tp_size) if group == "tp" else range(0, sharing, tp_size if group == "cp" else 1)
+    if group.endswith("one tp"):
+        return range(0, setting.dense_ranks, setting.tp_size)
     if group == "ep across":
         return range(0, setting.ep_size, setting.ranks_of_ep)
     if group == "ep inside":

@@ -38,7 +38,8 @@ SOURCES = ("moe", "sharding", "training")
 """Folders of our code that a figure may depend on."""
 READ = frozenset(
     {
-        *("rope_scaling", "packing", "cp_size", "attn_implementation", "cross_entropy", "bf16", "optim", "freeze"),
+        *("rope_scaling", "packing", "cp_size", "tp_size", "attn_implementation", "cross_entropy", "bf16", "optim"),
+        "freeze",
         *("expert_kernel", "expert_precision", "dense_precision", "keep_expert_products", "shampoo_block_size"),
         *("router_aux_loss_coef", "router_z_loss_coef"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "use_rslora", "base_dtype"),
@@ -191,7 +192,10 @@ def _parameters(told: dict[str, Any]) -> ModelParameters:
     def each(parameters: list[dict[str, Any]]) -> tuple[Parameter, ...]:
         return tuple(Parameter(**parameter) for parameter in parameters)
 
-    kinds = tuple(LayerParameters(each(kind["dense"]), each(kind["experts"])) for kind in told["kinds"])
+    kinds = tuple(
+        LayerParameters(each(kind["dense"]), each(kind["experts"]), tuple(map(each, kind["regions"])))
+        for kind in told["kinds"]
+    )
     attention = tuple(Attention(**kind) for kind in told["counts"]["attention"])
     counts = ParameterCounts(**{**told["counts"], "attention": attention})
     rest = {name: told[name] for name in ("buffers", "num_experts", "top_k")}
@@ -216,7 +220,7 @@ def _measured(told: dict[str, Any]) -> MeasuredModel:
 
     def part(of: dict[str, Any]) -> Measured:
         forward, backward = (tuple(map(span, of[name])) for name in ("forward", "backward"))
-        return Measured(forward, backward, of["kept"], of["kept_backward"], of["carried"])
+        return Measured(**{**of, "forward": forward, "backward": backward})
 
     return MeasuredModel(tuple(map(part, told["kinds"])), part(told["root"]))
 

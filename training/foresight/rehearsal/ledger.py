@@ -231,7 +231,7 @@ def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) ->
             seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
             # weight gradients that were left for later are reduced with nothing beside
             is_late = event.action is not None and event.action.kind == "weights"
-            is_sharding = event.collective in ("all-gather", "reduce-scatter") and not is_late
+            is_sharding = event.is_sharding and not is_late
             runs_beside = event.collective in SENDS or event.travels or is_sharding
             if event.collective in SENDS:
                 # how long a stage waits for another is known by the schedule alone
@@ -243,7 +243,7 @@ def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) ->
                 if event.collective == "all-gather":
                     gathered.append(transfer)
                 continue
-            clock.wait(seconds)
+            (clock.gather if event.gathers_activations else clock.wait)(seconds)
         found.append((event, False, Transfer(clock.now - begun, begun, clock.now)))
     clock.end()
     return clock, [LedgerSpan(event, beside, each.start, each.end) for event, beside, each in found]

@@ -8,6 +8,7 @@ compute dtype, as FSDP has gathered them. What FSDP does beside is arithmetic
 Shape suffixes: e experts of this rank, R rows for them.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,6 +28,7 @@ import expertmesh.moe.experts.quantised
 import expertmesh.moe.kernels.expert_kernels
 import expertmesh.moe.kernels.expert_products
 import expertmesh.sharding.comms.context_parallel
+import expertmesh.training.tensor_parallel
 from expertmesh.moe import (
     ExpertMeshError,
     ParameterCounts,
@@ -43,7 +46,7 @@ from expertmesh.moe.kernels.expert_products import even
 from expertmesh.moe.kernels.gpu import rehearsing_gpu
 from expertmesh.moe.model.build import fp32_parameters
 from expertmesh.moe.transformers_private import never_tracing
-from expertmesh.sharding import CPGroup, parameters_of
+from expertmesh.sharding import CPGroup, TPGroup, divided_of, parameters_of
 from expertmesh.sharding.pipeline.stages import Stages
 from expertmesh.sharding.pipeline.survey import survey
 from expertmesh.sharding.place.offload import offload_inputs
@@ -53,6 +56,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Batch
 from expertmesh.training.engine import compute_dtype
 from expertmesh.training.foresight.planner.measured import (
+    LayerExchange,
     LayerGroup,
     LayerParameters,
     Mark,
@@ -84,7 +88,15 @@ from expertmesh.training.foresight.rehearsal.world import Splits, _fused_attenti
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
 from expertmesh.training.optim.optimizer import matrix_parts, state_bytes
+from expertmesh.training.tensor_parallel import Within
 
+_AT_ONCE: dict[str, LayerExchange] = {
+    "all_to_all_single": "all-to-all",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_reduce": "all-reduce",
+}
+"""Functions of torch.distributed that a layer calls and waits for."""
 Part = int | Literal["root"]
 """A kind of decoder layer, or what is around the layers."""
 T = TypeVar("T")
@@ -118,6 +130,7 @@ class Measurer:
         firsts = [self.layers[number] for number in self.first]
         self.looping = looping_functions(module for layer in firsts for module in layer.modules())
         self.loops: dict[Any, list[Loop]] = {}
+        self.divided = {model.get_parameter(name) for name in divided_of(model)}
         # read before the model's parameters are exchanged for those of a rank
         self.parameters = _parameters(model, self.layers, self.kinds, config, counts)
         self.kept = set(fp32_parameters(model).values())
@@ -140,7 +153,8 @@ class Measurer:
         Raises:
             ExpertMeshError: an operator fails, as it would in training.
         """
-        assert workload.cp_size == self.config.cp_size, "the model was built to share rows so"
+        built_for = self.config.cp_size, self.config.tp_size
+        assert (workload.cp_size, workload.tp_size) == built_for, "the model was built to share sequences so"
         # made once in a process: not of tensors that hold no memory
         expertmesh.moe.experts.quantised.nf4_pairs(torch.device("cpu"))
         parts: list[Part] = [*range(len(self.first)), "root"]
@@ -194,14 +208,13 @@ class Measurer:
         if workload not in self.loops:
 
             def given_at(length: int) -> list[Given]:
-                whole = length * workload.cp_size
+                whole = length * workload.cp_size * workload.tp_size
                 short = replace(
                     workload, seq_length=whole, targets=min(workload.targets, workload.micro_batch * length)
                 )
                 return _Measurement(self, short, []).given()
 
-            length = workload.seq_length // workload.cp_size
-            self.loops[workload] = loops_at(length, given_at, lambda: _Recorder(self.parts))
+            self.loops[workload] = loops_at(workload.length, given_at, lambda: _Recorder(self.parts))
         return self.loops[workload]
 
 
@@ -215,9 +228,14 @@ class _Measurement:
         self.workload = workload
         self.dtype = torch.bfloat16 if workload.bf16 else torch.float32
         self.recorder: _Recorder | None = None
+        self.in_common = 0
         self._place()
         _checkpoint(self.model, workload)
-        self.batch = _batch(workload)
+        tp = None
+        if workload.tp_size > 1:
+            tp_ranks: Any = _Group(workload.tp_size, "tp")
+            tp = self.model.tensor_parallel.group = TPGroup(workload.tp_size, 0, tp_ranks)
+        self.batch = _batch(workload, tp)
 
     def _place(self) -> None:
         """Give the modules that are measured their parameters, as a rank computes with them."""
@@ -226,10 +244,13 @@ class _Measurement:
         for module, name, whole in self.of.whole:
             if whole not in made:
                 own = module in experts
-                rows = whole.shape[0] // self.workload.ep_size if own else None
                 is_cast = whole.is_floating_point() and (not own or self.workload.experts_gathered)
                 is_cast = is_cast and whole not in self.of.kept
-                shape = whole.shape if rows is None else (rows, *whole.shape[1:])
+                shape = list(whole.shape)
+                if own:
+                    shape[0] //= self.workload.ep_size
+                elif whole in self.of.divided:
+                    shape[0] //= self.workload.tp_size
                 tensor = torch.empty(shape, dtype=self.dtype if is_cast else whole.dtype)
                 made[whole] = nn.Parameter(tensor, whole.requires_grad)
                 if own and not self.workload.experts_gathered and self.workload.has_gradients and whole.requires_grad:
@@ -381,9 +402,12 @@ class _Measurement:
         with self._recording(held) as tape, ExitStack() as hooks:
             for each in experts:
                 hooks.enter_context(_marking(each.mlp, tape, self.workload.experts_gathered))
+            for number, (region, divided) in enumerate(_regions(self.model, layer)):
+                hooks.enter_context(_marking_region(region, divided, number, tape))
             start = torch.zeros((), requires_grad=True)
             # FSDP reduces a layer's gradients where the one of its input is there
             args, kwargs = call.arguments(start, self.dtype, lambda: tape.cut("start"))
+            self.in_common = 0
             with forward_of(self.batch) as forward:
                 out = layer(*args, **kwargs)
             del args, kwargs
@@ -393,6 +417,7 @@ class _Measurement:
             tape.turn()
             loss.backward()
             tape.note(("carried",), call.carried(self.dtype))
+            tape.note(("common",), self.in_common)
         for parameter in layer.parameters():
             if not self.workload.has_gradients:
                 parameter.grad = None
@@ -409,6 +434,7 @@ class _Measurement:
         self.recorder = _Recorder(self.of.parts)
         tape = _Tape(held, self.recorder)
         is_gpu = self.workload.device == "cuda"
+        self.live = tape.live
         with recording_triton(self.recorder) if is_gpu else nullcontext(), tape.live, self.recorder:
             yield tape
 
@@ -416,7 +442,7 @@ class _Measurement:
     def _told(self) -> Iterator[None]:
         """Within it, what depends on data or on a GPU is given: every expert gets as many rows as any other."""
         w, K = self.workload, self.of.top_k
-        sent = even(w.micro_batch * w.seq_length // w.cp_size * K, w.ep_size)
+        sent = even(w.micro_batch * w.length * K, w.ep_size)
         received = even(w.rows_received, w.ep_size)
 
         def exchange(counts_E: Tensor, group: Any, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
@@ -425,10 +451,9 @@ class _Measurement:
             return torch.empty_like(counts_E), Splits(sent, received, sizes)
 
         def told_once(dispatcher: OnceDispatcher) -> Rows:
-            tokens = w.seq_length // w.cp_size
-            most = w.rows_received / (w.micro_batch * tokens * K * w.ep_size)
+            most = w.rows_received / (w.micro_batch * w.length * K * w.ep_size)
             shares = [most] + [(1 - most) / (w.ep_size - 1)] * (w.ep_size - 1)
-            return expected_rows(dispatcher, tokens, K, shares, w.micro_batch)
+            return expected_rows(dispatcher, w.length, K, shares, w.micro_batch)
 
         def exchange_all(counts_C: Tensor, group: Any) -> None:
             assert self.recorder is not None
@@ -437,6 +462,25 @@ class _Measurement:
         def counts(counts_e: Tensor, num_rows: int) -> list[int]:
             return even(num_rows, counts_e.numel())
 
+        def exchange_at_once(kind: LayerExchange) -> Any:
+            def call(*tensors: Tensor, group: "_Group", op: Any = None) -> None:
+                assert self.recorder is not None
+                if not self.recorder.is_paused:
+                    self.recorder.exchange(kind, group, max(tensor.nbytes for tensor in tensors))
+
+            return call
+
+        gather = Within.gather
+
+        def gather_once(within: Within, x: Tensor, dim: int, group: TPGroup) -> Tensor:
+            if x.requires_grad:
+                return gather(within, x, dim, group)
+            assert self.recorder is not None
+            # what all layers have in common is gathered in the first one alone
+            self.in_common += 0 if id(x) in within.gathered else x.nbytes * group.size
+            with self.recorder.paused(), self.live.paused():
+                return gather(within, x, dim, group)
+
         with ExitStack() as stack:
             patches: list[Any] = [
                 *(
@@ -444,6 +488,10 @@ class _Measurement:
                     for m in (expertmesh.moe.dispatch.exchange, expertmesh.sharding.comms.context_parallel)
                 ),
                 telling_rows(exchange, told_once, exchange_all),
+                *(mock.patch.object(dist, name, exchange_at_once(kind)) for name, kind in _AT_ONCE.items()),
+                mock.patch.object(Within, "gather", gather_once),
+                # what is divided is this rank's part already
+                mock.patch.object(expertmesh.training.tensor_parallel, "_part", lambda parameter, group: parameter),
                 never_tracing(),
                 *(
                     mock.patch.object(m, "host_counts", counts)
@@ -495,7 +543,7 @@ def _nearest(found: Iterable[tuple[Workload, T]], workload: Workload) -> tuple[T
 
 
 class _Recorder(Recorder):
-    """A recorder for which all collectives in a layer are all-to-alls."""
+    """A recorder of collectives that no operator calls."""
 
     def __init__(self, parts: Parts):
         super().__init__(parts)
@@ -508,10 +556,14 @@ class _Recorder(Recorder):
         return str(place.part if place else "") + (", recomputed" if place and place.is_recomputed else "")
 
     def all_to_all(self, group: "_Group", sent: Tensor, received: Tensor | None = None) -> Event:
-        """Add an all-to-all of a tensor that goes to all ranks evenly, which no recorded operator has sent."""
-        event = self._event("all-to-all", self.parts.here())
-        largest = max(sent.nbytes, 0 if received is None else received.nbytes)
-        event.collective, event.group, event.sent = "all-to-all", group.group_name, largest * (1 - 1 / group.ranks)
+        """Add an all-to-all of a tensor that goes to all ranks evenly."""
+        return self.exchange("all-to-all", group, max(sent.nbytes, 0 if received is None else received.nbytes))
+
+    def exchange(self, kind: LayerExchange, group: "_Group", largest: int) -> Event:
+        """Add a collective of which the larger one of input and result has so many bytes."""
+        event = self._event(kind, self.parts.here())
+        rounds = 2 if kind == "all-reduce" else 1
+        event.collective, event.group, event.sent = kind, group.group_name, rounds * largest * (1 - 1 / group.ranks)
         return event
 
     def reached(self, levels: Sequence[int]) -> None:
@@ -553,11 +605,11 @@ class _Tape(Tape):
         """What went right now was not there while the span lasts."""
         self.note(("freed", self.recorder.doing()))
 
-    def cut(self, mark: Mark) -> None:
+    def cut(self, mark: Mark, region: int = 0) -> None:
         """The span ends here, and with `mark` the next one begins."""
         for event in self.recorder.events[self.events :]:
             self.note_event(event)
-        self.note(("cut", mark, self.recorder.doing()), self.recorder.num_calls - self.calls)
+        self.note(("cut", mark, self.recorder.doing(), region), self.recorder.num_calls - self.calls)
         self._pass_over()
 
     def drop(self) -> None:
@@ -755,6 +807,50 @@ def _marking(mlp: nn.Module, tape: _Tape, is_gathered: bool) -> Iterator[None]:
             handle.remove()
 
 
+def _regions(model: Any, layer: nn.Module) -> list[tuple[nn.Module, list[str]]]:
+    """The modules of a layer that tensor parallelism divides, each with the names in it of what is divided."""
+    parts, found = {*layer.modules()}, defaultdict(list)
+    for name, path in getattr(model, "divided", {}).items():
+        if (module := model.get_submodule(path)) in parts:
+            found[module].append(name.removeprefix(f"{path}."))
+    return [*found.items()]
+
+
+@contextmanager
+def _marking_region(region: nn.Module, divided: Sequence[str], number: int, tape: _Tape) -> Iterator[None]:
+    """Within it, a region cuts the tape where FSDP's hooks on it would act."""
+
+    def reduce() -> None:
+        tape.cut("reduce region", number)
+        for name in divided:
+            region.get_parameter(name).grad = None
+        tape.freed()
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape.cut("use region", number)
+        leaves, tree = tree_flatten((args, kwargs))
+        marked = iter(_Reduced.apply(reduce, *_differentiable(leaves)) if _differentiable(leaves) else ())
+        is_marked = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        parts = zip(leaves, is_marked, strict=True)
+        return tree_unflatten([next(marked) if is_taken else leaf for leaf, is_taken in parts], tree)
+
+    def after(module: nn.Module, args: tuple[Any, ...], returned: Any) -> None:
+        tape.cut("leave region", number)
+        if given := _differentiable(returned):
+            given[0].register_hook(lambda grad: tape.cut("use region", number))
+
+    handles = [
+        # before the exchanges of the region, as FSDP's own
+        region.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        region.register_forward_hook(after),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass(frozen=True)
 class _Group:
     """Stands in for a process group, of which no more is needed."""
@@ -778,10 +874,14 @@ def _checkpoint(model: Any, workload: Workload) -> None:
         offload_inputs(model, workload.device)
 
 
-def _batch(workload: Workload) -> Batch:
+def _batch(workload: Workload, tp: TPGroup | None) -> Batch:
     group: Any = _Group(workload.cp_size, "cp")
     cp_group = CPGroup(workload.cp_size, 0, group) if workload.cp_size > 1 else None
-    return batch_of(workload.micro_batch, workload.seq_length // workload.cp_size, workload.targets, cp_group)
+    if tp is not None:
+        size = workload.cp_size * tp.size
+        sharing: Any = _Group(size, "sequences")
+        cp_group = CPGroup(size, 0, sharing, tp, cp_group)
+    return batch_of(workload.micro_batch, workload.length, workload.targets, cp_group)
 
 
 def _parameters(
@@ -817,8 +917,11 @@ def _parameters(
     for kind in range(max(kinds) + 1):
         layer = layers[kinds.index(kind)]
         experts = {p for each in moe_layers(layer) for p in each.mlp.parameters()}
-        dense = [p for p in layer.parameters() if p not in experts and p not in kept]
-        own.append(LayerParameters(tuple(told(p) for p in dense), tuple(told(p) for p in experts)))
+        regions = [[module.get_parameter(name) for name in names] for module, names in _regions(model, layer)]
+        divided = {p for region in regions for p in region}
+        dense = [p for p in layer.parameters() if p not in experts | divided and p not in kept]
+        parts = (tuple(map(told, each)) for each in (dense, experts, *regions))
+        own.append(LayerParameters(next(parts), next(parts), tuple(parts)))
     # what is kept in fp32 is gathered as long as the root is
     in_layers = {p for layer in layers for p in layer.parameters()} - kept
     root = {name: p for name, p in model.named_parameters() if p not in in_layers}

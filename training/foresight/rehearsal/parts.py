@@ -15,8 +15,8 @@ from expertmesh.moe import DroplessExperts, decoder_layers, moe_layers, router_p
 from expertmesh.moe.base.declared import is_lasting, lasting
 from expertmesh.moe.torch_private import FSDPState, ShardingPropagator, _current_autograd_node, _get_sequence_nr
 
-LASTING = "lasting"
-_OF_TORCH = {torch.optim.__name__: "optimizer step", fsdp.__name__: "FSDP"}
+LASTING, FSDP = "lasting", "FSDP"
+_OF_TORCH = {torch.optim.__name__: "optimizer step", fsdp.__name__: FSDP}
 """What the packages of torch are a part of that call operators for themselves."""
 lasting(torch.optim.AdamW._init_group)
 lasting(ShardingPropagator._propagate_tensor_meta_non_cached)

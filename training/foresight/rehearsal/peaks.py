@@ -11,7 +11,7 @@ from torch import Tensor
 from expertmesh.sharding import local_tensor
 from expertmesh.training.foresight.memory import Memory, MemoryTerm
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
-from expertmesh.training.foresight.rehearsal.parts import LASTING
+from expertmesh.training.foresight.rehearsal.parts import FSDP, LASTING
 from expertmesh.training.foresight.rehearsal.recorder import Change, Event, Maker, Recorder
 from expertmesh.training.foresight.rehearsal.repeated import WholeStep
 
@@ -114,7 +114,7 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _kind(maker: Maker, freed_in: str | None) -> MemoryTerm:
-    if maker.place.part == "FSDP":
+    if maker.place.part == FSDP:
         return "gathered"
     return "activations" if maker.phase == "forward" and freed_in == "backward" else "working"
 

@@ -64,7 +64,7 @@ def draw(rehearsed: Rehearsed, hardware: Hardware, gpus_per_node: int, title: st
 def _stream_of(span: LedgerSpan) -> str:
     if span.event.waits or span.event.is_read:
         return ""
-    if span.event.collective in ("all-gather", "reduce-scatter"):
+    if span.event.is_sharding:
         return "FSDP"
     return "kernels" if span.event.collective is None else "exchanges"
 

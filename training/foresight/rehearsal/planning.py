@@ -33,6 +33,7 @@ def setting_of(
         reshard_after_forward=config.reshard_after_forward,
         overlap_chunks=config.overlap_chunks,
         cp_size=config.cp_size,
+        tp_size=config.tp_size,
         keep_expert_products=config.keep_expert_products,
         # host memory is the device's own on a CPU
         offload=config.offload and device == "cuda",

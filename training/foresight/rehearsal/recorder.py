@@ -30,7 +30,7 @@ from expertmesh.sharding import has_dtensor
 from expertmesh.sharding.pipeline.schedule import Action, Exchange
 from expertmesh.training.foresight.rates import MEMORY, Operator, Work
 from expertmesh.training.foresight.rehearsal.live import Pausable
-from expertmesh.training.foresight.rehearsal.parts import LASTING, Parts, StepPlace
+from expertmesh.training.foresight.rehearsal.parts import FSDP, LASTING, Parts, StepPlace
 from expertmesh.training.pipelined import PipelinedStep
 
 aten = torch.ops.aten
@@ -76,6 +76,18 @@ class Event:
     @property
     def is_kernel(self) -> bool:
         return self.collective is None and not self.waits and not self.is_read
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether it gathers parameters, or sums gradients up."""
+        return self.collective in _GATHERING and not self.gathers_activations
+
+    @property
+    def gathers_activations(self) -> bool:
+        """Whether a tensor-parallel group gathers activations, or sums them up."""
+        is_of_parameters = self.place.part == FSDP or self.phase == "optimizer step"
+        is_late = self.action is not None and self.action.kind == "weights"
+        return self.collective in _GATHERING and not is_of_parameters and not is_late
 
     @property
     def moved(self) -> int:
@@ -565,6 +577,7 @@ _COLLECTIVES = {
     "c10d::send": "send",
     "c10d::recv_": "receive",
 }
+_GATHERING = ("all-gather", "reduce-scatter")
 SENDS = ("send", "receive")
 """Of a pipeline's stages. `Event.ranks` of these are this rank and the other one."""
 

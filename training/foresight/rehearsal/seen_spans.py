@@ -29,7 +29,8 @@ class SeenSpans:
         reader = _Reader()
         for (kind, *others), numbers in zip(self.form, self.numbers, strict=True):
             getattr(reader, str(kind))(*others, *numbers)
-        return Measured(reader.forward, tuple(reader.spans), reader.kept, reader.kept_backward, reader.carried_on)
+        beside = (reader.kept, reader.kept_backward, reader.carried_on, reader.in_common)
+        return Measured(reader.forward, tuple(reader.spans), *beside)
 
 
 class Tape:
@@ -57,13 +58,14 @@ class _Reader:
     def __init__(self) -> None:
         self.forward: tuple[MeasuredSpan, ...] = ()
         self.spans: list[MeasuredSpan] = []
-        self.kept = self.kept_backward = self.carried_on = 0
+        self.kept = self.kept_backward = self.carried_on = self.in_common = 0
         self._level = 0
         self.begin("start", "")
 
-    def begin(self, mark: Any, when: str) -> None:
+    def begin(self, mark: Any, when: str, region: int = 0) -> None:
         """Begin a span; what was noted since the one before is dropped."""
         self._mark: Any = mark
+        self._region = region
         self._events: list[tuple[Any, ...]] = []
         self.freed(when)
 
@@ -84,12 +86,13 @@ class _Reader:
     def event(self, name: str, *figures: Any) -> None:
         self._events.append(figures)
 
-    def cut(self, mark: Any, when: str, calls: int) -> None:
+    def cut(self, mark: Any, when: str, region: int, calls: int) -> None:
         """The span ends here, and with `mark` the next one begins."""
         stretches = tuple(_stretches(self._events))
         needed = sum(needed for *_, needed, _, _, _, _ in self._events)
-        self.spans.append(MeasuredSpan(self._mark, self._peak, self._level, self._when, stretches, calls, needed))
-        self.begin(mark, when)
+        found = (self._peak, self._level, self._when, stretches, calls, needed, self._region)
+        self.spans.append(MeasuredSpan(self._mark, *found))
+        self.begin(mark, when, region)
 
     def turn(self) -> None:
         """Forward has ended, backward begins."""
@@ -106,16 +109,23 @@ class _Reader:
     def carried(self, size: int) -> None:
         self.carried_on = size
 
+    def common(self, size: int) -> None:
+        self.in_common = size
+
 
 def _stretches(events: Sequence[tuple[Any, ...]]) -> Iterator[MeasuredRange]:
     kernels: Counter[tuple[float, int, Work]] = Counter()
 
     def ended(
-        then: Literal["", "send", "arrive", "exchange"], sent: float = 0.0, group: Any = "ep", is_read: bool = False
+        then: Literal["", "send", "arrive", "exchange"],
+        sent: float = 0.0,
+        group: Any = "ep",
+        is_read: bool = False,
+        exchange: Any = "all-to-all",
     ) -> MeasuredRange:
         found = tuple((*kernel, times) for kernel, times in kernels.items())
         kernels.clear()
-        return MeasuredRange(found, then, sent, group, is_read)
+        return MeasuredRange(found, then, sent, group, is_read, exchange)
 
     for operator, collective, group, travels, waits, is_read, flops, _, moved, sent, times, size in events:
         if waits:
@@ -127,7 +137,7 @@ def _stretches(events: Sequence[tuple[Any, ...]]) -> Iterator[MeasuredRange]:
                 if alike:
                     kernels[flops / times, part, Work(operator, size)] += alike
         else:
-            yield ended("send" if travels else "exchange", sent, group, is_read)
+            yield ended("send" if travels else "exchange", sent, group, is_read, collective)
     yield ended("")
 
 

@@ -211,12 +211,25 @@ def _groups(mesh: Mesh, model: Any) -> dict[str, str]:
         groups |= {mesh.pipeline.forward: "pp, forward", mesh.pipeline.backward: "pp, backward"}
         groups |= dict.fromkeys(mesh.pipeline.sharing.values(), "pp, shared weights")
     if mesh.cp_group is not None and mesh.cp_group.ranks is not None:
-        groups[mesh.cp_group.ranks] = "cp, heads"
+        groups |= _groups_of_sequences(mesh.cp_group)
+    if mesh.divided is not None:
+        *sharded, of_tp = mesh.divided.get_all_groups()
+        groups |= {of_tp: "tp, gradients", sharded[-1]: "one tp index"}
+        groups |= dict.fromkeys(sharded[:-1], "replicas of one tp index")
     dispatchers = [layer.dispatcher for layer in moe_layers(model)]
     for nodes in (each.nodes for each in dispatchers if isinstance(each, OnceDispatcher)):
         if nodes is not None:
             groups |= {nodes.across: "ep, tokens to nodes", nodes.inside: "ep, tokens inside"}
     return {group.group_name: name for group, name in groups.items() if group is not None}
+
+
+def _groups_of_sequences(cp_group: CPGroup) -> dict[Any, str]:
+    if cp_group.tp is None:
+        return {cp_group.ranks: "cp, heads"}
+    groups = {cp_group.ranks: "cp x tp, sequences", cp_group.tp.ranks: "tp, activations"}
+    if cp_group.within_tp is not None:
+        groups[cp_group.within_tp.ranks] = "cp, heads"
+    return groups
 
 
 @contextmanager
@@ -253,9 +266,10 @@ def _batch(config: TrainConfig, cp_group: CPGroup | None, told: Told, fake: Fake
     length = config.max_seq_length // samples
     if length < 2:
         raise ExpertMeshError(f"--samples-per-row {samples}: samples of {length} tokens have no trained token")
-    here = -(-samples * length // config.cp_size)
-    targets = rows * here - max(rows * samples // config.cp_size, 1)
-    padding = here * config.cp_size - samples * length
+    ranks = config.ranks_per_sequence
+    here = -(-samples * length // ranks)
+    targets = rows * here - max(rows * samples // ranks, 1)
+    padding = here * ranks - samples * length
     segments = ((length,) * samples + (padding,) * (padding > 0)) * rows if config.packing else None
     with fake:
         return batch_of(rows, here, targets, cp_group, segments)
