@@ -10,11 +10,12 @@ these parameters are sharded over tp first, then over the ranks of the same tp i
 change how parameters are sharded. All pp indices read the same sequences.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding.life.torchrun import nodes_of
 
 DenseShard = Literal["full", "hybrid"]
 
@@ -186,6 +187,34 @@ def check_sizes(topology: Topology, num_experts: int) -> None:
             "--dense-shard hybrid shards what tp divides; use --dense-shard full, or a --tp-size of "
             f"{either(divisors(topology.ep_size))}"
         )
+
+
+def check_tp_nodes(topology: Topology, nodes: Sequence[str]) -> None:
+    """
+    Args:
+        nodes: the name of every rank's node.
+
+    Raises:
+        ExpertMeshError: a tensor-parallel group has ranks on several nodes.
+    """
+    size = topology.tp_size
+    for first in range(0, topology.world_size, size):
+        if _spans(nodes, first, size):
+            fits = [n for n in divisors(size) if not any(_spans(nodes, at, n) for at in range(0, len(nodes), n))]
+            raise ExpertMeshError(
+                f"--tp-size {size}: a group has {nodes_of(range(first, first + size), nodes)}; its ranks exchange "
+                f"activations in every layer, and must be on one node: use --tp-size {either(fits)}. Where nodes have "
+                "fast links between them, --ranks-per-node says of how many ranks"
+            )
+
+
+def nodes_of_equal_size(world_size: int, ranks_per_node: int) -> list[str]:
+    """Names of all ranks' nodes, as `check_tp_nodes` takes them."""
+    return [f"node {rank // ranks_per_node}" for rank in range(world_size)]
+
+
+def _spans(nodes: Sequence[str], first: int, size: int) -> bool:
+    return len({*nodes[first : first + size]}) > 1
 
 
 def check_divides(flag: str, size: int, ranks: int) -> None:

@@ -58,6 +58,7 @@ from expertmesh.sharding import (
     agree_on_gradients,
     build_mesh,
     check_sizes,
+    check_tp_groups,
     clip_grad_norm,
     collectives_limit,
     cut_into_stages,
@@ -268,6 +269,7 @@ class Engine:
         with raise_together():
             check_sizes(topology_of(config, ranks.world_size), num_experts)
             self.balance: Balance = choose_balance(config, self.model, source.config)
+        check_tp_groups(topology_of(config, ranks.world_size), config.ranks_per_node)
         self.flash_attention_3 = use_flash_attention_3(self.model, config, ranks)
         self.counts: ParameterCounts = count_parameters(self.model)
         self.topology = topology_of(config, ranks.world_size)

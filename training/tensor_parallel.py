@@ -327,6 +327,10 @@ class _Attention:
         return dims[0] if dims else None
 
 
+_MOST_GATHERED = 8
+"""Tensors that are kept for the next layers: cosines and sines of a few kinds of rotary positions."""
+
+
 class Within:
     """What the regions of a forward have in common.
 
@@ -340,11 +344,14 @@ class Within:
 
     def gather(self, x: Tensor, dim: int, group: TPGroup) -> Tensor:
         """All ranks' positions. Of what has no gradient, as rotary positions, once for all layers."""
-        if x.requires_grad:
+        if x.requires_grad or not torch.is_grad_enabled():
             return group.gather(x, dim)
-        if id(x) not in self.gathered:
-            self.gathered[id(x)] = x, group.all_gather(x, dim)
-        return self.gathered[id(x)][1]
+        known = self.gathered.pop(id(x), None) or (x, group.all_gather(x, dim))
+        self.gathered[id(x)] = known
+        # hidden states of frozen layers have no gradient either, and are not asked for again
+        if len(self.gathered) > _MOST_GATHERED:
+            del self.gathered[next(iter(self.gathered))]
+        return known[1]
 
 
 def _inside(forward: Forward) -> Forward:

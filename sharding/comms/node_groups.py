@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from expertmesh.moe.dispatch.once import NodeGroups
 from expertmesh.sharding.life.torchrun import node_name
-from expertmesh.sharding.topology import Topology
+from expertmesh.sharding.topology import Topology, check_tp_nodes, nodes_of_equal_size
 
 
 def find_nodes(world_size: int) -> list[str]:
@@ -16,6 +16,21 @@ def find_nodes(world_size: int) -> list[str]:
     nodes = [""] * world_size
     dist.all_gather_object(nodes, node_name())
     return nodes
+
+
+def check_tp_groups(topology: Topology, ranks_per_node: int | None) -> None:
+    """All ranks call it together.
+
+    Args:
+        ranks_per_node: of all ranks, as many as have fast links between them; None: those that share a host.
+
+    Raises:
+        ExpertMeshError: on all ranks, where a tensor-parallel group has ranks on several nodes.
+    """
+    if topology.tp_size > 1:
+        world_size = topology.world_size
+        given = None if ranks_per_node is None else nodes_of_equal_size(world_size, ranks_per_node)
+        check_tp_nodes(topology, find_nodes(world_size) if given is None else given)
 
 
 def make_node_groups(

@@ -175,7 +175,11 @@ def _dense_units(model: nn.Module) -> list[_DenseUnit]:
     by_module: dict[str, set[str]] = {}
     for name, path in divided.items():
         by_module.setdefault(path, set()).add(name)
-    layers += [_DenseUnit(model.get_submodule(path), own, is_divided=True) for path, own in by_module.items()]
+    in_layers = tuple(f"{paths[layer]}." for layer in layers_here(model))
+    for path, own in by_module.items():
+        # embedding and head stay gathered from forward to backward, as what is of the root
+        reshards = None if path.startswith(in_layers) else False
+        layers.append(_DenseUnit(model.get_submodule(path), own, reshards=reshards, is_divided=True))
     if not kept:
         return [_DenseUnit(model, around), *layers]
     # called once a forward as the model is, and no decoder layer

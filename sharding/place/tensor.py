@@ -1,13 +1,14 @@
 """What tensor parallelism divides: parameters cut along dim 0 over the ranks of a tp group, then by FSDP over the ranks
 with the same tp index."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from expertmesh.moe.base.declared import StepPart
+from expertmesh.sharding.comms.tensor_parallel import TPGroup
 from expertmesh.sharding.mesh import Mesh
 from expertmesh.sharding.pipeline.stages import stages_of
 from expertmesh.sharding.place.vocabulary import divide_embedding
@@ -35,6 +36,7 @@ def place_divided(model: Any, mesh: Mesh) -> None:
         module.register_parameter(own_name, nn.Parameter(placed, requires_grad=weight.requires_grad))
     assert mesh.cp_group is not None
     assert mesh.cp_group.tp is not None
+<<<<<<< HEAD
     model.tensor_parallel.group = mesh.cp_group.tp
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
@@ -44,3 +46,17 @@ def place_divided(model: Any, mesh: Mesh) -> None:
         divide_embedding(embedding, mesh.cp_group.tp)
     if paths[head] in of_divided:
         head.vocabulary = mesh.cp_group.tp
+=======
+    give_group(model, names, mesh.cp_group.tp)
+
+
+def give_group(model: Any, names: Collection[str], group: TPGroup) -> None:
+    """Tell what is divided its ranks, in place. names: of the parameters that are."""
+    model.tensor_parallel.group = group
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for path, module in list(model.named_modules()):
+        if f"{path}.weight" in names and module is embedding:
+            divide_embedding(module, group)
+        if f"{path}.weight" in names and module is head:
+            head.vocabulary = group
+>>>>>>> 7ba52a3 (Plan, check and picture --tp-size, and keep a tensor-parallel group inside a node)

@@ -236,7 +236,7 @@ class ParallelSettings:
     ranks_per_node: int | None = _flag(
         "Parallelism",
         None,
-        "Ranks with fast links between them, for --dispatch (default: those on one host)",
+        "Ranks with fast links between them, for --dispatch and --tp-size (default: those on one host)",
     )
     ddp_timeout: int = _flag(
         "Parallelism",
@@ -253,7 +253,7 @@ class ParallelSettings:
         self._check_pipeline()
 
     def _check_dispatch(self) -> None:
-        for name in ("dispatch", "dispatch_sums", "ranks_per_node"):
+        for name in ("dispatch", "dispatch_sums", *(["ranks_per_node"] if self.tp_size == 1 else [])):
             value = getattr(self, name)
             if self.ep_size == 1 and value not in ("auto", "plain", "same", None):
                 raise ExpertMeshError(
@@ -263,7 +263,7 @@ class ParallelSettings:
             raise ExpertMeshError(
                 f"--dispatch-sums {self.dispatch_sums}: --dispatch plain sends no sums; leave one of them out"
             )
-        if self.ranks_per_node is not None and self.dispatch in ("plain", "rank"):
+        if self.ranks_per_node is not None and self.dispatch in ("plain", "rank") and self.tp_size == 1:
             raise ExpertMeshError(
                 f"--ranks-per-node {self.ranks_per_node}: is for --dispatch auto and node, not {self.dispatch}; leave "
                 "it out"

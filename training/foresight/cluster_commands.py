@@ -9,6 +9,7 @@ torchrun --nproc-per-node 8 -m sharding mesh --ep-size 8 --check      whether th
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,13 @@ from expertmesh.sharding.life.torchrun import read_environment
 from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.sharding.place.choices import Dispatch
-from expertmesh.sharding.topology import Topology, check_divides, check_sizes
+from expertmesh.sharding.topology import (
+    Topology,
+    check_divides,
+    check_sizes,
+    check_tp_nodes,
+    nodes_of_equal_size,
+)
 from expertmesh.training.foresight.columns import Column, open_console, print_table
 from expertmesh.training.foresight.imbalance import add_imbalance_flags, imbalance_of, read_imbalance
 from expertmesh.training.foresight.planner.hardware import products_in, save_measured
@@ -38,7 +45,18 @@ from expertmesh.training.foresight.planner.measured import ModelCuts
 from expertmesh.training.foresight.planner.mesh_picture import picture, ranks_of
 from expertmesh.training.foresight.planner.model_config import find_config
 from expertmesh.training.foresight.planner.plot import draw
-from expertmesh.training.foresight.planner.search import MICRO_BATCHES, SWEPT, Cluster, Tried, reckon, search, sweep
+from expertmesh.training.foresight.planner.search import (
+    MICRO_BATCHES,
+    SWEPT,
+    Cluster,
+    Plan,
+    Tried,
+    best_first,
+    reckon,
+    search,
+    sweep,
+)
+from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.tables import print_plans, sweep_columns
 
 _EXAMPLES = """\
@@ -96,6 +114,13 @@ def build_parser() -> Parser:
     )
     plan.add_argument("--cp-size", type=int, default=1, help="context-parallel ranks: each sequence is split over them")
     plan.add_argument(
+        "--tp-size",
+        default="1",
+        metavar="N,N...",
+        help="tensor-parallel ranks, of one node: one number, several to compare, or auto (1, 2, 4 and 8). The model "
+        "is measured for each, which takes as long every time until it is cached",
+    )
+    plan.add_argument(
         "--pp-size",
         type=int,
         help="pipeline-parallel ranks (default: tries those that divide the GPUs, and are no more than micro-batches)",
@@ -129,6 +154,7 @@ def build_parser() -> Parser:
     mesh.add_argument("--world-size", type=int, help="number of ranks (default: torchrun's)")
     mesh.add_argument("--ep-size", type=int, required=True, help="ranks that experts are sharded over")
     mesh.add_argument("--cp-size", type=int, default=1, help="ranks that each sequence is split over")
+    mesh.add_argument("--tp-size", type=int, default=1, help="ranks that heads and the vocabulary are divided by")
     mesh.add_argument("--pp-size", type=int, default=1, help="ranks that the decoder layers are distributed over")
     mesh.add_argument("--pipeline-chunks", type=int, default=1, help="stages per pipeline rank")
     mesh.add_argument("--num-layers", type=int, default=32, help="decoder layers, taken to be alike")
@@ -176,7 +202,7 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     given = ("micro_batch", "global_batch_size", "pp_size", "pipeline_chunks")
     check_positive(arguments, *(name for name in given if getattr(arguments, name) is not None))
     _check_pipeline(arguments)
-    imbalance = read_imbalance(arguments.imbalance)
+    read_imbalance(arguments.imbalance)
     if arguments.tf32 and not arguments.fp32:
         raise ExpertMeshError("--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --fp32")
     if arguments.plot is not None and not arguments.plot.absolute().parent.is_dir():
@@ -186,37 +212,29 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     memory = hardware.device.memory
     if arguments.gpu_memory:
         memory = parse_size("--gpu-memory", arguments.gpu_memory)
-    from expertmesh.training.foresight.rehearsal.planning import setting_of
-
-    measure, config = _measure(arguments, rest)
+    measured = _measured(arguments, rest)
+    _, config = measured[0]
     hardware = products_in(hardware, config.bf16, arguments.tf32, config.in_fp8)
     cluster = Cluster(hardware, arguments.gpus_per_node, memory)
-    base = setting_of(
-        config,
-        arguments.gpus,
-        ep_size=1,
-        seq_length=arguments.seq_length,
-        accumulation=arguments.gradient_accumulation_steps,
-        tf32=arguments.tf32,
-        overlap_chunks=arguments.overlap_chunks,
-        dispatch=arguments.dispatch,
-        imbalance=imbalance_of(imbalance, measure.parameters.num_experts),
-        ranks_per_node=config.ranks_per_node or arguments.gpus_per_node,
-        pp_size=1,
-        chunks=1,
-        schedule="1f1b",
-    )
     # a sweep compares like with like: one number of tokens a GPU
     default = (1,) if arguments.sweep else MICRO_BATCHES
     micro_batches = default if arguments.micro_batch is None else (arguments.micro_batch,)
     console = open_console()
     if arguments.sweep:
-        return _sweep(arguments, measure, base, micro_batches, cluster, console)
+        ((measure, config),) = measured
+        return _sweep(arguments, measure, _base(arguments, measure, config), micro_batches, cluster, console)
     begun = time.perf_counter()
-    pipelines = (arguments.pp_size, arguments.pipeline_chunks, arguments.pipeline_schedule)
-    with _naming(arguments.model):
-        plans = search(measure, base, Tried(micro_batches, arguments.global_batch_size, *pipelines), cluster)
-    measure.save()
+    tried = Tried(
+        micro_batches,
+        arguments.global_batch_size,
+        *(arguments.pp_size, arguments.pipeline_chunks, arguments.pipeline_schedule),
+    )
+    plans: list[Plan] = []
+    for measure, config in measured:
+        with _naming(arguments.model):
+            plans += search(measure, _base(arguments, measure, config), tried, cluster)
+        measure.save()
+    plans = best_first(plans)
     if arguments.json:
         reckon(plans)
         print(json.dumps([plan.as_json() for plan in plans], indent=1))
@@ -226,7 +244,56 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0 if plans[0].fits else 1
 
 
-def _measure(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, Any]:
+def _base(arguments: argparse.Namespace, measure: Any, config: Any) -> Setting:
+    """What all settings that are tried have in common."""
+    from expertmesh.training.foresight.rehearsal.planning import setting_of
+
+    return setting_of(
+        config,
+        arguments.gpus,
+        ep_size=1,
+        seq_length=arguments.seq_length,
+        accumulation=arguments.gradient_accumulation_steps,
+        tf32=arguments.tf32,
+        overlap_chunks=arguments.overlap_chunks,
+        dispatch=arguments.dispatch,
+        imbalance=imbalance_of(read_imbalance(arguments.imbalance), measure.parameters.num_experts),
+        ranks_per_node=config.ranks_per_node or arguments.gpus_per_node,
+        pp_size=1,
+        chunks=1,
+        schedule="1f1b",
+    )
+
+
+def _tp_sizes(asked: str) -> list[int]:
+    if asked == "auto":
+        return [1, 2, 4, 8]
+    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", asked):
+        raise ExpertMeshError(f"--tp-size {asked}: must be a number, several as in 1,2,4, or auto")
+    return sorted({int(size) for size in asked.split(",")})
+
+
+def _measured(arguments: argparse.Namespace, rest: Sequence[str]) -> list[tuple[Any, Any]]:
+    """As `_measure`, for each of the tensor-parallel sizes with which the model can be run.
+
+    Raises:
+        ExpertMeshError: with none of them; says why not with the largest.
+    """
+    sizes = _tp_sizes(arguments.tp_size)
+    if arguments.sweep and len(sizes) > 1:
+        raise ExpertMeshError(f"--tp-size {arguments.tp_size}: --sweep compares layouts with one; give one number")
+    found: list[tuple[Any, Any]] = []
+    for size in sizes:
+        try:
+            found.append(_measure(arguments, rest, size))
+        except ExpertMeshError as error:
+            if not found and size == sizes[-1]:
+                raise
+            print(folded(f"left out: {error}"), file=sys.stderr)
+    return found
+
+
+def _measure(arguments: argparse.Namespace, rest: Sequence[str], tp_size: int) -> tuple[Any, Any]:
     """What measures the model, and the flags of train_ep.py with which it would be run.
 
     Raises:
@@ -238,6 +305,8 @@ def _measure(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, A
     flags = ["--model", arguments.model, "--dataset", "-", "--optim", arguments.optimizer]
     if arguments.cp_size != 1:
         flags += ["--cp-size", str(arguments.cp_size)]
+    if tp_size != 1:
+        flags += ["--tp-size", str(tp_size)]
     if arguments.keep_expert_products:
         flags += ["--keep-expert-products", str(arguments.keep_expert_products)]
     if arguments.offload_activations:
@@ -249,7 +318,11 @@ def _measure(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, A
             flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     flags += rest
     config = parse_config(flags if arguments.fp32 else [*flags, "--bf16"])
-    check_divides("--cp-size", config.cp_size, max(SWEPT) if arguments.sweep else arguments.gpus)
+    world_size = max(SWEPT) if arguments.sweep else arguments.gpus
+    topology = Topology(world_size // (arguments.pp_size or 1), 1, "full", config.cp_size, 1, config.tp_size)
+    check_sizes(topology, num_experts=1)
+    ranks_per_node = config.ranks_per_node or arguments.gpus_per_node
+    check_tp_nodes(topology, nodes_of_equal_size(topology.world_size, ranks_per_node))
     file = find_config(arguments.model)
     with _naming(arguments.model):
         return CachedMeasure(config, file.content, file.load, "cuda", not arguments.no_cache), config
@@ -344,6 +417,7 @@ def _mesh(arguments: argparse.Namespace) -> int:
     gpus_per_node = arguments.gpus_per_node or _torchrun_ranks_a_node() or 8
     if gpus_per_node < 1:
         raise ExpertMeshError(f"--gpus-per-node {gpus_per_node}: must be 1 or more")
+    check_tp_nodes(topology, nodes_of_equal_size(world, gpus_per_node))
     if rank == 0:
         layers = _layers_by_pp_index(arguments)
         lines = picture(topology, gpus_per_node, arguments.num_experts, terminal_width(), layers)

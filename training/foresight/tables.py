@@ -53,6 +53,11 @@ def print_plans(
     fitting = sum(plan.fits for plan in plans)
     took = "" if seconds is None else f"; found in {seconds:.1f} s"
     _say(console, f"{fitting} of {len(plans)} layouts fit; shown: {min(top, len(plans))}{took}")
+    best_by_tp: dict[int, Plan] = {}
+    for plan in plans:
+        best_by_tp.setdefault(plan.setting.tp_size, plan)
+    for tp_size, plan in best_by_tp.items() if len(best_by_tp) > 1 else ():
+        _say(console, f"best with tp {tp_size}: {summary(plan, cluster.hardware)}")
     setting = plans[0].setting
     if global_batch is None and setting.accumulation == 1 and setting.world_size > cluster.gpus_per_node:
         _say(console, "pipelines are tried with --global-batch-size, or with 2 or more --gradient-accumulation-steps")
@@ -130,6 +135,7 @@ def ranked(plans: Sequence[Plan], cluster: Cluster) -> list[Column]:
         *(_pipeline_columns(settings) if any(s.pp_size > 1 for s in settings) else []),
         Column("dp", [str(s.dp_size) for s in settings]),
         Column("ep", [str(s.ep_size) for s in settings]),
+        *([Column("tp", [str(s.tp_size) for s in settings])] if any(s.tp_size > 1 for s in settings) else []),
         Column("dense", [s.dense_shard for s in settings], is_text=True),
         Column("check-\npoint", [s.checkpointing for s in settings], "checkpoint", is_text=True),
         Column("seqs", [str(s.micro_batch) for s in settings]),
@@ -224,6 +230,8 @@ def launch_line(name: str, setting: Setting, gpus_per_node: int, further: Sequen
     }
     if setting.cp_size > 1:
         flags["cp-size"] = setting.cp_size
+    if setting.tp_size > 1:
+        flags["tp-size"] = setting.tp_size
     if setting.pp_size > 1:
         flags |= {"pp-size": setting.pp_size, "pipeline-schedule": setting.schedule, "pipeline-chunks": setting.chunks}
     if setting.stage_layers is not None:
@@ -297,6 +305,7 @@ def _setting(account: "Account", config: TrainConfig, where: str, hardware: Hard
         config.optim + adapter,
         *(["packing"] if config.packing else []),
         *([f"cp {config.cp_size}"] if config.cp_size > 1 else []),
+        *([f"tp {config.tp_size}"] if config.tp_size > 1 else []),
         *([f"pp {config.pp_size} {config.schedule_name}"] if config.pp_size > 1 else []),
         *(["offload"] if config.offload else []),
     ]
@@ -304,8 +313,17 @@ def _setting(account: "Account", config: TrainConfig, where: str, hardware: Hard
         f"{where}: {account.parameters / 1e9:,.1f} B parameters, {layers} layers{run}\n"
         f"rank {account.rank} of {world_size} on {hardware.name}; {', '.join(flags)}\n"
         f"{account.forwards} x {config.per_device_train_batch_size} x {config.max_seq_length:,} tokens per step and "
-        + ("pipeline" if config.pp_size > 1 else "rank" if config.cp_size == 1 else "CP group")
+        + _sharing(config)
     )
+
+
+def _sharing(config: TrainConfig) -> str:
+    """What shares sequences."""
+    if config.pp_size > 1:
+        return "pipeline"
+    if config.ranks_per_sequence == 1:
+        return "rank"
+    return "CP group" if config.tp_size == 1 else f"{config.ranks_per_sequence} ranks"
 
 
 def _kinds(account: "Account") -> list[Column]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding.comms.context_parallel import CPGroup
 from expertmesh.sharding.mesh import Mesh
 from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
 from expertmesh.training.foresight.planner.mesh_picture import spans_nodes
@@ -51,13 +52,13 @@ def check_groups(mesh: Mesh, row_bytes: int, device: torch.device) -> list[Group
         ExpertMeshError: a collective failed or did not finish in the process group's time limit; names the group.
     """
     large = NCCL_BYTES if device.type == "cuda" else GLOO_BYTES
-    exchanges: dict[str, tuple[dist.ProcessGroup, Callable[[Tensor, dist.ProcessGroup], None]]] = {
+    exchanges: dict[str, _Exchange] = {
         "ep": (mesh.exchange, _all_to_all),
         "dp": (mesh.dp.get_group(), _all_reduce),
         "all": (mesh.all_ranks.get_group(), _all_reduce),
     }
-    if mesh.cp_group is not None and mesh.cp_group.ranks is not None:
-        exchanges["cp"] = (mesh.cp_group.ranks, _all_to_all)
+    if mesh.cp_group is not None:
+        exchanges |= _of_sequences(mesh.cp_group)
     if mesh.pipeline is not None:
         exchanges["pp"] = (mesh.pipeline.forward, _pass_on)
     own: list[GroupSpeed] = []
@@ -68,6 +69,22 @@ def check_groups(mesh: Mesh, row_bytes: int, device: torch.device) -> list[Group
     gathered: list[list[GroupSpeed]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, own)
     return mark_slow(_slowest_of_each([speed for speeds in gathered for speed in speeds]))
+
+
+_Exchange = tuple[dist.ProcessGroup, Callable[[Tensor, dist.ProcessGroup], None]]
+"""A group, and what its ranks do."""
+
+
+def _of_sequences(group: CPGroup) -> dict[str, _Exchange]:
+    """Of the groups of ranks that share sequences."""
+    by_heads, tp = group if group.tp is None else group.within_tp, group.tp
+    found: dict[str, _Exchange] = {}
+    if by_heads is not None and by_heads.ranks is not None:
+        found["cp"] = (by_heads.ranks, _all_to_all)
+    if tp is not None and tp.ranks is not None:
+        # an all-gather and a reduce-scatter, as regions begin and end with them
+        found["tp"] = (tp.ranks, _all_reduce)
+    return found
 
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> None:

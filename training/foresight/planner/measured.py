@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 from expertmesh.moe import ParameterCounts
@@ -61,7 +62,7 @@ class ModelParameters:
         kinds: its kinds of decoder layers.
         layers: the kind of each layer, an index of `kinds`.
         root: what is in no decoder layer: embedding, last norm, head; and what a family keeps in fp32. root_names: of
-            these parameters.
+            these parameters. root_regions: of each, which of the regions around the layers it is divided in; -1: none.
         buffers: bytes of them, on every rank.
         num_experts, top_k: of its MoE layers.
         counts: of parameters.
@@ -75,6 +76,7 @@ class ModelParameters:
     top_k: int
     counts: ParameterCounts
     root_names: tuple[str, ...]
+    root_regions: tuple[int, ...]
 
     def all(self) -> Iterable[Parameter]:
         """Every parameter of every layer."""
@@ -215,8 +217,7 @@ class Measured:
     """Forward and backward of a decoder layer, or of what is around all layers.
 
     Attributes:
-        forward, backward: spans, in order; their bytes count from what is held before them. Those around all layers
-            have two each, before and after the layers.
+        forward, backward: spans, in order; their bytes count from what is held before them.
         kept: bytes from forward to backward, without what goes on to the next layer. Around all layers: while the
             layers' forwards run.
         kept_backward: around all layers, while the layers' backwards run.
@@ -239,10 +240,31 @@ class MeasuredModel:
     kinds: tuple[Measured, ...]
     root: Measured
 
+    @cached_property
+    def around(self) -> "AroundLayers":
+        """The spans of what is around the layers, by where they come."""
+        found = []
+        for spans in (self.root.forward, self.root.backward):
+            starts = [number for number, span in enumerate(spans) if span.mark == "start"]
+            assert len(starts) == 2, spans
+            found += [spans[: starts[1]], spans[starts[1] :]]
+        return AroundLayers(*found)
+
     @property
     def in_common(self) -> int:
         """Bytes that are gathered once for all layers."""
         return max(kind.in_common for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class AroundLayers:
+    """before, after: spans before and after the layers' forwards. after_backward, before_backward: those of their
+    backwards, of which the former come first."""
+
+    before: tuple[MeasuredSpan, ...]
+    after: tuple[MeasuredSpan, ...]
+    after_backward: tuple[MeasuredSpan, ...]
+    before_backward: tuple[MeasuredSpan, ...]
 
 
 class Measure(Protocol):

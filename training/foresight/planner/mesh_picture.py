@@ -29,7 +29,8 @@ def picture(
     ep, dp, world = topology.ep_size, topology.dp_size, topology.world_size
     stage, pp = topology.ranks_per_stage, topology.pp_size
     nodes = -(-world // gpus_per_node)
-    data = "" if topology.cp_size == 1 else f" = data {topology.data_size} x cp {topology.cp_size}"
+    cp, tp, sharing = topology.cp_size, topology.tp_size, topology.ranks_per_sequence
+    data = "" if sharing == 1 else f" = data {topology.data_size}{f' x cp {cp}' * (cp > 1)}{f' x tp {tp}' * (tp > 1)}"
     where = f"{gpus_per_node} per node, {nodes} node{'s' * (nodes > 1)}"
     lines = [f"{world} ranks = {f'pp {pp} x ' * (pp > 1)}dp {dp} x ep {ep}{data}, {where}", ""]
     columns = MOST_COLUMNS
@@ -49,8 +50,13 @@ def picture(
             ranks = "" if index is None else ranks_of(range(index * stage, (index + 1) * stage), most=1)
             lines.append("..." if index is None else f"pp {index}: layers {layers_of(layers[index])} on ranks {ranks}")
     lines += _groups("ep", "all-to-all of tokens", replicas, gpus_per_node, width)
-    if topology.cp_size > 1:
-        readers = [range(start, start + topology.cp_size) for start in range(0, world, topology.cp_size)]
+    if tp > 1:
+        dividers = [range(start, start + tp) for start in range(0, world, tp)]
+        lines += _groups("tp", "heads, dense MLPs and the vocabulary divided", dividers, gpus_per_node, width)
+    if cp > 1:
+        readers = [
+            range(start + index, start + sharing, tp) for start in range(0, world, sharing) for index in range(tp)
+        ]
         lines += _groups("cp", "each sequence split over them, attention by heads", readers, gpus_per_node, width)
     lines += _groups("dp", "the same experts, sharded over them", cp_group, gpus_per_node, width)
     if topology.dense_shard == "hybrid":

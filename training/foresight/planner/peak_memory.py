@@ -17,7 +17,7 @@ import numpy as np
 
 from expertmesh.sharding.pipeline.schedule import Kind
 from expertmesh.training.foresight.memory import Communicator, Memory, slack
-from expertmesh.training.foresight.planner.measured import LayerGroup, Measured
+from expertmesh.training.foresight.planner.measured import LayerGroup, Measured, MeasuredSpan
 from expertmesh.training.foresight.planner.pipelines import beside_actions, queued_bytes
 from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
 from expertmesh.training.foresight.planner.traffic import group_ranks
@@ -103,7 +103,7 @@ def _kept_of(run: PlannedRun, stage: int) -> float:
     last one gave."""
     layers, root = run.all_stages[stage], run.measured.root
     is_last = stage == len(run.all_stages) - 1
-    around = root.forward[1].end if is_last else root.kept + _carried(run, layers.stop)
+    around = run.measured.around.after[-1].end if is_last else root.kept + _carried(run, layers.stop)
     around += run.measured.in_common
     return around + sum(run.measured.kinds[run.model.layers[layer]].kept for layer in layers)
 
@@ -228,16 +228,21 @@ class _Rank:
             self.kept -= measured.kept
         self.note(_said(act), span.peak + self._coming(act, measured))
         self.level = span.end
-        root = self.run.measured.root
         if act.layer is not None:
             if span is measured.forward[-1]:
                 self.kept, self.level = self.kept + measured.kept, 0.0
             elif act.is_backward and span is measured.backward[-1]:
                 # of a pipeline's layer: what its weight gradients are computed of
                 self.others += queued_bytes(self.run, act.layer)
-        elif span is not root.backward[1]:
-            after = {id(root.forward[0]): root.kept, id(root.backward[0]): root.kept_backward}
-            self.around, self.level = after.get(id(span), span.end), 0.0
+        else:
+            self._compute_around(span)
+
+    def _compute_around(self, span: MeasuredSpan) -> None:
+        root, around = self.run.measured.root, self.run.measured.around
+        after = {id(around.before[-1]): root.kept, id(around.after_backward[-1]): root.kept_backward}
+        after[id(around.after[-1])] = span.end
+        if id(span) in after:
+            self.around, self.level = after[id(span)], 0.0
 
     def _coming(self, act: Act, measured: Measured) -> int:
         """The input of the layer before, on its way back from host memory while this one is in backward."""
@@ -406,12 +411,7 @@ def update_working(run: PlannedRun) -> float:
         return 0.0
     parts = [unit((p,), setting.dense_ranks).trained for kind in model.kinds for p in kind.dense]
     parts += [unit((p,), setting.dense_ranks).trained for p in model.root]
-    parts += [
-        unit((p,), setting.dense_ranks // setting.tp_size, 1, setting.tp_size).trained
-        for kind in model.kinds
-        for region in kind.regions
-        for p in region
-    ]
+    parts += [unit((p,), setting.dense_ranks).trained for kind in model.kinds for each in kind.regions for p in each]
     parts += [unit((p,), setting.dp_size, 1, setting.ep_size).trained for kind in model.kinds for p in kind.experts]
     return 8.0 * 4 * max(parts)
 
@@ -428,5 +428,5 @@ def _name(name: Name) -> str:
         "root": "embedding and LM head",
         "layer": f"layer {name.layer}",
         "experts": f"layer {name.layer}'s experts",
-        "region": f"what tp divides in layer {name.layer}",
+        "region": "embedding or LM head" if name.layer < 0 else f"what tp divides in layer {name.layer}",
     }[name.kind]

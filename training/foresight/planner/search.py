@@ -110,6 +110,8 @@ class Plan:
             "stage_layers": s.stage_layers,
             "dp": s.dp_size,
             "ep": s.ep_size,
+            "cp": s.cp_size,
+            "tp": s.tp_size,
             "dense_shard": s.dense_shard,
             "gradient_checkpointing": s.checkpointing,
             "micro_batch": s.micro_batch,
@@ -206,14 +208,15 @@ def settings(model: ModelParameters, base: Setting, tried: Tried, gpus_per_node:
     for pipeline in _pipelines(base, tried, len(model.layers)):
         for ep_size in divisors(model.num_experts):
             ranks = pipeline.ranks_per_stage
-            if ranks % ep_size or ranks % base.cp_size:
+            if ranks % ep_size or ranks % base.topology.ranks_per_sequence:
                 continue
             if tried.pp_size is None and pipeline.pp_size > 1 and gpus_per_node < ep_size < ranks:
                 # a pipeline is what spares the links between nodes, or lets an ep group be all of its stage
                 continue
             # with one replica, or one rank a replica's shard, the two are the same or no sharding at all
             is_choice = 1 < ep_size < ranks
-            for dense_shard in get_args(DenseShard) if is_choice else ("full",):
+            can_be_hybrid = is_choice and ep_size % base.tp_size == 0
+            for dense_shard in get_args(DenseShard) if can_be_hybrid else ("full",):
                 for checkpointing in get_args(Checkpointing):
                     # what lies between the smallest and the largest mostly follows from these
                     for micro_batch in sorted(tried.micro_batches, key=lambda n: (n not in ends, n)):
@@ -267,7 +270,11 @@ def search(measure: Measure, base: Setting, tried: Tried, cluster: Cluster) -> l
         if value < 1:
             raise ExpertMeshError(f"{flag} {value}: must be 1 or more")
     possible = settings(measure.parameters, base, tried, cluster.gpus_per_node)
-    plans = forecasts(measure, possible, cluster)
+    return best_first(forecasts(measure, possible, cluster))
+
+
+def best_first(plans: Iterable[Plan]) -> list[Plan]:
+    """Those that fit first, by tokens per second, then the others by memory."""
     return sorted(plans, key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.memory.total))
 
 

@@ -110,13 +110,14 @@ class _LayerSeconds(MicroStep):
         self.spent[self._where(act)] += self.clock.now - now
 
     def _where(self, act: Act) -> Hashable:
-        root = self.run.measured.root
+        around = self.run.measured.around
         if act.layer is not None:
             return act.layer
         if act.doing == "compute":
             # the forward before the layers is computed on all stages
-            return {id(root.backward[1]): "before", id(root.forward[0]): None}.get(id(act.span), "after")
-        return act.unit.layer if act.unit.kind != "root" else "root"
+            places = {"before": around.before_backward, None: around.before}
+            return next((place for place, spans in places.items() if any(act.span is span for span in spans)), "after")
+        return "root" if act.unit.layer < 0 else act.unit.layer
 
 
 def _memory(run: PlannedRun, found: Mapping[int, Peak], limit: float) -> StageMemory:

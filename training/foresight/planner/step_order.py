@@ -7,7 +7,7 @@ unit of their own.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
@@ -34,7 +34,8 @@ experts which backward computes again. end: so has backward."""
 
 @dataclass(frozen=True)
 class Name:
-    """Name of an FSDP unit: the root, a layer, a layer's experts, or one of its regions of tensor parallelism."""
+    """Name of an FSDP unit: the root, a layer, a layer's experts, or one of the regions of tensor parallelism in a
+    layer, or around them (-1)."""
 
     kind: Literal["root", "layer", "experts", "region"]
     layer: int = -1
@@ -115,7 +116,9 @@ class PlannedRun:
     def units(self) -> dict[Name, Unit]:
         """All units of FSDP here, and the experts of each layer, whether they are one or not."""
         s, model = self.setting, self.model
-        found = {ROOT: unit(self.root, s.dense_ranks, s.ranks_per_stage // s.dense_ranks)}
+        found = {ROOT: unit(self._root(-1), s.dense_ranks, s.ranks_per_stage // s.dense_ranks)}
+        around = sorted({model.root_regions[number] for number in self.root_numbers} - {-1})
+        found |= {Name("region", -1, region): self._region(self._root(region)) for region in around}
         for layer in self.layers:
             kind = model.layers[layer]
             dense, experts, *regions = self._kinds[kind]
@@ -135,15 +138,19 @@ class PlannedRun:
             (
                 unit(kind.dense, s.dense_ranks, replicas),
                 unit(kind.experts, s.dp_size, 1, s.ep_size),
-                *(unit(region, s.dense_ranks // s.tp_size, replicas, s.tp_size) for region in kind.regions),
+                *map(self._region, kind.regions),
             )
             for kind in self.model.kinds
         ]
 
-    @property
-    def root(self) -> list[Parameter]:
-        """What is in no decoder layer, of which each stage that uses it has a copy."""
-        return [self.model.root[number] for number in self.root_numbers]
+    def _region(self, parameters: Iterable[Parameter]) -> Unit:
+        """The unit of what tensor parallelism divides in a region."""
+        s = self.setting
+        return unit(parameters, s.dense_ranks // s.tp_size, s.ranks_per_stage // s.dense_ranks, s.tp_size)
+
+    def _root(self, region: int) -> list[Parameter]:
+        """What is in no decoder layer and in this region (-1: in none), of which each stage that uses it has a copy."""
+        return [self.model.root[n] for n in self.root_numbers if self.model.root_regions[n] == region]
 
     @cached_property
     def root_numbers(self) -> tuple[int, ...]:
@@ -172,9 +179,10 @@ class PlannedRun:
         return [Name("layer", layer), *inner, *([] if experts is None else [experts])]
 
     def marked(self, span: MeasuredSpan, layer: int) -> Name | None:
-        """The unit in a layer that FSDP does something to before a span."""
+        """The unit in a layer, or around them (-1), that FSDP does something to before a span."""
         if span.mark.endswith("region"):
-            return Name("region", layer, span.region)
+            name = Name("region", layer, span.region)
+            return name if name in self.units else None
         return self.experts(layer) if span.mark.endswith("experts") else None
 
     @cached_property
@@ -228,12 +236,12 @@ class _Order:
 
     def forward(self) -> Iterator[Act]:
         run = self.run
-        root, kinds = run.measured.root, run.measured.kinds
+        kinds, around = run.measured.kinds, run.measured.around
         keeps = not run.setting.reshard_after_forward
         yield from self._use(ROOT, True)
         if self.is_gpu:
             yield from self._gather(self._of_layer(self.layers[0]))
-        yield Act("compute", span=root.forward[0], measured=root)
+        yield from self._around(around.before)
         for layer in self.layers:
             own = Name("layer", layer)
             yield from self._use(own, True)
@@ -250,20 +258,32 @@ class _Order:
             if not keeps:
                 yield from self._let_go(own)
         if self.is_last:
-            yield Act("compute", span=root.forward[1], measured=root)
+            yield from self._around(around.after)
         yield Act("turn")
 
     def backward(self) -> Iterator[Act]:
-        root = self.run.measured.root
+        around = self.run.measured.around
         yield from self._gather(self._of_layer(self.layers[-1]) if self.is_gpu else self.forward_order[-1:])
         if self.is_last:
-            yield Act("compute", span=root.backward[0], measured=root, is_backward=True)
+            yield from self._around(around.after_backward, is_backward=True)
         for layer in reversed(self.layers):
             yield from self._backward(layer)
         if self.is_first:
-            yield Act("compute", span=root.backward[1], measured=root, is_backward=True)
-        yield from self._reduce(ROOT)
+            yield from self._around(around.before_backward, is_backward=True)
+        # whose input has no gradient, by which FSDP would know earlier
+        for name in [ROOT, *(name for name in self.where if name.layer < 0 and name != ROOT)]:
+            yield from self._reduce(name)
         yield Act("end")
+
+    def _around(self, spans: Iterable[MeasuredSpan], is_backward: bool = False) -> Iterator[Act]:
+        """What is computed around the layers; its parameters stay gathered from forward to backward."""
+        for span in spans:
+            region = self.run.marked(span, -1)
+            if region is not None and span.mark == "use region":
+                yield from self._use(region, not is_backward)
+            elif region is not None and span.mark == "reduce region":
+                yield from self._reduce(region)
+            yield Act("compute", span=span, measured=self.run.measured.root, is_backward=is_backward)
 
     def _backward(self, layer: int) -> Iterator[Act]:
         run = self.run

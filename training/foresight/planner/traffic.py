@@ -117,9 +117,9 @@ def sharing(run: PlannedRun) -> list[Traffic]:
 
 
 def _of_act(act: Act, run: PlannedRun) -> Iterator[Traffic]:
-    what = {"root": "embedding, LM head", "layer": "layers", "experts": "experts", "region": "divided by tp"}[
-        act.unit.kind
-    ]
+    what = {"layer": "layers", "experts": "experts", "region": "heads, dense MLPs"}.get(act.unit.kind)
+    if what is None or act.unit.layer < 0:
+        what = "embedding, LM head"
     unit, group = run.units[act.unit], group_of(act.unit, run.setting)
     if act.doing == "gather":
         yield Traffic(what, "all-gather", group, 1, all_gather(unit))

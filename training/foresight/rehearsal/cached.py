@@ -38,8 +38,8 @@ SOURCES = ("moe", "sharding", "training")
 """Folders of our code that a figure may depend on."""
 READ = frozenset(
     {
-        *("rope_scaling", "packing", "cp_size", "tp_size", "attn_implementation", "cross_entropy", "bf16", "optim"),
-        "freeze",
+        *("rope_scaling", "packing", "cp_size", "tp_size", "loss_parallel", "attn_implementation", "cross_entropy"),
+        *("bf16", "optim", "freeze"),
         *("expert_kernel", "expert_precision", "dense_precision", "keep_expert_products", "shampoo_block_size"),
         *("router_aux_loss_coef", "router_z_loss_coef"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "use_rslora", "base_dtype"),
@@ -199,7 +199,7 @@ def _parameters(told: dict[str, Any]) -> ModelParameters:
     attention = tuple(Attention(**kind) for kind in told["counts"]["attention"])
     counts = ParameterCounts(**{**told["counts"], "attention": attention})
     rest = {name: told[name] for name in ("buffers", "num_experts", "top_k")}
-    rest["root_names"] = tuple(told["root_names"])
+    rest |= {name: tuple(told[name]) for name in ("root_names", "root_regions")}
     return ModelParameters(kinds, tuple(told["layers"]), each(told["root"]), counts=counts, **rest)
 
 

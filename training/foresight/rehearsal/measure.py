@@ -51,6 +51,7 @@ from expertmesh.sharding.pipeline.stages import Stages
 from expertmesh.sharding.pipeline.survey import survey
 from expertmesh.sharding.place.offload import offload_inputs
 from expertmesh.sharding.place.recompute import checkpoint_layers, keep_products
+from expertmesh.sharding.place.tensor import give_group
 from expertmesh.sharding.topology import rows_of
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Batch
@@ -131,6 +132,11 @@ class Measurer:
         self.looping = looping_functions(module for layer in firsts for module in layer.modules())
         self.loops: dict[Any, list[Loop]] = {}
         self.divided = {model.get_parameter(name) for name in divided_of(model)}
+        self.tp: TPGroup | None = None
+        if config.tp_size > 1:
+            ranks: Any = _Group(config.tp_size, "tp")
+            self.tp = TPGroup(config.tp_size, 0, ranks)
+            give_group(model, divided_of(model), self.tp)
         # read before the model's parameters are exchanged for those of a rank
         self.parameters = _parameters(model, self.layers, self.kinds, config, counts)
         self.kept = set(fp32_parameters(model).values())
@@ -231,11 +237,7 @@ class _Measurement:
         self.in_common = 0
         self._place()
         _checkpoint(self.model, workload)
-        tp = None
-        if workload.tp_size > 1:
-            tp_ranks: Any = _Group(workload.tp_size, "tp")
-            tp = self.model.tensor_parallel.group = TPGroup(workload.tp_size, 0, tp_ranks)
-        self.batch = _batch(workload, tp)
+        self.batch = _batch(workload, measurer.tp)
 
     def _place(self) -> None:
         """Give the modules that are measured their parameters, as a rank computes with them."""
@@ -380,7 +382,8 @@ class _Measurement:
                     tape.drop()
                 return out
 
-            with _calling(self.layers, call):
+            around = _regions_around(self.model, self.layers)
+            with _marking_regions(around, tape), _calling(self.layers, call):
                 loss = token_loss_sum(self.model, self.batch)
             tape.turn()
             loss.backward()
@@ -402,8 +405,7 @@ class _Measurement:
         with self._recording(held) as tape, ExitStack() as hooks:
             for each in experts:
                 hooks.enter_context(_marking(each.mlp, tape, self.workload.experts_gathered))
-            for number, (region, divided) in enumerate(_regions(self.model, layer)):
-                hooks.enter_context(_marking_region(region, divided, number, tape))
+            hooks.enter_context(_marking_regions(_regions(self.model, layer.modules()), tape))
             start = torch.zeros((), requires_grad=True)
             # FSDP reduces a layer's gradients where the one of its input is there
             args, kwargs = call.arguments(start, self.dtype, lambda: tape.cut("start"))
@@ -807,13 +809,31 @@ def _marking(mlp: nn.Module, tape: _Tape, is_gathered: bool) -> Iterator[None]:
             handle.remove()
 
 
-def _regions(model: Any, layer: nn.Module) -> list[tuple[nn.Module, list[str]]]:
-    """The modules of a layer that tensor parallelism divides, each with the names in it of what is divided."""
-    parts, found = {*layer.modules()}, defaultdict(list)
+_Region = tuple[nn.Module, list[str]]
+"""A module that tensor parallelism divides, with the names in it of what is divided."""
+
+
+def _regions(model: Any, modules: Iterable[nn.Module]) -> list[_Region]:
+    """Those of these modules."""
+    parts, found = {*modules}, defaultdict(list)
     for name, path in getattr(model, "divided", {}).items():
         if (module := model.get_submodule(path)) in parts:
             found[module].append(name.removeprefix(f"{path}."))
     return [*found.items()]
+
+
+def _regions_around(model: Any, layers: Iterable[nn.Module]) -> list[_Region]:
+    """Those in none of the decoder layers."""
+    in_layers = {module for layer in layers for module in layer.modules()}
+    return _regions(model, (module for module in model.modules() if module not in in_layers))
+
+
+@contextmanager
+def _marking_regions(regions: Iterable[_Region], tape: _Tape) -> Iterator[None]:
+    with ExitStack() as stack:
+        for number, (region, divided) in enumerate(regions):
+            stack.enter_context(_marking_region(region, divided, number, tape))
+        yield
 
 
 @contextmanager
@@ -917,7 +937,7 @@ def _parameters(
     for kind in range(max(kinds) + 1):
         layer = layers[kinds.index(kind)]
         experts = {p for each in moe_layers(layer) for p in each.mlp.parameters()}
-        regions = [[module.get_parameter(name) for name in names] for module, names in _regions(model, layer)]
+        regions = [[module.get_parameter(name) for name in names] for module, names in _regions(model, layer.modules())]
         divided = {p for region in regions for p in region}
         dense = [p for p in layer.parameters() if p not in experts | divided and p not in kept]
         parts = (tuple(map(told, each)) for each in (dense, experts, *regions))
@@ -925,6 +945,8 @@ def _parameters(
     # what is kept in fp32 is gathered as long as the root is
     in_layers = {p for layer in layers for p in layer.parameters()} - kept
     root = {name: p for name, p in model.named_parameters() if p not in in_layers}
+    around = enumerate(_regions_around(model, layers))
+    numbers = {module.get_parameter(name): number for number, (module, names) in around for name in names}
     shape = moe_shape(model)
     return ModelParameters(
         tuple(own),
@@ -935,6 +957,7 @@ def _parameters(
         shape.top_k,
         counts,
         tuple(root),
+        tuple(numbers.get(parameter, -1) for parameter in root.values()),
     )
 
 

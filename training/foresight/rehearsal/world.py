@@ -35,6 +35,7 @@ from expertmesh.sharding import (
     Mesh,
     build_mesh,
     check_sizes,
+    check_tp_groups,
     cut_into_stages,
     materialize,
     pipeline_of,
@@ -127,8 +128,10 @@ def _rehearse(
     model = build_rehearsed(config, model_config, "cuda")
     counts = count_parameters(model)
     balance = choose_balance(config, model, model_config)
-    check_sizes(topology_of(config, world_size), moe_shape(model).num_experts)
-    mesh = build_mesh("cpu", topology_of(config, world_size))
+    topology, ranks_per_node = topology_of(config, world_size), config.ranks_per_node or gpus_per_node
+    check_sizes(topology, moe_shape(model).num_experts)
+    check_tp_groups(topology, ranks_per_node)
+    mesh = build_mesh("cpu", topology)
     if config.pp_size > 1:
         cut_into_stages(
             model, mesh, compute_dtype(config), config.schedule_name, config.pipeline_chunks, config.layers_of_stages
@@ -141,7 +144,7 @@ def _rehearse(
     keep_products(model, config.keep_expert_products)
     kinds = list(zip(kinds_of_layers(model), shares, strict=True))
     stack = shortened_stack(kinds) if shortened and config.pp_size == 1 else whole_stack(kinds)
-    strategy = replace(config.strategy, ranks_per_node=config.ranks_per_node or gpus_per_node)
+    strategy = replace(config.strategy, ranks_per_node=ranks_per_node)
     parallelize(model, mesh, compute_dtype(config), strategy)
     # made once in a process: not of fake tensors
     for signed in (True, False):
