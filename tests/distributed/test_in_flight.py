@@ -21,7 +21,7 @@ from expertmesh.training.micro_batch import Denominators, losses_of
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, random_samples, sharded_model
 from tests.families.configs import TEXT_IDS
-from tests.tiers import REPRESENTATIVES, diagonal
+from tests.tiers import REPRESENTATIVES, two_diagonals
 
 WEIGHTS = LossWeights(0.05, 0.01)
 LENGTHS = {"A": [11, 6, 9, 5], "B": [11, 11, 11, 11], "C": [7, 12, 10, 8]}
@@ -56,6 +56,7 @@ WAYS: dict[str, tuple[Topology, dict[str, Any]]] = {
     ),
 }
 """How a forward is run and repeated: all that holds something of it does so in one of these."""
+STATEFUL = "qwen3_next"
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,14 @@ class Found:
     grads: dict[str, Tensor]
 
 
-@pytest.mark.parametrize(("family", "way"), diagonal(REPRESENTATIVES, WAYS))
+@pytest.mark.quick(5)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    list(dict.fromkeys([*two_diagonals(REPRESENTATIVES, list(WAYS)), *((STATEFUL, way) for way in WAYS)])),
+)
 def test_bits_are_those_of_one_after_the_other(ranks: RankPool, tmp_path: Path, family: str, way: str) -> None:
+    """Layers that carry a state are tested in every way; those of other families leave nothing for a backward but what
+    autograd holds, whatever the way."""
     topology, settings = WAYS[way]
     case = Case([], **{"family": family, **settings})
     # widths that fp8 takes
