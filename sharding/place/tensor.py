@@ -36,27 +36,16 @@ def place_divided(model: Any, mesh: Mesh) -> None:
         module.register_parameter(own_name, nn.Parameter(placed, requires_grad=weight.requires_grad))
     assert mesh.cp_group is not None
     assert mesh.cp_group.tp is not None
-<<<<<<< HEAD
-    model.tensor_parallel.group = mesh.cp_group.tp
+    give_group(model, set(names.values()), mesh.cp_group.tp)
+
+
+def give_group(model: Any, paths: Collection[str], group: TPGroup) -> None:
+    """Tell what is divided its ranks, in place. paths: of the modules that have something that is."""
+    model.tensor_parallel.group = group
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    of_divided = set(names.values())
-    paths: dict[Any, str] = {module: path for path, module in model.named_modules()}
-    if paths[embedding] in of_divided:
-        divide_embedding(embedding, mesh.cp_group.tp)
-    if paths[head] in of_divided:
-        head.vocabulary = mesh.cp_group.tp
-=======
-    give_group(model, names, mesh.cp_group.tp)
-
-
-def give_group(model: Any, names: Collection[str], group: TPGroup) -> None:
-    """Tell what is divided its ranks, in place. names: of the parameters that are."""
-    model.tensor_parallel.group = group
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for path, module in list(model.named_modules()):
-        if f"{path}.weight" in names and module is embedding:
-            divide_embedding(module, group)
-        if f"{path}.weight" in names and module is head:
-            head.vocabulary = group
->>>>>>> 7ba52a3 (Plan, check and picture --tp-size, and keep a tensor-parallel group inside a node)
+    by_module: dict[Any, str] = {module: path for path, module in model.named_modules()}
+    if by_module[embedding] in paths:
+        divide_embedding(embedding, group)
+    if by_module[head] in paths:
+        head.vocabulary = group

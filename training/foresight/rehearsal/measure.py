@@ -136,7 +136,7 @@ class Measurer:
         if config.tp_size > 1:
             ranks: Any = _Group(config.tp_size, "tp")
             self.tp = TPGroup(config.tp_size, 0, ranks)
-            give_group(model, divided_of(model), self.tp)
+            give_group(model, set(model.divided.values()), self.tp)
         # read before the model's parameters are exchanged for those of a rank
         self.parameters = _parameters(model, self.layers, self.kinds, config, counts)
         self.kept = set(fp32_parameters(model).values())
