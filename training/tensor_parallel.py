@@ -11,6 +11,7 @@ In a forward whose sequences are complete (generation) all ranks of the group ha
 Shape suffixes: n ranks of the group, B sequences, S positions, L = S/n of them on this rank, D model width.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 from expertmesh.moe import ExpertMeshError, Forward, current_forward, decoder_layers
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.experts.lora import A, B
+from expertmesh.moe.experts.quantised import SCALES
 from expertmesh.moe.model.families import families_with_plan
 from expertmesh.moe.model.tensor_plan import Region, regions_of
 from expertmesh.sharding import TPGroup
@@ -171,6 +173,11 @@ def _part(parameter: Tensor, group: TPGroup) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else group.mine(parameter)
 
 
+def _parts(module: nn.Module, names: Iterable[str], group: TPGroup) -> dict[str, Tensor | None]:
+    own = module._parameters
+    return {name: _part(p, group) for name in names if (p := own.get(name)) is not None}
+
+
 class _Colwise:
     """Hooks of a linear layer that is divided by its outputs."""
 
@@ -179,9 +186,7 @@ class _Colwise:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         group, own = self.parallel.group, module._parameters
-        shown: dict[str, Tensor | None] = {
-            name: _part(p, group) for name in ("weight", "bias") if (p := own.get(name)) is not None
-        }
+        shown = _parts(module, ("weight", "weight" + SCALES, "bias"), group)
         if (lora_B := own.get(B)) is not None:
             shown[B] = group.mine(lora_B)
         _show(module, shown)
@@ -202,10 +207,8 @@ class _Rowwise:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         group, own = self.parallel.group, module._parameters
-        weight = own["weight"]
-        assert weight is not None
-        # a bias is added once, to the sum
-        shown: dict[str, Tensor | None] = {"weight": _part(weight, group), "bias": None}
+        shown = _parts(module, ("weight", "weight" + SCALES), group)
+        shown["bias"] = None  # it is added once, to the sum
         if (lora_A := own.get(A)) is not None:
             shown[A] = group.mine(lora_A, dim=1)
         _show(module, shown)

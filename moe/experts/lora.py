@@ -84,7 +84,7 @@ class _Frozen(nn.Linear):
         storage = storages_of(self).get("weight")
         if storage is None:
             return super().forward(x)
-        scales = self.get_parameter("weight" + SCALES)
+        scales: Tensor = getattr(self, "weight" + SCALES)
         out = stored_linear(x, self.weight, scales, storage, is_transposed=isinstance(self, RowwiseLinear))
         return out if self.bias is None else out + self.bias
 

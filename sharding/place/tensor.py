@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.experts.quantised import SCALES
 from expertmesh.sharding.comms.tensor_parallel import TPGroup
 from expertmesh.sharding.mesh import Mesh
 from expertmesh.sharding.pipeline.stages import stages_of
@@ -17,10 +18,13 @@ STEP_PART: StepPart = None
 
 
 def divided_here(model: Any) -> Mapping[str, str]:
-    """For each parameter of this rank's stages that is divided, the path of the module whose call needs it."""
+    """For each parameter of this rank's stages that is divided, the path of the module whose call needs it. The scales
+    of a quantized one are divided as it is."""
     divided: Mapping[str, str] = getattr(model, "divided", {})
     stages = stages_of(model)
-    return {name: path for name, path in divided.items() if stages is None or stages.is_here(name)}
+    here = {name: path for name, path in divided.items() if stages is None or stages.is_here(name)}
+    parameters = {name for name, _ in model.named_parameters()} if here else set()
+    return here | {name + SCALES: path for name, path in here.items() if name + SCALES in parameters}
 
 
 def place_divided(model: Any, mesh: Mesh) -> None:

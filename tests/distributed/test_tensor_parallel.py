@@ -85,8 +85,18 @@ def test_settings_equal_one_process(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("flags", [(), ("--optim", "adamw_torch_8bit"), ("--adapter", "lora")], ids=str)
-def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, flags: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--optim", "adamw_torch_8bit"),
+        ("--adapter", "lora"),
+        ("--adapter", "lora", "--base-dtype", "nf4"),
+        ("--adapter", "lora", "--base-dtype", "fp8"),
+    ],
+    ids=" ".join,
+)
+def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Packed, evaluated, asked, saved; and resumed by ranks that divide nothing, or divide among more."""
     save_model(tmp_path / "model", **HEADS)
     save_tokenizer(tmp_path / "model")

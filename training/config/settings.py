@@ -249,6 +249,8 @@ class ParallelSettings:
             raise ExpertMeshError(
                 f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 there is no all-to-all; leave it out"
             )
+        if not self.loss_parallel and self.tp_size == 1:
+            raise ExpertMeshError("--no-loss-parallel: is for --tp-size 2 or more; leave it out")
         self._check_dispatch()
         self._check_pipeline()
 

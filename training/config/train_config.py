@@ -104,6 +104,16 @@ class TrainConfig(
                 f"--expert-precision fp8: would round twice what --base-dtype {self.base_dtype} quantizes; "
                 "leave out one of them"
             )
+        if self.dense_precision == "fp8" and self.tp_size > 1:
+            raise ExpertMeshError(
+                "--dense-precision fp8: scales would be those of a rank's part of a row, and results would depend on "
+                f"--tp-size {self.tp_size}; leave out one of them"
+            )
+        if self.compile and self.tp_size > 1:
+            raise ExpertMeshError(
+                f"--compile: layers that exchange their positions inside, as --tp-size {self.tp_size} has them, are "
+                "not compiled; leave out one of them"
+            )
         if self.detect_anomaly and self.compile:
             raise ExpertMeshError("--detect-anomaly: does not see into what --compile compiles; leave out one of them")
         if self.profile and self.compile:
