@@ -123,7 +123,7 @@ def quantise(rows: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
     scales = blocks.abs().amax(dim=2)
     share = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).flatten(1)[:, : storage.columns]
     table = torch.tensor(NF4, device=rows.device)
-    nearest = torch.bucketize(share, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    nearest = torch.bucketize(share.contiguous(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
     nearest = F.pad(nearest, (0, 2 * storage.code_bytes - storage.columns))
     return nearest[:, 0::2] | (nearest[:, 1::2] << 4), scales.contiguous().view(torch.uint8)
 
