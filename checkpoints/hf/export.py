@@ -34,8 +34,8 @@ from expertmesh.checkpoints.storage.tensors import as_array, torch_dtype
 from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import Ranks, Topology, raise_together
 
-# What rank 0 holds of a tensor whose rows lie on disk as they do in memory. An expert's matrix that is transposed
-# there, or whose rows alternate with another's, must be put together in full.
+# What rank 0 holds of a tensor whose rows lie on disk as they do in memory. A matrix that is transposed there, or whose
+# rows alternate with another's, must be put together in full.
 _PIECE_BYTES = 16 * 2**20
 WRITER = 0
 

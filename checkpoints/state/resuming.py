@@ -149,8 +149,9 @@ def _state_to_fill(
     if otherwise:
         raise ExpertMeshError(
             f"{path}: was written by a release of expertmesh, or with one of transformers, that holds {min(otherwise)} "
-            f"the other way round, and {len(otherwise) - 1} more: resume with that release, or start from the weights "
-            "alone, which `expertmesh-checkpoints export` brings into Hugging Face form"
+            f"the other way round ({len(otherwise)} matrices in all), and optimizer state likewise: resume with that "
+            "release, or start from the weights alone, which `expertmesh-checkpoints export` writes in Hugging Face "
+            "form"
         )
     for name, entry in saved.items():
         if not name.startswith("optimizer."):

@@ -13,6 +13,7 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from expertmesh.checkpoints import Names
+from expertmesh.checkpoints.hf.mapping import Region
 from expertmesh.checkpoints.hf.names import Matched
 from expertmesh.moe import build_model
 from expertmesh.moe.model.families import causal_families
@@ -91,6 +92,21 @@ def assert_same(found: Tensors, wanted: Tensors) -> None:
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "nemotron_h", "granitemoe", "jamba"])
 def test_same_weights_as_in_transformers(saved: Callable[..., Tensors], family: str, original: bool) -> None:
     assert_same(assembled(names_of(family), saved(family, original)), expected(names_of(family), theirs_of(family)))
+
+
+def test_transposed_beside_experts(saved: Callable[..., Tensors]) -> None:
+    """Ours is (in, out), the tensor on disk (out, in): our rows are its columns."""
+    names, tensors = names_of("mixtral", head_dim=16), saved("mixtral", head_dim=16)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert name in names.transposed
+    inputs, outputs = names.parameters[name]
+    assert inputs != outputs
+    assert tensors[name].shape == (outputs, inputs)
+    (tensor,) = (tensor for tensor in match(names, tensors).tensors if tensor.name == name)
+    assert tensor.regions == (Region(name, range(inputs), transposed=True),)
+    assert_same(assembled(names, tensors), expected(names, theirs_of("mixtral", head_dim=16)))
+    misshapen = match(names, {**tensors, name: tensors[name].t()}).problems
+    assert misshapen == {name: f"tensor {name} has shape {[inputs, outputs]}; the config asks for {[outputs, inputs]}"}
 
 
 @pytest.mark.parametrize("of_fused", [("layers.0.",), ("gate_up_proj", ".w1.", ".w3."), ("down_proj", ".w2.")], ids=str)

@@ -334,6 +334,36 @@ def test_another_model_is_not_resumed(ranks: RankPool, tiny_data: Path, finished
         assert "is of another model" in told
 
 
+def run_as_before(argv: list[str]) -> tuple[int, str]:
+    """A run of a release that held nothing transposed beside experts."""
+    with mock.patch("expertmesh.moe.model.build.hold_transposed"):
+        return run_main(argv)
+
+
+def test_a_checkpoint_of_an_earlier_release(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """It is exported as that release exported it, and its optimizer's state, of other rows, is not resumed."""
+    name, out = "model.layers.0.self_attn.o_proj.weight", tmp_path / "run"
+    argv = [*flags(tiny_model, tiny_data, out, *shares(1)), "--max-steps", "2", "--save-steps", "2"]
+    ((code, told),) = ranks.run(run_as_before, 1, argv, join_group=False)
+    assert code == 0, told
+    saved = out / "checkpoints" / "step-00000002"
+    marker = json.loads((saved / "checkpoint.json").read_text())
+    del marker["checksum"]
+    assert marker.pop("transposed") == []
+    (saved / "checkpoint.json").write_text(json.dumps(seal({**marker, "version": 2})))
+
+    assert checkpoints_main(["export", str(saved), str(tmp_path / "hf")]) == 0
+    weights, expected = read(tmp_path / "hf"), read(out / "hf")
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert checkpoints_main(["verify", str(saved), str(out / "hf")]) == 0
+    shutil.rmtree(out / "hf")
+    ((code, told),) = ranks.run(run_main, 1, [*argv, "--max-steps", "3", "--resume", "auto"], join_group=False)
+    assert code == 2
+    assert str(saved) in told
+    assert f"that holds {name} the other way round" in told
+    assert "`expertmesh-checkpoints export`" in told
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_another_users_checkpoint_is_not_unpickled(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path

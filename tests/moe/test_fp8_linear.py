@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe.kernels.fp8_linear import FP8Linear, suits_fp8
+from expertmesh.moe.kernels.fp8_linear import FP8Linear, FP8RowwiseLinear, suits_fp8
 from tests.tiny import relative_error
 
 
@@ -17,10 +17,12 @@ def rounded(x: Tensor, dim: int) -> Tensor:
     return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-def in_fp8(num_in: int, num_out: int, bias: bool) -> Any:
+def in_fp8(num_in: int, num_out: int, bias: bool, rowwise: bool = False) -> Any:
     torch.manual_seed(0)
     layer: Any = nn.Linear(num_in, num_out, bias=bias).bfloat16()
-    layer.__class__ = FP8Linear
+    layer.__class__ = FP8RowwiseLinear if rowwise else FP8Linear
+    if rowwise:
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
     return layer
 
 
@@ -48,6 +50,21 @@ def test_in_another_dtype_as_any_linear_layer() -> None:
     layer = in_fp8(48, 32, True).float()
     x = torch.randn(5, 48)
     assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_held_transposed_with_the_same_bits(bias: bool) -> None:
+    """Each value of the weight has the scale, forward and backward, that it has where it is not transposed."""
+    x, grad = ((torch.randn(3, 7, width) * 3).bfloat16() for width in (48, 32))
+    found = []
+    for rowwise in (False, True):
+        layer, given = in_fp8(48, 32, bias, rowwise), x.clone().requires_grad_()
+        out = layer(given)
+        out.backward(grad)
+        found.append((out, given.grad, layer.weight.grad.t() if rowwise else layer.weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    layer = in_fp8(48, 32, bias, rowwise=True).float()
+    assert relative_error(layer(x.float()), nn.functional.linear(x.float(), layer.weight.t(), layer.bias)) < 1e-6
 
 
 def test_without_rows() -> None:

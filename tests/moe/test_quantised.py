@@ -75,14 +75,18 @@ def test_zeros_and_rows_by_themselves(kind: Any) -> None:
     assert torch.equal(filled[1], scales)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_the_widened_weight(kind: Any) -> None:
+def test_products_are_those_of_the_widened_weight(kind: Any, is_transposed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(24, 72, generator=generator), torch.randn(2, 5, 72, generator=generator)
+    if is_transposed:
+        x = x[..., :24].contiguous()
     codes, scales, storage = stored(weight, kind)
     wide = widen(codes, scales, storage, torch.float32)
     x_1, x_2 = (x.clone().requires_grad_() for _ in range(2))
-    out, want = stored_linear(x_1, codes, scales, storage), torch.nn.functional.linear(x_2, wide)
+    out = stored_linear(x_1, codes, scales, storage, is_transposed)
+    want = torch.nn.functional.linear(x_2, wide.t() if is_transposed else wide)
     torch.testing.assert_close(out, want)
     grad = torch.randn(out.shape, generator=generator)
     out.backward(grad)

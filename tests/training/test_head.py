@@ -21,7 +21,7 @@ from transformers import (
 import expertmesh.training.loss.chunks as chunks
 import expertmesh.training.loss.head as head
 from expertmesh.moe import ExpertMeshError, Forward, Targets, build_model
-from expertmesh.sharding import Checkpointing, Topology
+from expertmesh.sharding import Checkpointing, Topology, state_of
 from expertmesh.training.data import IGNORED, Sample, collate
 from expertmesh.training.loss.head import LOSS_SUMS, LossHead, attach_loss_head, choose_cross_entropy, loss_head
 from tests.distributed.pool import RankPool
@@ -200,12 +200,14 @@ def test_head_in_a_model(kind: str, which: str) -> None:
     loss.backward()
     expected.backward()
     trained = dict(theirs.named_parameters())
+    transposed = {name for name, part in state_of(model).items() if part.transposed}
     compared = [name for name, _ in model.named_parameters() if name in trained and trained[name].grad is not None]
     assert {"lm_head.weight", "model.embed_tokens.weight"} & set(compared)
     assert ("lm_head.bias" in compared) == (which == "bias")
     for name in compared:
         floor = 1e-3 * float(trained["model.norm.weight"].grad.norm())
-        assert relative_error(model.get_parameter(name).grad, trained[name].grad, floor) < 1e-5, name
+        grad = model.get_parameter(name).grad
+        assert relative_error(grad.t() if name in transposed else grad, trained[name].grad, floor) < 1e-5, name
 
     failing = mock.patch.object(type(model.get_decoder()), "forward", side_effect=RuntimeError)
     with failing, pytest.raises(RuntimeError), Forward(targets=targets):

@@ -1,0 +1,79 @@
+"""Linear layers whose weight is held transposed: which they are, and that they compute what transformers' do."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from expertmesh.moe import build_model
+from expertmesh.moe.model import build
+from expertmesh.moe.model.rowwise import RowwiseLinear
+from expertmesh.moe.model.tensor_plan import regions_of
+from expertmesh.sharding import state_of
+from tests.families.configs import tiny_config
+from tests.tiny import relative_error
+
+O_PROJ, Q_PROJ = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"
+
+
+def transposed(model: Any) -> set[str]:
+    return {name for name, part in state_of(model).items() if part.transposed}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_computes_what_a_linear_layer_does(dtype: torch.dtype, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    plain = nn.Linear(160, 128, bias=bias, dtype=dtype)
+    ours: Any = nn.Linear(160, 128, bias=bias, dtype=dtype)
+    ours.__class__ = RowwiseLinear
+    ours.weight = nn.Parameter(plain.weight.detach().t().contiguous())
+    ours.bias = plain.bias
+    # so many rows that oneDNN takes part, where there is one
+    given = torch.randn(3, 70, 160, generator=generator).to(dtype)
+    grad = torch.randn(3, 70, 128, generator=generator).to(dtype)
+    found = []
+    for layer in (plain, ours):
+        x = given.clone().requires_grad_()
+        out = layer(x)
+        out.backward(grad)
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        found.append([out.detach(), x.grad, layer.weight.grad])
+    (out, grad_x, grad_weight), (our_out, our_grad_x, our_grad_weight) = found
+    tolerance = 1e-6 if dtype == torch.float32 else 5e-3
+    assert relative_error(our_out, out) < tolerance
+    assert relative_error(our_grad_x, grad_x) < tolerance
+    assert relative_error(our_grad_weight.t(), grad_weight) < tolerance
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2", "aria"])
+def test_those_of_the_plans_regions(family: str) -> None:
+    """They are (in, out), under the names that they have in transformers."""
+    model = build_model(tiny_config(family), "eager")
+    rowwise = [path for region in regions_of(model) for path in region.rowwise]
+    assert any(path.endswith("o_proj") for path in rowwise)
+    assert transposed(model) == {f"{path}.weight" for path in rowwise}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            widths = (module.out_features, module.in_features)
+            assert module.weight.shape == (widths[::-1] if path in rowwise else widths), path
+
+
+def test_none_without_a_plan() -> None:
+    assert transposed(build_model(tiny_config("gpt_oss"), "eager")) == set()
+
+
+@pytest.mark.parametrize("read", [O_PROJ, Q_PROJ])
+def test_not_where_other_code_reads_a_weight(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region of which a weight is read elsewhere is none: all of its layers lie as transformers has them."""
+    probe = build.probe
+    monkeypatch.setattr(build, "probe", lambda model: replace(probe(model), read_weights=frozenset({read})))
+    model = build_model(tiny_config("mixtral"), "eager")
+    assert not any(region.path == "model.layers.0.self_attn" for region in regions_of(model))
+    assert transposed(model) == {
+        f"{O_PROJ.replace('0', str(layer))}.weight" for layer in range(1, model.config.num_hidden_layers)
+    }
+    assert not isinstance(model.get_submodule(O_PROJ), RowwiseLinear)
