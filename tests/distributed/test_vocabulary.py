@@ -376,8 +376,14 @@ def divide_weight(module: Any, group: TPGroup, mesh: DeviceMesh) -> None:
         module.register_parameter(name, nn.Parameter(placed))
 
 
-def assert_parts(module: nn.Module, whole: nn.Module, group: TPGroup, parts: set[str]) -> None:
-    """The gradients of a module of which ranks have parts, of the parameters that are named, and copies."""
+def assert_parts(
+    module: nn.Module, whole: nn.Module, group: TPGroup, parts: set[str], others: dist.ProcessGroup | None = None
+) -> None:
+    """The gradients of a module of which ranks have parts, of the parameters that are named, and copies.
+
+    Args:
+        others: the ranks that have the same part.
+    """
     expected = dict(whole.named_parameters())
     for name, parameter in module.named_parameters():
         grad, reference = parameter.grad, expected[name].grad
@@ -386,6 +392,8 @@ def assert_parts(module: nn.Module, whole: nn.Module, group: TPGroup, parts: set
         if name in parts:
             assert isinstance(grad, DTensor)
             grad, reference = grad.to_local(), own(reference, 0, group)
+            if others is not None:
+                dist.all_reduce(grad, group=others)
         else:
             dist.all_reduce(grad)
         floor = 1e-3 * float(reference.norm())
@@ -398,14 +406,18 @@ MODELS: dict[str, Any] = {"no bias": tiny_mixtral, "bias": head_with_bias}
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("which", MODELS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_in_a_model(ranks: RankPool, size: int, which: str) -> None:
-    ranks.run(_in_a_model, size, which)
+@pytest.mark.parametrize(("world_size", "tp_size"), [(4, 2), (2, 2), (4, 4)])
+def test_in_a_model(ranks: RankPool, world_size: int, tp_size: int, which: str) -> None:
+    ranks.run(_in_a_model, world_size, tp_size, which)
 
 
-def _in_a_model(which: str) -> None:
-    """Attention sees full sequences by context parallelism; nothing but the vocabulary is divided."""
-    group = tp_group()
+def _in_a_model(tp_size: int, which: str) -> None:
+    """Attention sees full sequences by context parallelism of all ranks; nothing but the vocabulary is divided, over
+    some of them."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (world_size // tp_size, tp_size), mesh_dim_names=("cp", "tp"))
+    group = TPGroup(tp_size, rank % tp_size, mesh.get_group("tp"))
+    cp_group = CPGroup(world_size, rank, dist.group.WORLD)
     torch.manual_seed(0)
     theirs = MODELS[which]().eval()
     for parameter in theirs.parameters():
@@ -419,24 +431,23 @@ def _in_a_model(which: str) -> None:
     expected.backward()
 
     model = build_model(theirs.config)
-    apply_context_parallel(model, group.size, False)
+    apply_context_parallel(model, world_size, False)
     model = loaded(model, theirs).eval()
     assert divided_vocabulary(model, group.size, "auto").line() == "vocabulary: embedding divided, head divided"
     attach_loss_head(model, "chunked")
     head, embedding = loss_head(model), model.get_input_embeddings()
     divide_embedding(embedding, group)
     head.vocabulary = group
-    mesh = init_device_mesh("cpu", (group.size,))
-    divide_weight(head, group, mesh)
-    divide_weight(embedding, group, mesh)
-    loss = token_loss_sum(model, collate(rows, CPGroup(group.size, group.index, group.ranks)))
+    divide_weight(head, group, mesh["tp"])
+    divide_weight(embedding, group, mesh["tp"])
+    loss = token_loss_sum(model, collate(rows, cp_group))
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total)
     assert relative_error(total, expected.detach()) < 1e-6
     parts = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
     assert len(parts) == (3 if which == "bias" else 2)
-    assert_parts(model, alone, group, parts)
+    assert_parts(model, alone, group, parts, mesh.get_group("cp"))
 
     tokens_BS = collate(rows).tokens_BS
     with torch.no_grad():

@@ -318,6 +318,49 @@ def test_fused_cross_entropy_shows_what_is_no_number() -> None:
     assert none == 0
 
 
+def check_halves(logits_CV: Tensor, targets_C: Tensor, rtol: float) -> None:
+    """The kernels for a divided vocabulary, on each half of it, against torch."""
+    from expertmesh.training.loss.head_triton import fused_gradient, fused_row_figures
+
+    whole_CV, half = logits_CV.float(), logits_CV.shape[1] // 2
+    highest_C = whole_CV.amax(dim=1)
+    exp_sum_C = (whole_CV - highest_C.unsqueeze(1)).exp().sum(dim=1)
+    gradient_CV = whole_CV.softmax(dim=1)
+    gradient_CV[torch.arange(len(targets_C)), targets_C] -= 1
+    for first in (0, half):
+        part_Cv, targets_from_first_C = whole_CV[:, first : first + half], targets_C - first
+        figures = fused_row_figures(logits_CV[:, first : first + half].contiguous(), targets_from_first_C)
+        is_here_C = (targets_from_first_C >= 0) & (targets_from_first_C < half)
+        at_target_C = whole_CV.gather(1, targets_C.unsqueeze(1)).squeeze(1).where(is_here_C, 0.0)
+        own_C = part_Cv.amax(dim=1)
+        own_sum_C = (part_Cv - own_C.clamp(min=-1e38).unsqueeze(1)).exp().sum(dim=1)
+        torch.testing.assert_close(torch.stack(figures), torch.stack([own_C, own_sum_C, at_target_C]))
+        place_Cv = logits_CV[:, first : first + half].contiguous()
+        found_Cv = fused_gradient(place_Cv, targets_from_first_C, highest_C, exp_sum_C)
+        assert found_Cv is place_Cv
+        torch.testing.assert_close(found_Cv.float(), gradient_CV[:, first : first + half], rtol=rtol, atol=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "vocabulary"), [(4, 320), (3, 9002)])
+def test_fused_cross_entropy_of_a_divided_vocabulary(dtype: torch.dtype, num_rows: int, vocabulary: int) -> None:
+    """Also where all tokens of a half are ruled out."""
+    torch.manual_seed(0)
+    logits_CV = (torch.randn(num_rows, vocabulary) * 20).to(dtype)
+    targets_C = torch.randint(0, vocabulary, (num_rows,))
+    logits_CV[0, : vocabulary // 2] = float("-inf")
+    targets_C[0] = vocabulary - 1
+    check_halves(logits_CV, targets_C, 2**-7 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_cross_entropy_of_a_divided_vocabulary_on_a_gpu(dtype: torch.dtype) -> None:
+    logits_CV = (torch.randn(100, 32000, device="cuda") * 5).to(dtype)
+    check_halves(logits_CV, torch.randint(0, 32000, (100,), device="cuda"), 2**-8 if dtype == torch.bfloat16 else 1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_cross_entropy_on_a_gpu(dtype: torch.dtype) -> None:
