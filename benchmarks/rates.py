@@ -3,17 +3,17 @@
     python -m benchmarks.rates --write card.json
     python -m sharding plan --calibrate card.json --model DIR ...        # and `rehearse`, and `benchmarks.ledger`
 
-Matmuls and grouped matmuls by size, attention by length, copies, a fused AdamW step, launches, the host's calls and its
-waits for the device: medians of nine rounds. Links are those of `--links FILE`, which `sharding mesh --check --json`
-writes, else the presets of --gpu and --network. On a GPU, what one cannot measure alone (the slowing of kernels beside
-NCCL) or has no kernel for is taken from what was published of --gpu, and said to be; on a CPU it is left out. Its path
-for GPUs has not run on one yet.
+Matmuls and grouped matmuls by size, attention by length, eigendecompositions, copies, a fused AdamW step, launches, the
+host's calls and its waits for the device: medians of nine rounds. Links are those of `--links FILE`, which `sharding
+mesh --check --json` writes, else the presets of --gpu and --network. On a GPU, what one cannot measure alone (the
+slowing of kernels beside NCCL) or has no kernel for is taken from what was published of --gpu, and said to be; on a CPU
+it is left out. Its path for GPUs has not run on one yet.
 """
 
 import argparse
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.training.attention.flash import flash_attention
 from expertmesh.training.foresight.planner.check import measure_device, median_seconds
+from expertmesh.training.foresight.planner.cost import best_rate
 from expertmesh.training.foresight.planner.hardware import (
     DEVICES,
     LINKS,
@@ -36,6 +37,7 @@ from expertmesh.training.foresight.planner.hardware import (
     save_measured,
 )
 from expertmesh.training.foresight.rates import FA3, Attained, Constant, Rates, published
+from expertmesh.training.optim.shampoo import EIGEN_FLOPS
 
 SQUARES = {"cuda": (1024, 2048, 4096, 8192), "cpu": (128, 256, 512, 1024)}
 GROUPS = {
@@ -44,6 +46,7 @@ GROUPS = {
     "cpu": ((16, 32, 256, 128), (8, 128, 256, 512), (1, 512, 512, 1792)),
 }
 LENGTHS = {"cuda": (512, 1024, 2048, 4096, 16384), "cpu": (128, 512)}
+FACTORS = {"cuda": (128, 512, 1024, 2048), "cpu": (32, 128)}
 HEADS, WIDTH = 16, 128
 PARAMETERS = {"cuda": 2**28, "cpu": 2**22}
 CALLS = 200
@@ -80,9 +83,13 @@ def measured_rates(device: torch.device) -> tuple[Device, Rates]:
     best, dtype = measure_device(device), torch.bfloat16 if device.type == "cuda" else torch.float32
     source = f"measured: {name_of(device)}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}"
     timed = (*_matmuls(device, dtype), *_attentions(device, dtype))
+    updates = tuple(_updates(device))
     # a larger or smaller matmul may be faster than the one by which the device was measured
-    best = replace(best, matrix=max(best.matrix, *(flops / seconds for _, _, flops, seconds in timed)))
-    attained = [(operator, size, flops / seconds / best.matrix) for operator, size, flops, seconds in timed]
+    best = replace(best, matrix=_fastest(best.matrix, timed), fp32=_fastest(best.fp32, updates))
+    attained = [
+        (operator, size, flops / seconds / best_rate(operator, best))
+        for operator, size, flops, seconds in timed + updates
+    ]
     attained.append(("memory", 1.0, 1.0))
     attained.append(("update", 1.0, _update_bytes(device) / best.memory_bandwidth))
     shares = tuple(Attained(operator, float(size), share, source) for operator, size, share in attained)
@@ -105,6 +112,21 @@ def _matmuls(device: torch.device, dtype: torch.dtype) -> Iterator[Timed]:
         each = 2.0 * rows * columns * width
         seconds = _time(lambda x, w, ends: F.grouped_mm(x, w, offs=ends), device, rows_RD, weight_eDF, ends_e)
         yield "grouped matmul", each, experts * each, seconds
+
+
+def _fastest(rate: float, timed: Sequence[Timed]) -> float:
+    return max(rate, *(flops / seconds for _, _, flops, seconds in timed))
+
+
+def _updates(device: torch.device) -> Iterator[Timed]:
+    """What Shampoo computes: matmuls in fp32, and eigendecompositions in double."""
+    for side in SQUARES[device.type]:
+        a, b = (torch.randn(side, side, device=device) for _ in range(2))
+        yield "matmul fp32", 2.0 * side**3, 2.0 * side**3, _time(lambda a, b: a @ b, device, a, b)
+    for side in FACTORS[device.type]:
+        a = torch.randn(side, side, device=device, dtype=torch.float64)
+        flops = EIGEN_FLOPS * float(side) ** 3
+        yield "eigendecomposition", flops, flops, _time(torch.linalg.eigh, device, a @ a.T)
 
 
 def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[Timed]:

@@ -7,13 +7,14 @@ from typing import get_args
 
 import pytest
 
-from benchmarks.rates import GROUPS, HEADS, LENGTHS, PARAMETERS, SQUARES, main
+from benchmarks.rates import FACTORS, GROUPS, HEADS, LENGTHS, PARAMETERS, SQUARES, main
 from expertmesh.training.foresight.planner.hardware import LINKS, load_measured
 from expertmesh.training.foresight.rates import Operator
 
 
 def test_the_rates_of_this_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for table, small in ((SQUARES, (8, 16)), (GROUPS, ((2, 4, 8, 16),)), (LENGTHS, (16,)), (PARAMETERS, 256)):
+    tables = ((SQUARES, (8, 16)), (GROUPS, ((2, 4, 8, 16),)), (FACTORS, (4,)), (LENGTHS, (16,)), (PARAMETERS, 256))
+    for table, small in tables:
         monkeypatch.setitem(table, "cpu", small)
     file = tmp_path / "card.json"
     monkeypatch.setattr(sys, "argv", ["rates", "--device", "cpu", "--network", "ethernet-100", "--write", str(file)])

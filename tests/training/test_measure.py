@@ -8,7 +8,7 @@ import pytest
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training import TrainConfig
-from expertmesh.training.foresight.planner.cost import step_time
+from expertmesh.training.foresight.planner.cost import step_time, update_kernels
 from expertmesh.training.foresight.planner.hardware import preset
 from expertmesh.training.foresight.planner.measured import MeasuredModel, Workload
 from expertmesh.training.foresight.planner.model_config import read_config
@@ -80,6 +80,26 @@ def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     assert rehearsed.memory.state - steps <= state <= rehearsed.memory.state
     recorded = account.communicators(rehearsed.step.events, rehearsed.groups)
     assert sum(each.size for each in communicators(run)) == sum(each.size for each in recorded)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("layout", [(3, {}), (1, {}), (8, {"ep_size": 4, "dense_shard": "hybrid"})], ids=str)
+@pytest.mark.parametrize("optim", ["shampoo", "muon"])
+def test_updates_of_matrices(optim: str, layout: tuple[int, dict[str, Any]]) -> None:
+    """Of the rank that has most of them. Shampoo's blocks leave rests in both directions."""
+    world_size, flags = layout
+    settings = {"shampoo_block_size": 28, "shampoo_frequency": 5} if optim == "shampoo" else {}
+    rehearsed, run = both(tiny_mixtral(num_hidden_layers=1), world_size, optim=optim, **settings, **flags)
+    events = [event for event in rehearsed.step.events if event.phase == "optimizer step" and event.flops]
+    assert sum(event.flops for event in events) == pytest.approx(
+        sum(f * n for f, _, n in update_kernels(run)), rel=1e-6
+    )
+    assert {event.work.operator for event in events} == {work.operator for _, work, _ in update_kernels(run)}
+    calls = sum(rehearsed.step.calls.values())
+    assert step_time(run, H100, gpus_per_node=8).host == pytest.approx(H100.rates.call * calls, rel=0.15)
+    assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.03)
+    # MFU is of forward and backward
+    assert sum(event.needed for event in rehearsed.step.events if event.phase == "optimizer step") == 0
 
 
 @pytest.mark.exhaustive

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 Operator = Literal[
     "matmul",
+    "matmul fp32",
+    "eigendecomposition",
     "grouped matmul",
     "grouped matmul fp8",
     "attention",
@@ -27,8 +29,10 @@ Operator = Literal[
     "memory",
     "update",
 ]
-"""Classes of kernels. Attention is by the kernel that computes it: cuDNN's, torch's memory-efficient one, and flash
-attention's over packed samples. memory: no matmul in it. update: the same, of an optimizer's step."""
+"""Classes of kernels. matmul: in the compute dtype. matmul fp32: an optimizer's, in fp32 or double whatever that is;
+these and eigendecompositions, which are in double, are shares of the rate in fp32. Attention is by the kernel that
+computes it: cuDNN's, torch's memory-efficient one, and flash attention's over packed samples. memory: no matmul in
+it. update: the same, of an optimizer's step."""
 Exchange = Literal["ring inside", "ring between", "all-to-all inside", "all-to-all between"]
 """Classes of collectives: inside a node, or between nodes. A ring: all-gather, reduce-scatter, all-reduce."""
 FA3 = ", FA3"

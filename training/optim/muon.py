@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.base.declared import StepPart, lasting
 from expertmesh.sharding import Mesh, local_tensor
-from expertmesh.training.optim.matrices import Matrix, MatrixOptimizer, on_owners, with_gradients
+from expertmesh.training.optim.matrices import Matrix, MatrixOptimizer, UpdateKernel, on_owners, with_gradients
 
 STEP_PART: StepPart = "optimizer step"
 
@@ -56,9 +56,8 @@ class Muon(MatrixOptimizer):
         assert closure is None
         trained = [parameter for parameter in self.matrix_group["params"] if parameter.grad is not None]
         for parameter in trained:
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
+            if not self.state[parameter]:
+                self._begin(parameter)
         momenta = [local_tensor(self.state[parameter]["momentum_buffer"]) for parameter in trained]
         if trained:
             torch._foreach_lerp_(momenta, [local_tensor(parameter.grad) for parameter in trained], 1 - MOMENTUM)
@@ -71,6 +70,10 @@ class Muon(MatrixOptimizer):
             for owned, direction_RD in zip(trained_of_lot, directions, strict=True):
                 self._update(owned.matrix, direction_RD)
         self.adamw.step()
+
+    @lasting
+    def _begin(self, parameter: Tensor) -> None:
+        self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def _direction(self, matrix: Matrix) -> Tensor:
         """Nesterov momentum of this rank's rows."""
@@ -96,3 +99,10 @@ def newton_schulz(matrix_RD: Tensor) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
+
+
+def update_kernels(shape: tuple[int, int]) -> list[UpdateKernel]:
+    """The matmuls of `newton_schulz`: of a matrix of n rows and m >= n columns, two of 2·n²·m FLOPs and one of 2·n³ in
+    each iteration."""
+    n, m = sorted(shape)
+    return [UpdateKernel("matmul", 2.0 * n * n * m, 2 * ITERATIONS), UpdateKernel("matmul", 2.0 * n**3, ITERATIONS)]

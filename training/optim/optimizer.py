@@ -11,8 +11,9 @@ from expertmesh.checkpoints import ResumableOptimizer
 from expertmesh.moe import decoder_layers, router_prefixes
 from expertmesh.sharding import Mesh, StateTensor, trainable_of
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.optim import muon, shampoo
 from expertmesh.training.optim.low_bit import AdamW8bit, AdamWBf16, block_size
-from expertmesh.training.optim.matrices import dense_matrix, expert_matrices
+from expertmesh.training.optim.matrices import UpdateKernel, block_shapes, dense_matrix, expert_matrices
 from expertmesh.training.optim.muon import Muon
 from expertmesh.training.optim.shampoo import Shampoo, factor_bytes
 
@@ -55,6 +56,17 @@ def state_bytes(parameter: Tensor, config: TrainConfig, matrix_rows: int) -> flo
     if optim == "adamw_torch_8bit" and (block := block_size(parameter.shape)) is not None:
         return 2 + 8 / block
     return 2 * parameter.element_size() if optim == "adamw_bf16" else 8
+
+
+def update_kernels(
+    shape: tuple[int, int], config: TrainConfig
+) -> list[tuple[tuple[int, int], int, list[UpdateKernel]]]:
+    """What Muon or Shampoo computes of a matrix of this shape in a step, on its owner, beside what moves memory alone:
+    the shape of each kind of its blocks, how many there are, and the kernels of one."""
+    if config.optim == "muon":
+        return [(shape, 1, muon.update_kernels(shape))]
+    blocks = block_shapes(shape, config.shampoo_block_size).items()
+    return [(block, number, shampoo.update_kernels(block, config.shampoo_frequency)) for block, number in blocks]
 
 
 def _groups(parameters: list[Tensor], config: TrainConfig) -> list[dict[str, Any]]:

@@ -11,9 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expertmesh.checkpoints import StateLayout
-from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.base.declared import StepPart, lasting
 from expertmesh.sharding import Mesh, local_tensor
-from expertmesh.training.optim.matrices import Matrix, MatrixOptimizer, on_owners, with_gradients
+from expertmesh.training.optim.matrices import (
+    Matrix,
+    MatrixOptimizer,
+    UpdateKernel,
+    block_shapes,
+    on_owners,
+    with_gradients,
+)
 
 STEP_PART: StepPart = "optimizer step"
 
@@ -97,12 +104,17 @@ class Shampoo(MatrixOptimizer):
                 continue
             state = self.state[parameter]
             if "step" not in state:
-                state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                self._begin(parameter)
             state["step"] += 1
             grad = local_tensor(parameter.grad)
             local_tensor(state["exp_avg"]).lerp_(grad, 1 - beta1)
             local_tensor(state["exp_avg_sq"]).lerp_(grad.square(), 1 - beta2)
+
+    @lasting
+    def _begin(self, parameter: Tensor) -> None:
+        state = self.state[parameter]
+        state["step"] = torch.zeros(())
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def _pieces(self, matrix: Matrix) -> list[Tensor]:
         """This rank's rows of a block's gradient, of its first moment, and of AdamW's change of it."""
@@ -131,6 +143,7 @@ class Shampoo(MatrixOptimizer):
         change_RD = roots[0] @ mean_RD @ roots[1]
         return change_RD * (adam_RD.norm() / change_RD.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
+    @lasting
     def _factor(self, state: dict[str, Tensor], name: str, matrix: Matrix, side: str) -> Tensor:
         """A factor or root of a block on this rank; zeros if it is not there yet."""
         if name not in state:
@@ -156,14 +169,30 @@ def inverse_fourth_root(factor: Tensor) -> Tensor:
     an fp32 matrix. Of zeros, as of an expert that no token has reached, the identity: gradients that come later are
     not preconditioned."""
     values, vectors = torch.linalg.eigh(factor.double())
-    if values[-1] <= 0:
-        return torch.eye(len(factor), device=factor.device)
-    powers = (values.clamp(min=0) + RIDGE * values[-1]).pow(-0.25)
-    return (vectors * powers @ vectors.T).float()
+    if values[-1] > 0:
+        powers = (values.clamp(min=0) + RIDGE * values[-1]).pow(-0.25)
+        return (vectors * powers @ vectors.T).float()
+    return torch.eye(len(factor), device=factor.device)
 
 
 def factor_bytes(shape: tuple[int, int], block_size: int) -> float:
     """Bytes of the factors and roots of a matrix, for each of its elements."""
-    sizes = [[min(block_size, side - start) for start in range(0, side, block_size)] for side in shape]
-    squares = sum(rows**2 + columns**2 for rows in sizes[0] for columns in sizes[1])
+    blocks = block_shapes(shape, block_size).items()
+    squares = sum(number * (rows**2 + columns**2) for (rows, columns), number in blocks)
     return 2 * 4 * squares / (shape[0] * shape[1])
+
+
+EIGEN_FLOPS = 9
+"""FLOPs of the eigenvalues and eigenvectors of a symmetric matrix of n rows, over n³ (Golub and Van Loan, Matrix
+Computations, section 8.3)."""
+
+
+def update_kernels(shape: tuple[int, int], frequency: int) -> list[UpdateKernel]:
+    """What a step computes of a block on average, once roots are taken: in each step two matmuls for its factors and
+    two with their roots, every `frequency` steps the two roots."""
+    rows, columns = shape
+    kernels = [UpdateKernel("matmul fp32", 2.0 * rows * columns * side, 2) for side in shape]
+    for side in shape:
+        kernels.append(UpdateKernel("eigendecomposition", EIGEN_FLOPS * float(side) ** 3, 1 / frequency))
+        kernels.append(UpdateKernel("matmul fp32", 2.0 * side**3, 1 / frequency))
+    return kernels

@@ -18,8 +18,8 @@ from functools import cached_property
 
 from expertmesh.sharding.pipeline.timeline import Costs
 from expertmesh.training.foresight.planner.clock import Clock, StepTime, Transfer
-from expertmesh.training.foresight.planner.hardware import Hardware
-from expertmesh.training.foresight.planner.measured import MeasuredRange, MeasuredSpan
+from expertmesh.training.foresight.planner.hardware import Device, Hardware
+from expertmesh.training.foresight.planner.measured import BlockUpdate, MeasuredRange, MeasuredSpan
 from expertmesh.training.foresight.planner.pipelines import expert_spans, leaves_weights, pipeline_seconds
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
@@ -42,8 +42,10 @@ UNIT_CALLS = {"gather": (6, 1), "use": (2, 2), "reduce": (7, 1)}
 """Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""
 CLIPPING_CALLS = 2
 """For each parameter that is trained; those for all of them together are few."""
-UPDATE_CALLS = {"adamw_torch_fused": 0, "adamw_torch_8bit": 9, "adamw_bf16": 9, "muon": 21, "shampoo": 48}
+UPDATE_CALLS = {"adamw_torch_8bit": 9, "adamw_bf16": 9}
 """The same, by optimizer."""
+BLOCK_CALLS = {"muon": (13, 35), "shampoo": (22, 38)}
+"""For each block of a matrix, and for each lot of them, as counted in a rehearsal."""
 SUMS = 3
 """All-reduces of a few numbers among all ranks in a step: of tokens, of the loss, of the gradient norm."""
 
@@ -55,8 +57,14 @@ def kernel_seconds(flops: float, moved: float, work: Work, hardware: Hardware) -
     memory = moved / (device.memory_bandwidth * rates.share(operator, max(moved, 1.0)))
     if flops == 0:
         return memory + rates.launch
-    rate = device.fp8 if work.operator == "grouped matmul fp8" else device.matrix
-    return max(flops / (rate * rates.share(*work)), memory) + rates.launch
+    return max(flops / (best_rate(work.operator, device) * rates.share(*work)), memory) + rates.launch
+
+
+def best_rate(operator: str, device: Device) -> float:
+    """FLOPs per second of a class of kernels with matmuls, at best."""
+    if operator == "grouped matmul fp8":
+        return device.fp8
+    return device.fp32 if operator in ("matmul fp32", "eigendecomposition") else device.matrix
 
 
 def seconds_among(kind: str, sent: float, ranks: Sequence[int], hardware: Hardware, gpus_per_node: int) -> float:
@@ -134,9 +142,7 @@ def _rank_times(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardwa
 def _rank_time(run: PlannedRun, stages: "Sequence[MicroStep]", hardware: Hardware) -> StepTime:
     """Seconds of a step of one rank without what it waits for others."""
     often = run.setting.accumulation
-    update_calls = (CLIPPING_CALLS + UPDATE_CALLS[run.setting.optimizer]) * sum(
-        unit.num_trained for unit in run.units.values()
-    )
+    update_calls = _update_calls(run)
     call = hardware.rates.call
     host = call * (often * sum(stage.calls for stage in stages) + update_calls)
     time = StepTime.of([(often, stage.clock) for stage in stages], host)
@@ -362,12 +368,43 @@ def model_flops(run: PlannedRun) -> float:
     return needed / s.pp_size
 
 
-def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: int) -> float:
+def _update_seconds(run: PlannedRun, hardware: Hardware, kernels: float) -> float:
     """Clipping reads gradients, then reads and writes them; the optimizer reads them, and reads and writes parameters
-    and state."""
+    and state; Muon and Shampoo compute with matrices besides."""
     units = run.units.values()
     gradients, state = sum(unit.gradient for unit in units), sum(unit.state for unit in units)
     # a trained parameter has its gradient's dtype
     moved = 4 * gradients + 2 * gradients + 2 * state
     bandwidth = hardware.device.memory_bandwidth * hardware.rates.share("update", moved)
-    return moved / bandwidth + kernels * hardware.rates.launch
+    products = sum(
+        times * flops / (best_rate(work.operator, hardware.device) * hardware.rates.share(*work))
+        for flops, work, times in update_kernels(run)
+    )
+    return moved / bandwidth + products + kernels * hardware.rates.launch
+
+
+def update_kernels(run: PlannedRun) -> list[tuple[float, Work, float]]:
+    """What Muon and Shampoo compute with matrices in a step: FLOPs, class and size, and how often; of a group's first
+    rank, which has the largest of each lot."""
+    return [(flops, work, lots * times) for block, lots in _lots(run) for flops, work, times in block.kernels]
+
+
+def _lots(run: PlannedRun) -> list[tuple[BlockUpdate, int]]:
+    """Blocks of matrices here, with the number of lots of which one is the first. They go in lots of one for each rank
+    of the group that shares them, the largest first (see `training.optim.matrices.rounds_of`)."""
+    found = []
+    for is_experts, ranks in ((False, run.setting.dense_ranks), (True, run.setting.dp_size)):
+        units = [unit for name, unit in run.units.items() if (name.kind == "experts") == is_experts]
+        before = 0
+        for block in sorted((block for unit in units for block in unit.blocks), key=lambda each: each.shape)[::-1]:
+            found.append((block, -(-(before + block.number) // ranks) - -(-before // ranks)))
+            before += block.number
+    return found
+
+
+def _update_calls(run: PlannedRun) -> float:
+    """Operators of clipping and the optimizer's step."""
+    each = CLIPPING_CALLS + UPDATE_CALLS.get(run.setting.optimizer, 0)
+    of_block, of_lot = BLOCK_CALLS.get(run.setting.optimizer, (0, 0))
+    blocks = sum(of_block * block.number + of_lot * lots for block, lots in _lots(run))
+    return each * sum(unit.num_trained for unit in run.units.values()) + blocks

@@ -119,7 +119,8 @@ TF32_SLOWDOWN = 2.0
 
 
 def products_in(hardware: Hardware, bf16: bool, tf32: bool, fp8: bool) -> Hardware:
-    """The same, with `matrix` the rate of matmuls in the compute dtype: bf16, TF32 or fp32.
+    """The same, with `matrix` the rate of matmuls in the compute dtype: bf16, TF32 or fp32; and `fp32` that of TF32
+    where fp32 matmuls run so.
 
     Args:
         fp8: whether some of them, the experts' or the dense ones, run in fp8.
@@ -133,7 +134,7 @@ def products_in(hardware: Hardware, bf16: bool, tf32: bool, fp8: bool) -> Hardwa
             f"--expert-precision and --dense-precision fp8: no fp8 matmul rate is known of {hardware.name}"
         )
     matrix = device.matrix if bf16 else device.matrix / TF32_SLOWDOWN if tf32 else device.fp32
-    return replace(hardware, device=replace(device, matrix=matrix))
+    return replace(hardware, device=replace(device, matrix=matrix, fp32=matrix if tf32 else device.fp32))
 
 
 def _check_rates(table: dict[str, Any]) -> None:

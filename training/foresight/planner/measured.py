@@ -17,6 +17,21 @@ parallelism (see `training.tensor_parallel`)."""
 
 
 @dataclass(frozen=True)
+class BlockUpdate:
+    """What an optimizer of matrices computes in a step of blocks of one shape, on the rank that has the block.
+
+    Attributes:
+        shape: rows and columns.
+        number: of such blocks: in each matrix of a parameter or, in a unit, over all ranks that share it.
+        kernels: of one block: FLOPs, class and size, and how often in a step, on average.
+    """
+
+    shape: tuple[int, int]
+    number: int
+    kernels: tuple[tuple[float, Work, float], ...]
+
+
+@dataclass(frozen=True)
 class Parameter:
     """A parameter before it is sharded.
 
@@ -25,7 +40,8 @@ class Parameter:
         stored, computed: bytes per element as stored, and in the compute dtype.
         state: bytes of optimizer state per element.
         is_trained: whether it has a gradient.
-        is_matrix: whether the optimizer works on it matrix by matrix (Muon); `matrix`: elements of the largest one.
+        matrix: elements of each matrix that an optimizer of matrices (Muon, Shampoo) takes; 0: it takes none.
+        blocks: of each of these matrices.
     """
 
     rows: int
@@ -35,6 +51,7 @@ class Parameter:
     state: float
     is_trained: bool
     matrix: int = 0
+    blocks: tuple[BlockUpdate, ...] = ()
 
 
 @dataclass(frozen=True)

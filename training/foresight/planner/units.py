@@ -1,9 +1,9 @@
 """What FSDP gathers and reduces at once, and how large it is on a rank: by the topology and the parameters' shapes."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from expertmesh.training.foresight.planner.measured import Parameter
+from expertmesh.training.foresight.planner.measured import BlockUpdate, Parameter
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Unit:
         trained: how many elements have a gradient; gradient: their bytes.
         state: of the optimizer.
         num_parameters, num_trained: how many parameters, and of these that have a gradient.
+        blocks: of matrices that the optimizer takes, of all ranks.
     """
 
     ranks: int
@@ -32,6 +33,7 @@ class Unit:
     state: float
     num_parameters: int
     num_trained: int
+    blocks: tuple[BlockUpdate, ...]
 
     @property
     def gathered(self) -> int:
@@ -43,6 +45,7 @@ def unit(parameters: Iterable[Parameter], ranks: int, replicas: int = 1, ep_size
     """The unit of these parameters. ep_size: over which their rows are cut before."""
     stored = computed = cast = trained = gradient = num_parameters = num_trained = 0
     state = 0.0
+    blocks: list[BlockUpdate] = []
     for parameter in parameters:
         numbers = -(-parameter.rows // ep_size // ranks) * parameter.row
         stored += numbers * parameter.stored
@@ -54,4 +57,8 @@ def unit(parameters: Iterable[Parameter], ranks: int, replicas: int = 1, ep_size
             gradient += numbers * parameter.stored
             state += numbers * parameter.state
             num_trained += 1
-    return Unit(ranks, replicas, stored, computed, cast, trained, gradient, state, num_parameters, num_trained)
+            if parameter.matrix:
+                matrices = parameter.rows // ep_size * parameter.row // parameter.matrix
+                blocks += [replace(block, number=matrices * block.number) for block in parameter.blocks]
+    held = (stored, computed, cast, trained, gradient, state)
+    return Unit(ranks, replicas, *held, num_parameters, num_trained, tuple(blocks))

@@ -20,6 +20,7 @@ from expertmesh.moe import Attention, ExpertMeshError, ParameterCounts
 from expertmesh.moe.base.whole import whole
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.measured import (
+    BlockUpdate,
     LayerParameters,
     Measured,
     MeasuredModel,
@@ -39,8 +40,8 @@ SOURCES = ("moe", "sharding", "training")
 READ = frozenset(
     {
         *("rope_scaling", "packing", "cp_size", "tp_size", "loss_parallel", "attn_implementation", "cross_entropy"),
-        *("bf16", "optim", "freeze"),
-        *("expert_kernel", "expert_precision", "dense_precision", "keep_expert_products", "shampoo_block_size"),
+        *("bf16", "optim", "freeze", "shampoo_block_size", "shampoo_frequency"),
+        *("expert_kernel", "expert_precision", "dense_precision", "keep_expert_products"),
         *("router_aux_loss_coef", "router_z_loss_coef"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "use_rslora", "base_dtype"),
     }
@@ -190,7 +191,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _parameters(told: dict[str, Any]) -> ModelParameters:
     def each(parameters: list[dict[str, Any]]) -> tuple[Parameter, ...]:
-        return tuple(Parameter(**parameter) for parameter in parameters)
+        return tuple(Parameter(**{**told, "blocks": tuple(map(_block, told["blocks"]))}) for told in parameters)
 
     kinds = tuple(
         LayerParameters(each(kind["dense"]), each(kind["experts"]), tuple(map(each, kind["regions"])))
@@ -201,6 +202,11 @@ def _parameters(told: dict[str, Any]) -> ModelParameters:
     rest = {name: told[name] for name in ("buffers", "num_experts", "top_k")}
     rest |= {name: tuple(told[name]) for name in ("root_names", "root_regions")}
     return ModelParameters(kinds, tuple(told["layers"]), each(told["root"]), counts=counts, **rest)
+
+
+def _block(told: dict[str, Any]) -> BlockUpdate:
+    kernels = tuple((flops, Work(*work), times) for flops, work, times in told["kernels"])
+    return BlockUpdate(tuple(told["shape"]), told["number"], kernels)
 
 
 def _told_cuts(cuts: ModelCuts) -> dict[str, Any]:

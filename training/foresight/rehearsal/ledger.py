@@ -79,7 +79,7 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
         part, often = parts[event.place.part or "other"], times[event.micro]
         part.name = event.place.part or "other"
         part.flops += often * event.flops
-        part.recomputed += often * (event.flops - event.needed)
+        part.recomputed += often * (event.flops - event.needed) * (event.phase != "optimizer step")
         part.sent += often * event.sent
         if event.is_kernel:
             part.moved += often * event.moved

@@ -47,6 +47,7 @@ from expertmesh.moe.kernels.gpu import rehearsing_gpu
 from expertmesh.moe.model.build import fp32_parameters
 from expertmesh.moe.transformers_private import never_tracing
 from expertmesh.sharding import CPGroup, TPGroup, divided_of, parameters_of
+from expertmesh.sharding.comms.single import ALL_GATHER, REDUCE_SCATTER
 from expertmesh.sharding.pipeline.stages import Stages
 from expertmesh.sharding.pipeline.survey import survey
 from expertmesh.sharding.place.offload import offload_inputs
@@ -57,6 +58,7 @@ from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Batch
 from expertmesh.training.engine import compute_dtype
 from expertmesh.training.foresight.planner.measured import (
+    BlockUpdate,
     LayerExchange,
     LayerGroup,
     LayerParameters,
@@ -67,6 +69,7 @@ from expertmesh.training.foresight.planner.measured import (
     Parameter,
     Workload,
 )
+from expertmesh.training.foresight.rates import Work
 from expertmesh.training.foresight.rehearsal.dispatched import expected_rows, telling_rows
 from expertmesh.training.foresight.rehearsal.fake import FakeTensors
 from expertmesh.training.foresight.rehearsal.kinds import kinds_of_layers
@@ -88,13 +91,13 @@ from expertmesh.training.foresight.rehearsal.seen_spans import SeenSpans, Tape, 
 from expertmesh.training.foresight.rehearsal.world import Splits, _fused_attention, batch_of, what_failed
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
-from expertmesh.training.optim.optimizer import matrix_parts, state_bytes
+from expertmesh.training.optim.optimizer import matrix_parts, state_bytes, update_kernels
 from expertmesh.training.tensor_parallel import Within
 
 _AT_ONCE: dict[str, LayerExchange] = {
     "all_to_all_single": "all-to-all",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
+    ALL_GATHER: "all-gather",
+    REDUCE_SCATTER: "reduce-scatter",
     "all_reduce": "all-reduce",
 }
 """Functions of torch.distributed that a layer calls and waits for."""
@@ -904,6 +907,13 @@ def _batch(workload: Workload, tp: TPGroup | None) -> Batch:
     return batch_of(workload.micro_batch, workload.length, workload.targets, cp_group)
 
 
+def _blocks(shape: tuple[int, int], config: TrainConfig) -> tuple[BlockUpdate, ...]:
+    return tuple(
+        BlockUpdate(block, number, tuple((flops, Work(kind, flops), times) for kind, flops, times in kernels))
+        for block, number, kernels in update_kernels(shape, config)
+    )
+
+
 def _parameters(
     model: Any, layers: list[Any], kinds: list[int], config: TrainConfig, counts: ParameterCounts
 ) -> ModelParameters:
@@ -931,6 +941,7 @@ def _parameters(
             state_bytes(parameter, config, matrix_rows),
             parameter.requires_grad,
             matrix_rows * row,
+            _blocks((matrix_rows, row), config) if matrix_rows else (),
         )
 
     own: list[LayerParameters] = []

@@ -31,6 +31,7 @@ from expertmesh.sharding.pipeline.schedule import Action, Exchange
 from expertmesh.training.foresight.rates import MEMORY, Operator, Work
 from expertmesh.training.foresight.rehearsal.live import Pausable
 from expertmesh.training.foresight.rehearsal.parts import FSDP, LASTING, Parts, StepPlace
+from expertmesh.training.optim import shampoo
 from expertmesh.training.pipelined import PipelinedStep
 
 aten = torch.ops.aten
@@ -44,13 +45,13 @@ class Event:
     """One operator of a step.
 
     place: part of the step and layer. phase: forward, backward, recomputation or optimizer step. micro: number of the
-    micro-batch in the step. flops: that it computes; needed: those of them without recomputation. sent: bytes to other
-    ranks, of a collective among `ranks`, whose process group has the name `group`. travels: whether it is an all-to-all
-    that other kernels overlap. waits: whether here the oldest of these among `ranks` is waited for, and nothing else
-    done. is_read: whether the host waits for it, and for all kernels before. reads, writes: bytes of each storage.
-    work: class and size of its kernel. times: how many operators this stands for (see `Recorder.repeated`). calls:
-    operators that the host has called since the event before, this one included. action: what of a pipeline's schedule
-    is being computed, or was last.
+    micro-batch in the step. flops: that it computes; needed: those of them that forward and backward take without
+    recomputation. sent: bytes to other ranks, of a collective among `ranks`, whose process group has the name `group`.
+    travels: whether it is an all-to-all that other kernels overlap. waits: whether here the oldest of these among
+    `ranks` is waited for, and nothing else done. is_read: whether the host waits for it, and for all kernels before.
+    reads, writes: bytes of each storage. work: class and size of its kernel. times: how many operators this stands for
+    (see `Recorder.repeated`). calls: operators that the host has called since the event before, this one included.
+    action: what of a pipeline's schedule is being computed, or was last.
     """
 
     name: str
@@ -203,6 +204,19 @@ class Recorder(Pausable, TorchDispatchMode):
         with self.paused():
             torch.empty(max((0, *levels)), dtype=torch.uint8)
 
+    @contextmanager
+    def shared_by(self, steps: int) -> Iterator[None]:
+        """Within it, what is called is done in one of so many steps: each of them has a fraction of the figures."""
+        events, calls = len(self.events), self.calls[self.micro]
+        yield
+        for event in self.events[events:]:
+            event.flops /= steps
+            event.reads = {key: size // steps for key, size in event.reads.items()}
+            event.writes = {key: size // steps for key, size in event.writes.items()}
+            event.calls //= steps
+        self.calls[self.micro] -= (self.calls[self.micro] - calls) * (steps - 1) // steps
+        self._called = self.num_calls
+
     def wait(self, ranks: tuple[int, ...]) -> None:
         """Record the wait for the oldest all-to-all under way among these ranks."""
         event = self._event("wait", self.parts.here())
@@ -313,7 +327,11 @@ class Recorder(Pausable, TorchDispatchMode):
             self._write(event, changed + fresh)
         event.flops = _flops(operator, inputs + changed, results, args)
         event.work = _work(operator, inputs + changed, args, event.flops) if event.flops else self._no_matmul(event)
-        event.needed = 0.0 if event.phase == "recomputation" else event.flops * _NEEDED.get(operator.name(), 1.0)
+        if event.phase == "optimizer step" and event.work.operator == "matmul" and inputs[0].dtype != torch.bfloat16:
+            event.work = event.work._replace(operator="matmul fp32")
+        event.needed = event.flops * _NEEDED.get(operator.name(), 1.0)
+        if event.phase in ("recomputation", "optimizer step"):
+            event.needed = 0.0
         if (collective := _collective(operator)) is not None:
             event.collective = collective
             event.group, event.ranks = self.group_of(args, kwargs)
@@ -472,7 +490,7 @@ def _work(operator: Any, inputs: list[Tensor], args: Any, flops: float) -> Work:
     if operator.name() in _IN_SEGMENTS:
         segments = args[_IN_SEGMENTS[operator.name()][0]]
         return Work(found, sum(length**2 for length in segments) / sum(segments))
-    if found != "matmul":
+    if found not in ("matmul", "eigendecomposition"):
         query_BHSA = inputs[1 if "backward" in found else 0]
         return Work(found, float(query_BHSA.shape[2]))
     return Work(found, flops)
@@ -533,6 +551,7 @@ _FLOPS: dict[str, Callable[[list[Tensor], list[Tensor]], float]] = {
     "aten::_grouped_mm": _grouped,
     "aten::_scaled_grouped_mm": _scaled_grouped,
     "aten::_scaled_mm": lambda inputs, results: float(results[0].numel()) * inputs[0].shape[-1],
+    "aten::_linalg_eigh": lambda inputs, results: shampoo.EIGEN_FLOPS / 2 * inputs[0].shape[-1] ** 3,
     "aten::_scaled_dot_product_flash_attention": _attention,
     "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_efficient_attention": _attention,
@@ -544,6 +563,7 @@ _OPERATORS: dict[str, Operator] = {
     "aten::_grouped_mm": "grouped matmul",
     "aten::_scaled_grouped_mm": "grouped matmul fp8",
     "aten::_scaled_mm": "grouped matmul fp8",
+    "aten::_linalg_eigh": "eigendecomposition",
     "aten::_scaled_dot_product_flash_attention": "attention",
     "aten::_scaled_dot_product_flash_attention_backward": "attention backward",
     "aten::_scaled_dot_product_efficient_attention": "efficient attention",
@@ -621,6 +641,19 @@ def recording_actions(recorder: Recorder) -> Iterator[None]:
         recorder.begin_update()
 
     with mock.patch.multiple(PipelinedStep, compute=computed, exchange=exchanged, run=done):
+        yield
+
+
+@contextmanager
+def sharing_roots(recorder: Recorder, frequency: int) -> Iterator[None]:
+    """Have `recorder` count Shampoo's roots as a step does on average: they are taken every `frequency` steps."""
+    take = shampoo.inverse_fourth_root
+
+    def taken(factor: Tensor) -> Tensor:
+        with recorder.shared_by(frequency):
+            return take(factor)
+
+    with mock.patch.object(shampoo, "inverse_fourth_root", taken):
         yield
 
 

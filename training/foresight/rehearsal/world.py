@@ -58,6 +58,7 @@ from expertmesh.training.foresight.rehearsal.recorder import (
     recording_actions,
     recording_triton,
     recording_waits,
+    sharing_roots,
 )
 from expertmesh.training.foresight.rehearsal.repeated import WholeStep, whole_step
 from expertmesh.training.foresight.rehearsal.shortened import Shortened
@@ -152,7 +153,8 @@ def _rehearse(
     nf4_pairs(torch.device("cpu"))
     with FakeTensors() as fake:
         materialize(model, torch.device("cpu"), config.offload)
-        optimizer = build_optimizer(model.train(), config, mesh)
+        # Shampoo's as in almost all of a run: with the preconditioners that it begins to have at --shampoo-start
+        optimizer = build_optimizer(model.train(), replace(config, shampoo_start=1), mesh)
         recorder = Recorder(Parts(model))
         if config.pp_size == 1:
             # before FSDP's own, which begins to gather
@@ -175,6 +177,7 @@ def _rehearse(
             _leaving_out_shapes(live, recorder),
             recording_triton(recorder),
             recording_waits(recorder),
+            sharing_roots(recorder, config.shampoo_frequency),
             recording_actions(recorder),
             _naming_layers(recorder),
             short,
