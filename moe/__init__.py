@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from expertmesh.moe.base.errors import ExpertMeshError
     from expertmesh.moe.experts.expert_mlp import ExpertLayout, ExpertMLP, ExpertParameter
     from expertmesh.moe.experts.layer import DroplessExperts
-    from expertmesh.moe.experts.lora import Lora, add_adapters, is_adapter, layers_linear, store_frozen, unquantized
+    from expertmesh.moe.experts.lora import (
+        Lora,
+        add_adapters,
+        is_adapter,
+        layers_linear,
+        store_frozen,
+        unquantized,
+        use_fp8,
+    )
     from expertmesh.moe.experts.router_losses import load_balancing_loss, router_z_loss
     from expertmesh.moe.experts.router_stats import RouterStats
     from expertmesh.moe.experts.shape import MoEShape
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
         check_kernel,
         choose_kernel,
     )
-    from expertmesh.moe.kernels.fp8_linear import FP8Linear, suits_fp8
+    from expertmesh.moe.kernels.fp8_linear import suits_fp8
     from expertmesh.moe.kernels.kernel_names import KERNEL_NAMES, Precision, check_kernel_name
     from expertmesh.moe.megablocks.original import original_dmoe
     from expertmesh.moe.model.build import (
@@ -65,7 +73,6 @@ __all__ = [
     "ExpertMLP",
     "ExpertMeshError",
     "ExpertParameter",
-    "FP8Linear",
     "Forward",
     "KernelChoice",
     "Lora",
@@ -111,6 +118,7 @@ __all__ = [
     "take_stats",
     "training_flops",
     "unquantized",
+    "use_fp8",
     "use_kernel",
     "with_rope_scaling",
     "without_computing",

@@ -25,6 +25,7 @@ from expertmesh.moe.cpu.matmul import Linear
 from expertmesh.moe.experts.expert_mlp import ExpertMLP, ExpertParameter, LowRank
 from expertmesh.moe.experts.layer import DroplessExperts
 from expertmesh.moe.experts.quantised import SCALES, Kind, storages_of, store, stored_linear
+from expertmesh.moe.kernels.fp8_linear import FP8Linear, FP8RowwiseLinear
 from expertmesh.moe.model.build import layer_prefixes, router_prefixes
 from expertmesh.moe.model.rowwise import RowwiseLinear
 
@@ -116,6 +117,22 @@ class _LoraLinear(_Adapted, _FrozenLinear):
 
 class _LoraRowwise(_Adapted, _FrozenRowwise):
     """The same of one whose weight is held transposed; A (r, in) and B (out, r) are not."""
+
+
+class _FP8LoraLinear(_Adapted, FP8Linear):
+    """A linear layer with an adapter, whose own weight is multiplied in fp8, and A and B as ever."""
+
+
+class _FP8LoraRowwise(_Adapted, FP8RowwiseLinear):
+    """The same of one whose weight is held transposed."""
+
+
+def use_fp8(module: nn.Module) -> None:
+    """Have a linear layer, which may have an adapter, multiply by its weight in fp8, in place."""
+    if isinstance(module, RowwiseLinear):
+        module.__class__ = _FP8LoraRowwise if isinstance(module, _Adapted) else FP8RowwiseLinear
+    else:
+        module.__class__ = _FP8LoraLinear if isinstance(module, _Adapted) else FP8Linear
 
 
 _LINEAR: tuple[type[nn.Module], ...] = (nn.Linear, Linear, RowwiseLinear)

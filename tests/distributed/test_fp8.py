@@ -79,6 +79,20 @@ def test_dense_gemms(
     assert _error(found, alone) < 5e-3
 
 
+@pytest.mark.exhaustive
+def test_dense_gemms_beside_adapters(ranks: RankPool, model: Path) -> None:
+    case = replace(DENSE, settings={"dense_precision": "fp8", "adapter": "lora", "lora_rank": 4})
+    (alone,) = ranks.run(ours, 1, model, Topology(1, 1), case)
+    (in_bf16,) = ranks.run(
+        ours, 1, model, Topology(1, 1), replace(case, settings=case.settings | {"dense_precision": "same"})
+    )
+    assert alone.losses == pytest.approx(in_bf16.losses, rel=5e-3)
+    assert 0.02 < _error(alone, in_bf16) < 0.3
+    found = ranks.run(ours, 4, model, Topology(4, 2, "hybrid"), case)[0]
+    assert found.losses[0] == pytest.approx(alone.losses[0], rel=2e-5)
+    assert _error(found, alone) < 5e-3
+
+
 def _error(found: Figures, expected: Figures) -> float:
     """Relative error of the first step's gradients as one vector."""
     assert found.grads.keys() == expected.grads.keys()

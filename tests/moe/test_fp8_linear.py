@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from expertmesh.moe import Lora, add_adapters, use_fp8
 from expertmesh.moe.kernels.fp8_linear import FP8Linear, FP8RowwiseLinear, suits_fp8
+from expertmesh.moe.model.rowwise import hold_transposed
 from tests.tiny import relative_error
 
 
@@ -76,6 +78,42 @@ def test_without_rows() -> None:
 )
 def test_widths(widths: tuple[int, int], suits: bool) -> None:
     assert suits_fp8(torch.empty(widths, device="meta")) == suits
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_beside_an_adapter(is_transposed: bool, bias: bool) -> None:
+    """The frozen weight is multiplied in fp8, forward and for the input's gradient; A and B in bf16."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(48, 32, bias=bias, device="meta", dtype=torch.bfloat16) for _ in range(2)]
+    for layer in layers:
+        if is_transposed:
+            hold_transposed(layer)
+        layer.to_empty(device="cpu")
+    for own, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        own.data.normal_()
+        other.data.copy_(own)
+    model: Any = nn.ModuleDict({"adapted": layers[0]})
+    add_adapters(model, Lora(4, 8.0), ["adapted"], [], experts=False)
+    adapted, frozen = model["adapted"], layers[1].requires_grad_(False)
+    adapted.lora_A, adapted.lora_B = (nn.Parameter(torch.randn(shape)) for shape in ((4, 48), (32, 4)))
+    use_fp8(adapted)
+    use_fp8(frozen)
+    x = torch.randn(3, 7, 48).bfloat16()
+    grad = torch.randn(3, 7, 32).bfloat16()
+    given, expected_x = (x.clone().requires_grad_() for _ in range(2))
+    out = adapted(given)
+    out.backward(grad)
+    delta = nn.functional.linear(nn.functional.linear(expected_x, adapted.lora_A.bfloat16()), adapted.lora_B.bfloat16())
+    expected = torch.add(frozen(expected_x), delta, alpha=2.0)
+    expected.backward(grad)
+    assert torch.equal(out, expected)
+    assert given.grad is not None
+    assert expected_x.grad is not None
+    assert torch.equal(given.grad, expected_x.grad)
+    assert adapted.weight.grad is None
+    assert adapted.lora_A.grad.abs().sum() > 0
+    assert adapted.lora_B.grad.abs().sum() > 0
 
 
 @pytest.mark.gpu

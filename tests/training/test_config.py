@@ -148,6 +148,10 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
             ["--expert-precision", "fp8", "--bf16", "--adapter", "lora", "--base-dtype", "nf4"],
             "--expert-precision fp8: would round twice what --base-dtype nf4 quantizes",
         ),
+        (
+            ["--dense-precision", "fp8", "--bf16", "--adapter", "lora", "--base-dtype", "fp8"],
+            "--dense-precision fp8: would round twice what --base-dtype fp8 quantizes",
+        ),
         (["--offload-activations"], "--offload-activations: .*; add --gradient-checkpointing full or selective"),
         (["--freeze", ","], "--freeze: names nothing"),
         (["--no-export", "true"], "--no-export: takes no value"),

@@ -4,17 +4,16 @@ from typing import Any
 
 import torch
 
-from expertmesh.moe import ExpertMeshError, FP8Linear, layers_linear, suits_fp8, unquantized
+from expertmesh.moe import ExpertMeshError, layers_linear, suits_fp8, unquantized, use_fp8
 from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.fp8_linear import FP8RowwiseLinear
-from expertmesh.moe.model.rowwise import RowwiseLinear
 
 STEP_PART: StepPart = None
 
 
 def multiply_in_fp8(model: Any, device_type: str) -> str:
     """Have the linear layers of a model's decoder layers multiply in fp8, in place, before it is sharded: attention's
-    projections, dense MLPs and shared experts; not the routers, which choose, nor the LM head.
+    projections, dense MLPs and shared experts; not the routers, which choose, nor the LM head. Of layers with an
+    adapter it is the frozen weight's matmuls, forward and for the input's gradient.
 
     Returns:
         A line for a run's first ones: how many, and which do not.
@@ -32,7 +31,7 @@ def multiply_in_fp8(model: Any, device_type: str) -> str:
     left |= {path for path, module in linear.items() if not suits_fp8(module.get_parameter("weight"))}
     for path, module in linear.items():
         if path not in left:
-            module.__class__ = FP8RowwiseLinear if isinstance(module, RowwiseLinear) else FP8Linear
+            use_fp8(module)
     if len(left) == len(linear):
         raise ExpertMeshError(
             "--dense-precision fp8: no linear layer of this model can multiply in fp8: other code reads their weights, "

@@ -94,16 +94,12 @@ class TrainConfig(
                 f"--router-bias-update-rate {self.router_bias_update_rate:g}: an adapter's files have no router bias; "
                 "leave it out with --adapter lora"
             )
-        if self.dense_precision == "fp8" and self.adapter != "none":
-            raise ExpertMeshError(
-                "--dense-precision fp8: is for linear layers that are trained, which --adapter lora freezes; leave out "
-                "one of them"
-            )
-        if self.expert_precision == "fp8" and self.base_dtype in ("fp8", "nf4"):
-            raise ExpertMeshError(
-                f"--expert-precision fp8: would round twice what --base-dtype {self.base_dtype} quantizes; "
-                "leave out one of them"
-            )
+        for flag, precision in (("expert", self.expert_precision), ("dense", self.dense_precision)):
+            if precision == "fp8" and self.base_dtype in ("fp8", "nf4"):
+                raise ExpertMeshError(
+                    f"--{flag}-precision fp8: would round twice what --base-dtype {self.base_dtype} quantizes; "
+                    "leave out one of them"
+                )
         if self.dense_precision == "fp8" and self.tp_size > 1:
             raise ExpertMeshError(
                 "--dense-precision fp8: scales would be those of a rank's part of a row, and results would depend on "
