@@ -43,8 +43,8 @@ from expertmesh.moe import moe_layers, store_frozen
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.base.whole import whole
 from expertmesh.sharding import (
+    CPGroup,
     Mesh,
-    Topology,
     build_mesh,
     end_process_group,
     local_tensor,
@@ -55,7 +55,7 @@ from expertmesh.sharding.place.choices import Checkpointing
 from expertmesh.sharding.place.parallelize import parallelize
 from expertmesh.training import TrainConfig
 from expertmesh.training.data import Batch, Sample, collate
-from expertmesh.training.engine import compute_dtype
+from expertmesh.training.engine import compute_dtype, topology_of
 from expertmesh.training.foresight.planner.check import check_groups, measured_hardware
 from expertmesh.training.foresight.planner.cost import step_time
 from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
@@ -165,12 +165,13 @@ def balance_routing(model: Any) -> None:
         model.get_submodule(layer.router).register_forward_hook(chosen_in_turn)
 
 
-def full_batch(config: TrainConfig, vocabulary: int, seed: int) -> Batch:
-    """Random tokens that fill every sequence; all but the first of a sequence are learned."""
+def full_batch(config: TrainConfig, vocabulary: int, seed: int, cp_group: CPGroup | None = None) -> Batch:
+    """Random tokens that fill every sequence; all but the first of a sequence are learned. cp_group: whose ranks share
+    them, each with its part."""
     generator = torch.Generator().manual_seed(seed)
     shape = (config.per_device_train_batch_size, config.max_seq_length)
     rows = torch.randint(0, vocabulary, shape, generator=generator)
-    return collate([[Sample.of_prompt(row.tolist(), 0)] for row in rows])
+    return collate([[Sample.of_prompt(row.tolist(), 0)] for row in rows], cp_group)
 
 
 def build_run(
@@ -181,7 +182,7 @@ def build_run(
     model = build_rehearsed(config, model_config, kind)
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
-    mesh = build_mesh(device.type, Topology(world_size, config.ep_size, config.dense_shard))
+    mesh = build_mesh(device.type, topology_of(config, world_size))
     parallelize(model, mesh, compute_dtype(config), config.strategy)
     materialize(model, device)
     for parameter in model.parameters():

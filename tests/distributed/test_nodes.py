@@ -148,6 +148,21 @@ def test_unshared_output_without_checkpoints(ranks: RankPool, nodes: Path) -> No
     assert not (nodes / "node-1" / "out").exists()
 
 
+def test_a_tensor_parallel_group_on_two_nodes(ranks: RankPool, nodes: Path) -> None:
+    """Is refused on all ranks before weights are read, unless their links are said to be fast."""
+    shared = [*FLAGS, "--output-dir", str(nodes / "out"), "--save-steps", "0", "--tp-size", "2"]
+    results = ranks.run(run_on_node, 2, [shared, shared], nodes, 1, join_group=False)
+    assert [code for code, _ in results] == [2, 2], results
+    for _, errors in results:
+        (line,) = (line for line in errors.splitlines() if "error:" in line)
+        assert "--tp-size 2: a group has node 0 (" in line
+        assert "), rank 0 and node 1 (" in line
+        assert "use --tp-size 1. " in line
+    assert not list(nodes.glob("out/*"))
+    fast = [*shared, "--ranks-per-node", "2"]
+    assert ranks.run(run_on_node, 2, [fast, fast], nodes, 1, join_group=False) == [(0, "")] * 2
+
+
 def test_two_torchruns_with_unlike_weights(nodes: Path) -> None:
     """As two machines start it: both end, and say the same."""
     save_model(nodes / "node-1" / "model", seed=1)

@@ -173,6 +173,30 @@ def test_plan_with_shared_rows_and_inputs_in_host_memory(
         assert any(name.startswith("all-to-all, heads") for name in plan["bytes_a_step"]), plan["bytes_a_step"].keys()
 
 
+@pytest.mark.exhaustive
+def test_plan_of_several_tensor_parallel_sizes(shallow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is measured, those that the model cannot have are left out, and the launch line says which is best."""
+    common = ["plan", "--model", str(shallow), "--gpus", "16", "--global-batch-size", "64", "--pp-size", "1"]
+    common += ["--micro-batch", "2"]
+    assert main([*common, "--json", "--tp-size", "auto"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {plan["tp"] for plan in found} == {1, 2, 4, 8}
+    speeds = [plan["tokens_per_second_a_gpu"] for plan in found if plan["fits"]]
+    assert speeds == sorted(speeds, reverse=True)
+    for plan in found:
+        exchanged = any(name.startswith("all-gather, activations, tp") for name in plan["bytes_a_step"])
+        assert exchanged == (plan["tp"] > 1) == (plan["seconds"]["gathers"] > 0)
+        assert plan["accumulation"] * 2 * 16 // plan["tp"] == 64
+        # over ep ranks that tp divides
+        assert plan["dense_shard"] == "full" or plan["ep"] % plan["tp"] == 0
+    assert main([*common, "--tp-size", "4,16"]) == 0
+    told = capsys.readouterr()
+    assert "left out: --tp-size 16: a group has node 0, ranks 0-7 and node 1, ranks 8-15" in told.err
+    line = told.out.strip().splitlines()[-1].split("train_ep.py ")[1].split()
+    assert parse_config(line).tp_size == 4
+    assert "gathers of activations" in told.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -186,6 +210,26 @@ def test_plan_with_shared_rows_and_inputs_in_host_memory(
         (
             ["--model", "CONFIG", "--cp-size", "64", "--gpus", "64"],
             "--cp-size 64 does not divide the 32 attention heads of this model's layers",
+        ),
+        (["--model", "CONFIG", "--tp-size", "3"], "--tp-size 3 does not divide the 8 ranks; use 1, 2, 4 or 8"),
+        (["--model", "CONFIG", "--tp-size", "0"], "--tp-size 0: must be a number, several as in 1,2,4, or auto"),
+        (["--model", "CONFIG", "--tp-size", "1;2"], "--tp-size 1;2: must be a number, several as in 1,2,4, or auto"),
+        (["--model", "CONFIG", "--tp-size", "1,2", "--sweep"], "--sweep compares layouts with one; give one number"),
+        (
+            ["--model", "CONFIG", "--gpus", "16", "--tp-size", "16"],
+            "--tp-size 16: a group has node 0, ranks 0-7 and node 1, ranks 8-15; its ranks exchange activations in",
+        ),
+        (
+            ["--model", "CONFIG", "--gpus", "16", "--gpus-per-node", "16", "--tp-size", "16"],
+            "--tp-size 16 does not divide the 8 key and value heads of this model; use 1, 2, 4 or 8",
+        ),
+        (
+            ["--model", "CONFIG", "--cp-size", "4", "--tp-size", "4"],
+            "--cp-size 4 and --tp-size 4 make groups of 16 ranks, which do not divide the 8 ranks",
+        ),
+        (
+            ["--model", str(CONFIGS / "deepseek-v3"), "--tp-size", "2"],
+            "--tp-size 2: transformers has no plan (base_model_tp_plan) of how to divide the attention of deepseek_v3",
         ),
         (["--model", "CONFIG", "--gpu", "A100", "--expert-precision", "fp8"], "no fp8 matmul rate is known"),
         (["--model", "/nowhere"], "--model /nowhere: no such file"),
@@ -254,6 +298,18 @@ def test_picture_of_shared_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert "16 ranks = dp 2 x ep 8 = data 4 x cp 4, 2 per node" in out
     assert "cp: 4 groups of 4 (each sequence split over them, attention by heads), 4 of them cross nodes\n" in out
     assert "\n  0 1 2 3   crosses" in out
+    shared = ["mesh", "--world-size", "16", "--ep-size", "8", "--gpus-per-node", "4", "--tp-size", "2"]
+    assert main([*shared, "--cp-size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "16 ranks = dp 2 x ep 8 = data 4 x cp 2 x tp 2, 4 per node" in out
+    assert "tp: 8 groups of 2 (heads, dense MLPs and the vocabulary divided), all within a node\n  0 1\n  2 3\n" in out
+    assert (
+        "cp: 8 groups of 2 (each sequence split over them, attention by heads), all within a node\n  0 2\n  1 3" in out
+    )
+    assert main([*shared[:-1], "8"]) == 2
+    error = capsys.readouterr().err
+    assert "--tp-size 8: a group has node 0, ranks 0-3 and node 1, ranks 4-7; " in error
+    assert "must be on one node: use --tp-size 1, 2 or 4. " in error
     assert main(["mesh", "--world-size", "16", "--ep-size", "8", "--cp-size", "3"]) == 2
     assert "--cp-size 3 does not divide the 16 ranks; use 1, 2, 4, 8 or 16" in capsys.readouterr().err
 
@@ -350,18 +406,18 @@ def test_any_picture_fits_a_terminal(topology: Topology, experts: int) -> None:
     assert len(lines) <= 45
 
 
-def measure_groups() -> tuple[list[GroupSpeed], Any]:
+def measure_groups(topology: Topology) -> tuple[list[GroupSpeed], Any]:
     import torch
 
     from expertmesh.sharding import build_mesh
 
     device = torch.device("cpu")
-    speeds = check_groups(build_mesh("cpu", Topology(4, 2, "full", 4)), 256, device)
+    speeds = check_groups(build_mesh("cpu", topology), 256, device)
     return speeds, measured_hardware(speeds, 2, device)
 
 
 def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
-    results = ranks.run(measure_groups, 4)
+    results = ranks.run(measure_groups, 4, Topology(4, 2, "full", 4))
     for speeds, _ in results:
         assert speeds == results[0][0]
         found = {(speed.name, speed.ranks) for speed in speeds}
@@ -377,6 +433,12 @@ def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
     assert hardware.inside.bandwidth == min(inside)
     save_measured(hardware, tmp_path / "rates.json")
     assert load_measured(tmp_path / "rates.json") == hardware
+
+
+def test_check_measures_tensor_parallel_groups(ranks: RankPool) -> None:
+    speeds, _ = ranks.run(measure_groups, 4, Topology(4, 4, cp_size=2, tp_size=2))[0]
+    found = {(speed.name, speed.ranks) for speed in speeds}
+    assert found >= {("tp", (0, 1)), ("tp", (2, 3)), ("cp", (0, 2)), ("cp", (1, 3))}
 
 
 def test_a_slow_group_is_flagged() -> None:

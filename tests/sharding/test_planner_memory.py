@@ -36,7 +36,8 @@ def measure_lasting(world_size: int, flags: dict[str, Any], sizes: dict[str, Any
     """Bytes of parameters, gradients and optimizer state on this rank after a step."""
     config, model_config = flags_of(**flags), tiny_config(**sizes)
     model, optimizer, mesh = build_run(config, model_config, world_size, CPU)
-    train_step(model, optimizer, [full_batch(config, model_config.vocab_size, dist.get_rank())], mesh, NO_LOSSES, 1.0)
+    batch = full_batch(config, model_config.vocab_size, dist.get_rank(), mesh.cp_group)
+    train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
     parameters = list(model.parameters())
     state = [t for p in parameters if p in optimizer.state for t in optimizer.state[p].values() if t.dim() > 0]
     return (
@@ -58,8 +59,10 @@ def measure_lasting(world_size: int, flags: dict[str, Any], sizes: dict[str, Any
         (2, {"ep_size": 2, "adapter": "lora"}, ODD_SIZES),
         (2, {"adapter": "lora", "base_dtype": "nf4"}, {}),
         (2, {"ep_size": 2, "freeze": ("experts",)}, {}),
+        (4, {"ep_size": 2, "tp_size": 2}, ODD_SIZES | {"num_key_value_heads": 2}),
+        (4, {"ep_size": 4, "tp_size": 2, "dense_shard": "hybrid"}, ODD_SIZES | {"num_key_value_heads": 2}),
     ],
-    ids=["ep2", "odd-sizes", "hybrid", "bf16-state", "8-bit-state", "lora", "nf4", "frozen"],
+    ids=["ep2", "odd-sizes", "hybrid", "bf16-state", "8-bit-state", "lora", "nf4", "frozen", "tp", "tp-hybrid"],
 )
 def test_what_lasts(ranks: RankPool, world_size: int, flags: dict[str, Any], sizes: dict[str, Any]) -> None:
     """Rank 0 holds the most of every parameter."""

@@ -4,7 +4,7 @@ import pytest
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import Topology, check_sizes, rows_of
-from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED, Layout
+from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED, Layout, check_tp_nodes
 
 
 @pytest.mark.parametrize("layout", [DENSE, EXPERT, REPLICATED])
@@ -78,3 +78,11 @@ def test_replicated_rows_are_on_every_rank() -> None:
 def test_ep_size_that_will_not_do(ep_size: int, world_size: int, said: str) -> None:
     with pytest.raises(ExpertMeshError, match=said):
         check_sizes(Topology(world_size, ep_size), num_experts=8)
+
+
+def test_a_tensor_parallel_group_is_on_one_node() -> None:
+    check_tp_nodes(Topology(8, 2, tp_size=2), ["a"] * 4 + ["b"] * 4)
+    with pytest.raises(ExpertMeshError) as raised:
+        check_tp_nodes(Topology(8, 2, tp_size=4), ["a"] * 6 + ["b"] * 2)
+    assert "--tp-size 4: a group has a, ranks 4-5 and b, ranks 6-7; " in str(raised.value)
+    assert "must be on one node: use --tp-size 1 or 2. " in str(raised.value)

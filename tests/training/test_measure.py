@@ -59,6 +59,17 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "LoRA beside nf4": ("qwen3_moe", 8, {"ep_size": 8, "adapter": "lora", "base_dtype": "nf4"}),
     "routers in fp32": ("ernie4_5_moe", 8, {"ep_size": 4}),
     "shared rows": ("qwen3_moe", 8, {"ep_size": 4, "cp_size": 2, "gradient_checkpointing": "selective"}),
+    "heads and dense layers divided": (
+        "qwen3_moe",
+        8,
+        {"ep_size": 4, "tp_size": 2, "gradient_checkpointing": "selective"},
+    ),
+    "divided in replicas": ("mixtral", 16, {"ep_size": 4, "tp_size": 2, "dense_shard": "hybrid"}),
+    "divided, and shared rows": (
+        "mixtral",
+        8,
+        {"ep_size": 8, "tp_size": 2, "cp_size": 2, "gradient_checkpointing": "full", "loss_parallel": False},
+    ),
     "inputs in host memory": (
         "mixtral",
         16,
@@ -111,8 +122,10 @@ def test_updates_of_matrices(optim: str, layout: tuple[int, dict[str, Any]]) -> 
         (8, {"ep_size": 8, "keep_expert_products": 2}),
         (16, {"ep_size": 8, "cp_size": 4}),
         (16, {"ep_size": 8, "expert_precision": "fp8", "gradient_accumulation_steps": 3}),
+        (16, {"ep_size": 8, "tp_size": 2}),
+        (16, {"ep_size": 8, "tp_size": 4, "cp_size": 2, "per_device_train_batch_size": 4}),
     ],
-    ids=["plain", "rows in two parts", "products kept", "shared rows", "fp8"],
+    ids=["plain", "rows in two parts", "products kept", "shared rows", "fp8", "divided", "divided, shared rows"],
 )
 def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -> None:
     """At which kernels take longer than their launch. What the host does once in a run, a dry run counts too."""
@@ -127,6 +140,9 @@ def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -
     assert time.total == pytest.approx(cost.seconds, rel=0.02)
     assert time.all_to_alls == pytest.approx(cost.time.all_to_alls, rel=0.02)
     assert time.sharding == pytest.approx(cost.time.sharding, rel=0.02)
+    # rotary positions are gathered once for all layers, which the forecast leaves out
+    assert time.gathers == pytest.approx(cost.time.gathers, rel=0.05)
+    assert (time.gathers > 0) == ("tp_size" in flags)
     assert time.host == pytest.approx(cost.time.host, rel=0.12)
 
 
@@ -164,8 +180,9 @@ def test_memory_and_time_across_nodes(flags: dict[str, Any], checkpointing: str)
         # what waits for weight gradients is told by what their matmuls read and write
         (16, {"pp_size": 2, "pipeline_schedule": "zero-bubble"}, 1.1),
         (32, {"pp_size": 4, "gradient_checkpointing": "full"}, 1.01),
+        (16, {"pp_size": 2, "tp_size": 2}, 1.01),
     ],
-    ids=["1f1b", "interleaved", "zero-bubble", "4 stages"],
+    ids=["1f1b", "interleaved", "zero-bubble", "4 stages", "divided"],
 )
 def test_memory_and_time_of_a_pipeline(world_size: int, flags: dict[str, Any], most: float) -> None:
     model_config, _ = read_config(str(CONFIGS / "mixtral-8x7b"))
@@ -214,6 +231,44 @@ def test_bytes_sent_are_those_of_the_rehearsal() -> None:
     assert rows == pytest.approx(found["all-to-all"])
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
+    """A region begins with an all-gather and ends with a reduce-scatter, and its backward with the other: a GPU's, not
+    what stands for it on a CPU. FSDP gathers what is divided among the ranks with one tp index."""
+    flags = {"ep_size": 4, "tp_size": 2, "gradient_checkpointing": checkpointing, "loss_parallel": False}
+    rehearsed, run = both(tiny_mixtral(), 8, **flags)
+    layers, width = len(run.model.layers), tiny_mixtral().hidden_size
+    events = [event for event in rehearsed.step.events if event.micro == 0 and event.collective is not None]
+    of_tp = [event for event in events if rehearsed.groups[event.group] == "tp, activations"]
+    assert {event.ranks for event in of_tp} == {(0, 1)}
+    assert all(event.gathers_activations and not event.is_sharding for event in of_tp)
+    activations = [event for event in of_tp if event.sent == TOKENS * width * 2 / 2]
+    again = layers * (checkpointing == "full")
+    kinds = [event.collective for event in activations]
+    # the last product is not computed again
+    assert kinds.count("all-gather") == 2 * layers + again
+    assert 2 * layers <= kinds.count("reduce-scatter") <= 2 * layers + again
+    # cosines and sines, and positions: once for all layers, and not again
+    assert len(of_tp) - len(activations) == 3
+    planned_bytes = sum(traffic.total for traffic in step_traffic(run) if traffic.group == "tp")
+    assert planned_bytes == pytest.approx(sum(event.sent for event in of_tp))
+    divided = [event for event in events if event.ranks == (0, 2, 4, 6)]
+    assert sum(event.sent for event in divided) == pytest.approx(
+        sum(traffic.total for traffic in step_traffic(run) if traffic.group == "all, one tp")
+    )
+
+
+def test_activations_of_a_tensor_parallel_rank() -> None:
+    """A rank has a quarter of the positions between regions, and a quarter of the heads in them."""
+    kept = {}
+    for tp_size in (1, 4):
+        changes = {"num_attention_heads": 8, "num_key_value_heads": 4}
+        rehearsed, run = both(tiny_mixtral(**changes), 4, ep_size=4, tp_size=tp_size, per_device_train_batch_size=4)
+        kept[tp_size] = rehearsed.memory.kinds.activations
+        assert peak(run).memory.activations == pytest.approx(rehearsed.memory.kinds.activations, rel=0.05)
+    assert kept[4] < 0.3 * kept[1]
+
+
 def measure_of(**flags: Any) -> CachedMeasure:
     return CachedMeasure(flags_of(**flags), tiny_mixtral().to_dict(), tiny_mixtral, "cuda")
 
@@ -259,7 +314,9 @@ NOTED: set[str] = set()
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("name", ["not checkpointed", "hybrid", "LoRA beside nf4", "shared rows", "frozen"])
+@pytest.mark.parametrize(
+    "name", ["not checkpointed", "hybrid", "LoRA beside nf4", "shared rows", "divided, and shared rows", "frozen"]
+)
 def test_flags_that_are_read_are_part_of_a_files_name(name: str) -> None:
     family, world_size, changes = SETTINGS[name]
     config = flags_of(**changes)
@@ -269,6 +326,11 @@ def test_flags_that_are_read_are_part_of_a_files_name(name: str) -> None:
     measurer(setting_of(config, world_size).workload(measurer.parameters))
     assert NOTED
     assert NOTED <= cached.READ
+
+
+def test_what_is_measured_of_a_rank_that_divides_has_files_of_its_own() -> None:
+    files = {measure_of(tp_size=size, loss_parallel=divides).file for size in (1, 2) for divides in (True, False)}
+    assert len(files) == 4
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"parameters": 1}'])
