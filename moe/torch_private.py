@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch._C import _get_sm_carveout_experimental as _get_sm_carveout_experimental
     from torch._C import _set_sm_carveout_experimental as _set_sm_carveout_experimental
     from torch._C import _storage_Use_Count as _storage_Use_Count
+    from torch._C._autograd import DeviceType as DeviceType
     from torch._C._autograd import _get_sequence_nr as _get_sequence_nr
     from torch._C._profiler import _EventType as _EventType
     from torch._C._profiler import _ProfilerEvent as _ProfilerEvent

@@ -87,6 +87,7 @@ from expertmesh.training.loss.balance import Balance, BiasUpdate, choose_balance
 from expertmesh.training.loss.head import attach_loss_head, choose_cross_entropy
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
+from expertmesh.training.overlapped_regions import check_async, symmetric_memory
 from expertmesh.training.resume_checks import check_trained
 from expertmesh.training.step import StepResult, after_update, compute_gradients, train_step
 from expertmesh.training.tensor_parallel import apply_tensor_parallel, divide_vocabulary
@@ -163,7 +164,9 @@ def assemble(
     if config.dense_precision == "fp8":
         trained.append(multiply_in_fp8(model, device_type))
     if config.tp_size > 1:
-        trained.append(apply_tensor_parallel(model, config.tp_size).line())
+        if config.async_tp:
+            check_async(device_type)
+        trained.append(apply_tensor_parallel(model, config.tp_size).line(config.async_tp))
     if config.ranks_per_sequence > 1:
         apply_context_parallel(model, config.cp_size, config.packing, config.tp_size)
     kernel = choose(config, model, device_type)
@@ -204,6 +207,11 @@ def place(
             cut_into_stages(model, mesh, compute_dtype(config), *schedule)
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
+    if config.async_tp:
+        assert mesh.cp_group is not None
+        assert mesh.cp_group.tp is not None
+        with raise_together():
+            model.tensor_parallel.operators = symmetric_memory(mesh.cp_group.tp, device)
     reads = resume_from is None or config.adapter != "none"
     checkpoint = shard_and_load(model, source, mesh, device, compute_dtype(config), config.strategy, read_weights=reads)
     if config.adapter != "none":

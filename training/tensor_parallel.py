@@ -13,6 +13,7 @@ Shape suffixes: n ranks of the group, B sequences, S positions, L = S/n of them 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +23,18 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 
 from expertmesh.moe import ExpertMeshError, Forward, current_forward, decoder_layers
 from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.cpu.matmul import Linear
 from expertmesh.moe.experts.lora import A, B
 from expertmesh.moe.experts.quantised import SCALES
 from expertmesh.moe.model.families import families_with_plan
+from expertmesh.moe.model.rowwise import RowwiseLinear
 from expertmesh.moe.model.tensor_plan import Region, regions_of
 from expertmesh.sharding import TPGroup
 from expertmesh.sharding.place.vocabulary import divided_vocabulary
 from expertmesh.sharding.topology import divisors, either
 from expertmesh.training.attention.complete_sequences import mixers_of
 from expertmesh.training.data import SplitSequences
+from expertmesh.training.overlapped_regions import Operators, gather_multiply, multiply_scatter
 
 STEP_PART: StepPart = None
 
@@ -44,20 +48,23 @@ class TensorParallel:
         regions: the modules.
         sequences: of the region that is running, where the group splits them; None where they are complete, or none
             is.
+        operators: by which matmuls run beside exchanges, with --async-tp, once the model is placed.
     """
 
     group: TPGroup
     regions: list[Region]
     sequences: int | None = None
+    operators: Operators | None = None
 
-    def line(self) -> str:
+    def line(self, is_async: bool) -> str:
         """For a run's first lines."""
         kinds: dict[str, int] = {}
         for region in self.regions:
             name = region.path.rpartition(".")[2]
             kinds[name] = kinds.get(name, 0) + 1
         divided = ", ".join(f"{number} {name}" for name, number in kinds.items())
-        return f"tensor parallelism over {self.group.size} ranks divides {divided}"
+        beside = "; exchanges in parts beside GEMMs (async)" if is_async else ""
+        return f"tensor parallelism over {self.group.size} ranks divides {divided}{beside}"
 
 
 def apply_tensor_parallel(model: Any, tp_size: int) -> TensorParallel:
@@ -138,12 +145,14 @@ def _divide(model: Any, region: Region, parallel: TensorParallel, is_attention: 
             raise ExpertMeshError(
                 f"--tp-size {parallel.group.size} does not divide the {rows} rows of {name}; use a divisor of them"
             )
-    entry = _Attention(parallel, region) if is_attention else _ByToken(parallel)
+    entry = _Attention(parallel, region) if is_attention else _ByToken(parallel, region)
     _run_on_part(module, entry)
     for path in region.colwise:
-        _run_on_part(model.get_submodule(path), _Colwise(parallel))
+        _run_on_part(model.get_submodule(path), _Colwise(parallel, entry))
     for path in region.rowwise:
-        _run_on_part(model.get_submodule(path), _Rowwise(parallel, is_attention))
+        hooks = _Rowwise(parallel, is_attention)
+        _run_on_part(model.get_submodule(path), hooks)
+        entry.last[model.get_submodule(path)] = hooks
     if region.gathers:
         widths = {model.get_submodule(path).out_features for path in region.colwise}
         for part in module.modules():
@@ -181,11 +190,13 @@ def _parts(module: nn.Module, names: Iterable[str], group: TPGroup) -> dict[str,
 class _Colwise:
     """Hooks of a linear layer that is divided by its outputs."""
 
-    def __init__(self, parallel: TensorParallel):
-        self.parallel = parallel
+    def __init__(self, parallel: TensorParallel, region: "_Region"):
+        self.parallel, self.region = parallel, region
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         group, own = self.parallel.group, module._parameters
+        if group.ranks is None:
+            self.region.note_first(module, args)
         shown = _parts(module, ("weight", "weight" + SCALES, "bias"), group)
         if (lora_B := own.get(B)) is not None:
             shown[B] = group.mine(lora_B)
@@ -213,12 +224,23 @@ class _Rowwise:
             shown[A] = group.mine(lora_A, dim=1)
         _show(module, shown)
 
+    def overlapped(self, layer: Any, x: Tensor) -> Tensor:
+        """The layer's forward beside the exchange of its results, which are this rank's alone."""
+        parallel, weight_KN = self.parallel, layer.weight
+        assert parallel.operators is not None
+        if not self.is_attention or x.dim() == 3:
+            return multiply_scatter(parallel.operators, x, weight_KN, 1 if self.is_attention else 0)
+        by_sequence = x.unflatten(0, (parallel.sequences, -1))
+        return multiply_scatter(parallel.operators, by_sequence, weight_KN, 1).flatten(0, 1)
+
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         _hide(module)
         if not isinstance(output, Tensor):
             return None  # it has failed
         parallel, bias = self.parallel, module._parameters.get("bias")
-        if parallel.sequences is None:
+        if "forward" in vars(module):
+            summed = output  # see `_Region.overlap`
+        elif parallel.sequences is None:
             summed = parallel.group.all_reduce(output)
         elif self.is_attention:
             by_sequence = output.unflatten(0, (parallel.sequences, -1)) if output.dim() == 2 else output
@@ -252,11 +274,64 @@ class _FullWidth:
         return columns.unflatten(0, (self.parallel.sequences, -1))
 
 
-class _ByToken:
-    """Hooks of a region that looks at each token by itself."""
+class _Region:
+    """What the hooks of a region have in common.
 
-    def __init__(self, parallel: TensorParallel):
-        self.parallel = parallel
+    Attributes:
+        first: the layers that take what the region is given, by where it stands among the arguments: as the forward in
+            which the model is tried has shown.
+        last: the layers that end it.
+    """
+
+    def __init__(self, parallel: TensorParallel, region: Region):
+        self.parallel, self.region = parallel, region
+        self.first: dict[str, list[nn.Linear]] = {}
+        self.last: dict[nn.Module, _Rowwise] = {}
+        self.given: dict[int, str] = {}
+
+    def note_first(self, layer: Any, args: Any) -> None:
+        """A layer is called in the forward in which the model is tried."""
+        name = self.given.get(id(args[0]))
+        if name is not None and layer not in self.first.setdefault(name, []) and _is_plain(layer):
+            self.first[name].append(layer)
+
+    def gather(self, name: str, x: Tensor, dim: int) -> Tensor:
+        """All ranks' positions of what the region is given, and at once the outputs of layers that take it."""
+        parallel, layers = self.parallel, self.first.get(name)
+        if parallel.operators is None or not layers:
+            gathered = parallel.group.gather(x, dim)
+            self.given[id(gathered)] = name
+            return gathered
+        weights = [_part(layer.get_parameter("weight"), parallel.group) for layer in layers]
+        gathered, outputs = gather_multiply(parallel.operators, parallel.group, x, weights, dim)
+        for layer, output in zip(layers, outputs, strict=True):
+            vars(layer)["forward"] = partial(_known, layer, output)
+        for last, hooks in self.last.items():
+            if _is_plain(last):
+                vars(last)["forward"] = partial(hooks.overlapped, last)
+        return gathered
+
+    def end(self) -> None:
+        self.parallel.sequences = None
+        self.given.clear()
+        layers: list[nn.Module] = [*self.last]
+        for taking in self.first.values():
+            layers += taking
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a linear layer does nothing but multiply: it has no adapter, and its weight is not quantized."""
+    return type(layer) in (nn.Linear, Linear, RowwiseLinear)
+
+
+def _known(layer: Any, output: Tensor, x: Tensor) -> Tensor:
+    return output if layer.bias is None else output + layer.bias
+
+
+class _ByToken(_Region):
+    """Hooks of a region that looks at each token by itself."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         parallel = self.parallel
@@ -268,17 +343,17 @@ class _ByToken:
         if tensors or not isinstance(args[0], Tensor):
             raise _unlike(parallel, module, "is given other tensors than its tokens")
         parallel.sequences = len(split.positions_BS)
-        return (parallel.group.gather(args[0], 0), *args[1:]), kwargs
+        return (self.gather("0", args[0], 0), *args[1:]), kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.parallel.sequences = None
+        self.end()
 
 
-class _Attention:
+class _Attention(_Region):
     """Hooks of a region that mixes positions."""
 
     def __init__(self, parallel: TensorParallel, region: Region):
-        self.parallel, self.region = parallel, region
+        super().__init__(parallel, region)
         self.values = [path.rpartition(".")[2] for path in region.values]
         self.dims: dict[str, int | None] = {}
         self.inside: Forward | None = None
@@ -301,7 +376,7 @@ class _Attention:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         _hide(module)
-        self.parallel.sequences = None
+        self.end()
         if self.inside is not None:
             self.inside.__exit__()
             self.inside = None
@@ -316,7 +391,9 @@ class _Attention:
                 if name not in self.dims:
                     self.dims[name] = self._dim_of_positions(module, leaf, split)
                 if (dim := self.dims[name]) is not None:
-                    leaf = within.gather(leaf, dim, self.parallel.group)
+                    is_hidden = name in self.first or self.parallel.group.ranks is None
+                    gather = partial(self.gather, name, leaf, dim) if is_hidden else None
+                    leaf = gather() if gather else within.gather(leaf, dim, self.parallel.group)
             leaves.append(leaf)
         return tree_unflatten(leaves, structure)
 

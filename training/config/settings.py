@@ -189,6 +189,11 @@ class ParallelSettings:
         "Tensor-parallel ranks, of one node: attention heads, dense MLPs and the vocabulary are divided by them, and "
         "between these each sequence is split over them; must divide the number of ranks and of key and value heads",
     )
+    async_tp: bool = _flag(
+        "Parallelism",
+        False,
+        "With --tp-size, on GPUs that NVLink connects: exchange positions in parts beside the GEMMs before and after",
+    )
     loss_parallel: bool = _flag(
         "Parallelism",
         True,
@@ -249,6 +254,8 @@ class ParallelSettings:
             raise ExpertMeshError(
                 f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 there is no all-to-all; leave it out"
             )
+        if self.async_tp and self.tp_size == 1:
+            raise ExpertMeshError("--async-tp: is for --tp-size 2 or more; leave it out")
         if not self.loss_parallel and self.tp_size == 1:
             raise ExpertMeshError("--no-loss-parallel: is for --tp-size 2 or more; leave it out")
         self._check_dispatch()
