@@ -8,6 +8,7 @@ micro-batches of two sequences, laid out in several ways that take turns, round 
     FSDP                   2 ranks, everything sharded
     TP                     2 ranks of --tp-size 2
     TP, complete logits    the same with --no-loss-parallel
+    TP 4                   4 ranks of --tp-size 4
     2 x 2 x 2              8 ranks: --pp-size 2, --tp-size 2, and two groups that read sequences of their own
 
 Every turn begins at the same weights. Losses must agree to five digits at every step or the run aborts.
@@ -54,6 +55,7 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP": (2, {}),
     "TP": (2, {"tp_size": 2}),
     "TP, complete logits": (2, {"tp_size": 2, "loss_parallel": False}),
+    "TP 4": (4, {"tp_size": 4}),
     "2 x 2 x 2": (8, {"pp_size": 2, "tp_size": 2}),
 }
 """Ranks and flags."""

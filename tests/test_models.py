@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from expertmesh.moe.__main__ import main
-from expertmesh.moe.model.families import causal_families
+from expertmesh.moe.model.families import causal_families, families_with_plan
 from expertmesh.moe.model.family_exceptions import UNSUPPORTED
 from expertmesh.training.foresight.support import METHODS
 from tests.families import test_packing
@@ -58,17 +58,19 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     directory = str(CONFIGS / "granite-4.0-h-tiny")
     assert main(["families", "--table", "mixtral", "qwen4_exp", directory]) == 0
     _, _, mixtral, incomplete, granite = capsys.readouterr().out.splitlines()
-    assert mixtral == "| mixtral | yes | yes | yes | yes | yes |"
-    assert incomplete == "| qwen4_exp | ? | ? | ? | ? | ? |"
-    assert granite == f"| {directory} | yes | yes | yes | yes | yes |"
+    assert mixtral == "| mixtral | yes | yes | yes | yes | yes | yes |"
+    assert incomplete == "| qwen4_exp | ? | ? | ? | ? | ? | ? |"
+    assert granite == f"| {directory} | yes | yes | yes | yes | no | yes |"
     assert main(["families", "--table", "llama"]) == 2
     assert capsys.readouterr().err.startswith("moe: error: llama: no such file or directory")
 
 
 @pytest.mark.parametrize("family", ROWS)
 def test_what_is_supported_is_supported_with_every_method(family: str) -> None:
-    """As the tests of packing and of context parallelism find, which leave out no family."""
+    """As the tests of packing and of parallelism find, which leave out no family."""
     expected = ["no" if family in UNSUPPORTED else "yes"] * len(METHODS)
     if family in test_packing.REFUSED:
         expected[METHODS.index("packing")] = "no"
+    if family not in families_with_plan():
+        expected[METHODS.index("TP")] = "no"
     assert list(ROWS[family]) == expected

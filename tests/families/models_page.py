@@ -31,7 +31,8 @@ config.json or a hub id.
 
 - **full**: all weights are trained. **LoRA**: adapters on attention and every expert (`--adapter lora`).
   **quantized base**: LoRA beside frozen weights in fp8 or nf4 (`--base-dtype`). **packing**: several samples in a
-  sequence (`--packing`). **CP**: context parallelism (`--cp-size`), by 2 ranks.
+  sequence (`--packing`). **CP**: context parallelism (`--cp-size`), by 2 ranks. **TP**: tensor parallelism
+  (`--tp-size`), by 2 ranks.
 - **tested**: against the family's own class in transformers, on tiny random models, on CPUs. *training*: losses,
   gradients and updated weights over several steps; *gradients*: loss and every gradient.
 - **no**: `train_ep.py` refuses the flag with the reason.

@@ -1,6 +1,7 @@
 """Every causal MoE family under tensor parallelism: loss and gradients where transformers' plan divides its attention,
 one clear error where it does not."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from expertmesh.training.tensor_parallel import apply_tensor_parallel
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, in_full, my_batches, sharded_model
+from tests.distributed.reference import Case, hf_model, in_full, my_batches, ours, reference, sharded_model
 from tests.families.configs import tiny_config, tiny_model
 from tests.families.test_families import FAMILIES, SAMPLES, TOLERANCE, TOLERANCES, compare, gradients_of
+from tests.families.test_parity import CANCELLED, WEIGHT_TOLERANCE, has_auxiliary_loss
+from tests.families.test_parity import SAMPLES as TRAINING_SAMPLES
+from tests.families.test_parity import compare as compare_training
+from tests.families.test_pipeline import four_layers
 
 PLANNED = [family for family in FAMILIES if family in families_with_plan()]
 TP_2 = Topology(2, 2, tp_size=2)
@@ -55,6 +60,44 @@ def _divided(path: Path, case: Case) -> tuple[dict[str, tuple[int, int]], float,
     parameters = dict(model.named_parameters())
     rows = {name: (len(parameters[name].to_local()), len(parameters[name])) for name in model.divided}
     return rows, result.loss, in_full({name: p.grad for name, p in parameters.items() if p.grad is not None})
+
+
+LAYOUTS: dict[str, tuple[Topology, dict[str, Any]]] = {
+    "tp 2": (TP_2, dict(gradient_checkpointing="selective", kernel="torch-grouped")),
+    "tp 4": (Topology(4, 4, tp_size=4), dict(gradient_checkpointing="full")),
+    "tp 2 x ep 2, hybrid": (Topology(4, 2, "hybrid", tp_size=2), dict(accumulation=2)),
+    "tp 2 x cp 2": (Topology(4, 4, cp_size=2, tp_size=2), dict(gradient_checkpointing="full")),
+    "tp 2 x pp 2 x ep 2": (Topology(8, 2, pp_size=2, tp_size=2), dict(accumulation=2)),
+}
+TRAINED = [
+    *("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "minimax_m2"),
+    # latent attention; layers that are not divided, beside attention that is
+    *("deepseek_v2", "qwen3_next"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "layout"), product(TRAINED, LAYOUTS))
+def test_training(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
+    """Losses, gradients and, after two clipped updates by AdamW, weights, as in one process."""
+    topology, settings = LAYOUTS[layout]
+    balance = 0.05 if has_auxiliary_loss(family) else 0.0
+    changes = heads(family) | (four_layers(family) if topology.pp_size > 1 else {})
+    case = Case(TRAINING_SAMPLES, family=family, steps=2, changes=changes, balance=balance, **settings)
+    hf_model(case, seed=1).save_pretrained(tmp_path)
+    want = reference(case, seed=1)
+    found = ranks.run(ours, topology.world_size, tmp_path, topology, case)[0]
+    assert found.losses == pytest.approx(want.losses, rel=TOLERANCE)
+    assert found.grad_norms == pytest.approx(want.grad_norms, rel=TOLERANCE)
+    assert found.balance_loss == pytest.approx(want.balance_loss, rel=TOLERANCE)
+    compare_training(found.grads, want.grads, CANCELLED * want.grad_norms[0])
+    compare_training(found.weights, want.weights, 0.0, WEIGHT_TOLERANCE)
+
+
+def heads(family: str) -> dict[str, Any]:
+    """Changes to the tiny config by which four ranks can divide all heads."""
+    config = tiny_config(family).get_text_config()
+    return {} if hasattr(config, "kv_lora_rank") else {"num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PLANNED])

@@ -12,11 +12,11 @@ from expertmesh.training.attention.context_parallel_attention import apply_conte
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 
-METHODS = ("full", "LoRA", "packing", "CP", "quantized base")
-"""Ways of training: of all weights, of adapters, with packed sequences, on context-parallel ranks, and of adapters
-beside quantized weights."""
+METHODS = ("full", "LoRA", "packing", "CP", "TP", "quantized base")
+"""Ways of training: of all weights, of adapters, with packed sequences, on context-parallel and on tensor-parallel
+ranks, and of adapters beside quantized weights."""
 
-_CP_SIZE = 2
+_SIZE = 2
 """Ranks that are tried; others have to divide the attention heads, too."""
 
 INCOMPLETE = "?"
@@ -33,9 +33,13 @@ def support_of(config: Any) -> dict[str, str]:
     except ExpertMeshError as error:
         return dict.fromkeys(METHODS, str(error))
     try:
-        apply_context_parallel(model, _CP_SIZE, packing=False)
+        apply_context_parallel(model, _SIZE, packing=False)
     except ExpertMeshError as error:
         found["CP"] = str(error)
+    try:
+        _build(config, tp_size=_SIZE)
+    except ExpertMeshError as error:
+        found["TP"] = str(error)
     try:
         _build(config, packing=True)
     except ExpertMeshError as error:
