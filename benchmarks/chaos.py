@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ep-size", type=int, default=2)
     parser.add_argument("--cp-size", type=int, default=1, help="ranks per sequence (context parallelism)")
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide heads (tensor parallelism)")
     parser.add_argument("--pp-size", type=int, default=1, help="parts that the layers are in (pipelines)")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps; a checkpoint is saved after each")
     parser.add_argument(
@@ -77,7 +78,8 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
         make_inputs(directory / "model", directory / "data.jsonl", num_rows=ROWS)
         print(
             f"{arguments.ranks} ranks, pp {arguments.pp_size}, ep {arguments.ep_size}, cp {arguments.cp_size}, "
-            f"{arguments.steps} steps, a checkpoint after each, {arguments.kills} kills, seed {arguments.seed}",
+            f"tp {arguments.tp_size}, {arguments.steps} steps, a checkpoint after each, {arguments.kills} kills, "
+            f"seed {arguments.seed}",
             flush=True,
         )
         undisturbed = directory / "undisturbed"
@@ -106,7 +108,7 @@ def train_flags(directory: Path, out: Path, arguments: argparse.Namespace, save_
         "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
         "--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl"), "--output-dir", str(out),
         "--pp-size", str(arguments.pp_size), "--ep-size", str(arguments.ep_size), "--cp-size", str(arguments.cp_size),
-        "--max-steps", str(arguments.steps),
+        "--tp-size", str(arguments.tp_size), "--max-steps", str(arguments.steps),
         "--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "2", "--learning-rate", "1e-3",
         "--save-steps", str(save_steps), "--save-total-limit", "3", "--resume", "auto",
         *(("--adapter", "lora", "--merge") if arguments.adapter == "lora" else ()),

@@ -62,9 +62,14 @@ class Bench:
     steps: int
     rng: random.Random
     cp_size: int = 1
+    tp_size: int = 1
     pp_size: int = 1
     run_whole: Callable[[int, list[str]], Run] | None = None
     undisturbed: dict[tuple[str, ...], Path] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        return self.cp_size, self.tp_size, self.pp_size
 
     @property
     def ep_size(self) -> int:
@@ -85,8 +90,8 @@ class Bench:
             "--use-cpu", "--cpu-matmul", "onednn",  # as a probe may tip from one start to the next
             "--model", str(self.directory / "model"), "--dataset", str(self.directory / "data.jsonl"),
             "--output-dir", str(out), "--ep-size", str(self.ep_size), "--cp-size", str(self.cp_size),
-            "--pp-size", str(self.pp_size), "--gradient-accumulation-steps", str(self.pp_size),
-            "--max-steps", str(self.steps),
+            "--tp-size", str(self.tp_size), "--pp-size", str(self.pp_size),
+            "--gradient-accumulation-steps", str(self.pp_size), "--max-steps", str(self.steps),
             "--per-device-train-batch-size", "4", "--learning-rate", "1e-3", "--save-steps", "2", "--resume", "auto",
             *more,
         ]  # fmt: skip
@@ -185,8 +190,8 @@ def dies(bench: Bench) -> Outcome:
 def dies_again_and_again(bench: Bench) -> Outcome:
     """Ranks are killed at random moments, during saves included, under --max-restarts."""
     arguments = argparse.Namespace(
-        ranks=bench.ranks, ep_size=bench.ep_size, cp_size=bench.cp_size, pp_size=bench.pp_size, adapter="none",
-        steps=60, seed=bench.rng.random(), kills=5, timeout=1200,
+        ranks=bench.ranks, ep_size=bench.ep_size, cp_size=bench.cp_size, tp_size=bench.tp_size,
+        pp_size=bench.pp_size, adapter="none", steps=60, seed=bench.rng.random(), kills=5, timeout=1200,
     )  # fmt: skip
     out, whole = bench.new_output(), bench.new_output()
     kills, _ = run_and_kill(bench.directory, out, arguments)
@@ -332,7 +337,7 @@ def fills_the_disk(bench: Bench) -> Outcome:
 def loses_a_node(bench: Bench) -> Outcome:
     """One of two nodes is gone for good: torchrun --nnodes 1:2 --max-restarts 3, --elastic."""
     out = bench.new_output()
-    node = Bench(bench.directory, bench.ranks // 2, bench.steps, bench.rng, bench.cp_size, bench.pp_size)
+    node = Bench(bench.directory, bench.ranks // 2, bench.steps, bench.rng, *bench.layout)
     flags = ("--elastic", "--ep-size", str(bench.ep_size))
     rendezvous = (
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29533", "--rdzv-id", str(bench.rng.random()),
@@ -445,6 +450,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--cp-size", type=int, default=1, help="ranks per sequence (context parallelism)")
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide heads (tensor parallelism)")
     parser.add_argument("--pp-size", type=int, default=1, help="parts that the layers are in (pipelines)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
@@ -458,12 +464,12 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
         arguments.times, arguments.ranks, arguments.steps = 1, 2, 6
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         rng = random.Random(arguments.seed)
-        layout = (arguments.cp_size, arguments.pp_size)
+        layout = (arguments.cp_size, arguments.tp_size, arguments.pp_size)
         bench = Bench(Path(directory), arguments.ranks, arguments.steps, rng, *layout, run_whole)
         make_inputs(bench.directory / "model", bench.directory / "data.jsonl", num_rows=ROWS)
         print(
-            f"{bench.ranks} ranks, pp {bench.pp_size}, ep {bench.ep_size}, cp {bench.cp_size}, {bench.steps} steps, "
-            f"a checkpoint every 2, seed {arguments.seed}"
+            f"{bench.ranks} ranks, pp {bench.pp_size}, ep {bench.ep_size}, cp {bench.cp_size}, tp {bench.tp_size}, "
+            f"{bench.steps} steps, a checkpoint every 2, seed {arguments.seed}"
         )
         results = [inject_and_check(FAULTS[name], arguments.times, bench) for name in names]
     return 0 if all(results) else 1

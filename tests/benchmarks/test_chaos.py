@@ -12,22 +12,12 @@ from benchmarks import chaos
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("axis", ["cp", "tp"])
 def test_killed_ranks_lose_nothing(
-    run_whole: Callable[[int, list[str]], chaos.Run], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run_whole: Callable[[int, list[str]], chaos.Run], tmp_path: Path, capfd: pytest.CaptureFixture[str], axis: str
 ) -> None:
-    flags = [
-        "--kills",
-        "2",
-        "--cp-size",
-        "2",
-        "--steps",
-        "12",
-        "--timeout",
-        "400",
-        "--json",
-        str(tmp_path / "figures.json"),
-    ]
-    code = chaos.main(flags, run_whole)
+    flags = ["--kills", "2", f"--{axis}-size", "2", "--steps", "12", "--timeout", "400"]
+    code = chaos.main([*flags, "--json", str(tmp_path / "figures.json")], run_whole)
     printed = capfd.readouterr()
     assert code == 0, printed.out + printed.err
     figures = json.loads((tmp_path / "figures.json").read_text())
