@@ -80,7 +80,8 @@ def apply_tensor_parallel(model: Any, tp_size: int) -> TensorParallel:
     Raises:
         ExpertMeshError: the plan has nothing for the family's attention, or its heads or widths cannot be divided.
     """
-    mixers = {path for path, part in model.named_modules() if part in _mixers(model)}
+    mixing = {mixer for layer in decoder_layers(model) for mixer in mixers_of(layer)}
+    mixers = {path for path, part in model.named_modules() if part in mixing}
     regions = regions_of(model)
     if not any(region.path in mixers for region in regions):
         raise ExpertMeshError(
@@ -115,10 +116,6 @@ def divide_vocabulary(model: Any, cross_entropy: str) -> str:
         if any(module is one for one in chosen):
             model.divided |= {f"{path}.{name}": path for name, _ in module.named_parameters(recurse=False)}
     return found.line()
-
-
-def _mixers(model: Any) -> set[nn.Module]:
-    return {mixer for layer in decoder_layers(model) for mixer in mixers_of(layer)}
 
 
 def _check_heads(model: Any, tp_size: int) -> None:
