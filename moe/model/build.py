@@ -87,6 +87,7 @@ def _without_experts(model: nn.Module) -> str:
 
 def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
     config = deepcopy(config)
+    _forget_plans(config)
     # HF would compute its balancing loss of all logits; ours, in moe.losses, is over all ranks
     text_config = config.get_text_config()
     if getattr(text_config, "output_router_logits", False):
@@ -112,6 +113,17 @@ def _build(config: Any, attn_implementation: str, dtype: torch.dtype = torch.flo
     _give_head(model)
     leave_out(model, unmet_by_text(model))
     return model
+
+
+def _forget_plans(config: Any) -> None:
+    """Remove, in place, the plans of how to distribute a model over devices (`base_model_tp_plan` and others) that a
+    config.json brought: those of transformers' classes hold. transformers never writes one to a file, and a wrong one
+    would divide modules whose results cannot be added up."""
+    for name in [name for name in vars(config) if re.fullmatch(r"base_model_\w+_plan", name)]:
+        delattr(config, name)
+    for part in config.sub_configs:
+        if hasattr(getattr(config, part, None), "sub_configs"):
+            _forget_plans(getattr(config, part))
 
 
 def _of_text(config: Any, attn_implementation: str) -> str | dict[str, str]:

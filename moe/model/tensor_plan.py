@@ -1,4 +1,5 @@
-"""Which modules of a model tensor parallelism divides, by transformers' own plan (`base_model_tp_plan` of the config).
+"""Which modules of a model tensor parallelism divides, by transformers' own plan (`base_model_tp_plan` of the config's
+class: `build_model` forgets one that a config.json brings).
 
 The plan names linear layers: "colwise" ones are divided by their outputs, "rowwise" ones by their inputs. What stands
 between them, such as attention on some of the heads, works on one part, and the results of all parts are added up. So a

@@ -4,6 +4,7 @@ CASES = {
     "safetensors_files": (120, 60),
     "index_files": (100, 20),
     "config_files": (200, 500),
+    "distribution_plans": (100, 60),
     "configs_of_families": (0, 400),
     "tensors_of_families": (0, 110),
     "encoded_files": (80, 120),

@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING
 
+from expertmesh.moe.model.tensor_plan import regions_of
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.models import SMALL, Tensors, loaded, loaded_model, same_bits
 from tests.hostile.mutations import BROKEN_TEXTS, HOSTILE_VALUES, changed_bytes, changed_document, dumped
@@ -54,7 +56,11 @@ def in_file(path: Path) -> Tensors:
 
 def answer(path: Path) -> torch.Tensor:
     """Logits of a few tokens."""
-    model = loaded_model(path).eval()
+    return _answer_of(loaded_model(path))
+
+
+def _answer_of(model: Any) -> torch.Tensor:
+    model.eval()
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=torch.arange(7)[None] % model.config.vocab_size).logits
     return logits
@@ -139,6 +145,39 @@ def config_files(watch: Watch, num_cases: int, small: Path) -> None:
     fuzz(num_cases, changed_document(original), lambda document: attempt(f"{document!r:.2000}", dumped(document)))
 
 
+def distribution_plans(watch: Watch, num_cases: int, small: Path) -> None:
+    """Plans of how to distribute a model in config.json: none changes what is computed, or what can be divided."""
+    path = watch.directory / "model"
+    shutil.copytree(small, path)
+    file = path / "config.json"
+    original = json.loads(file.read_text())
+    expected, regions = answer(path), regions_of(loaded_model(path))
+    own: Any = CONFIG_MAPPING["mixtral"].base_model_tp_plan
+
+    def attempt(case: str, plans: dict[str, Any]) -> None:
+        file.write_bytes(dumped({**original, **plans}))
+        model = watch.attempt(case, lambda: loaded_model(path), str(file))
+        if isinstance(model, Refused):  # for a number that no setting may have
+            return
+        assert regions_of(model) == regions, case
+        assert torch.equal(_answer_of(model), expected), case
+
+    for name in ("tp", "pp", "ep", "fsdp"):
+        for number, value in enumerate(HOSTILE_VALUES):
+            if name == "tp" or number % 4 == 0:
+                attempt(f"{name} plan {value!r:.60}", {f"base_model_{name}_plan": value})
+    attention = "layers.*.self_attn"
+    for rules in (
+        {f"{attention}.q_proj": "rowwise", f"{attention}.o_proj": "colwise"},
+        {**own, "layers.*.input_layernorm": "rowwise", attention: "colwise", "layers.*.mlp.gate": "rowwise"},
+        {**own, f"{attention}.o_proj": "packed_rowwise", f"{attention}.q_proj": ["colwise"]},
+        {f"layers.{number}.x": "rowwise" for number in range(200_000)},
+    ):
+        attempt(f"rules {rules!r:.200}", {"base_model_tp_plan": rules})
+    changed = changed_document({"base_model_tp_plan": own})
+    fuzz(num_cases, changed, lambda plans: attempt(f"{plans!r:.2000}", plans))
+
+
 @pytest.mark.exhaustive
 def test_safetensors_files(campaign: Callable[..., None], small: Path) -> None:
     campaign(safetensors_files, small)
@@ -152,3 +191,8 @@ def test_index_files(campaign: Callable[..., None], in_parts: Path) -> None:
 @pytest.mark.exhaustive
 def test_config_files(campaign: Callable[..., None], small: Path) -> None:
     campaign(config_files, small)
+
+
+@pytest.mark.exhaustive
+def test_distribution_plans(campaign: Callable[..., None], small: Path) -> None:
+    campaign(distribution_plans, small)

@@ -66,6 +66,17 @@ def test_none_without_a_plan() -> None:
     assert transposed(build_model(tiny_config("gpt_oss"), "eager")) == set()
 
 
+@pytest.mark.parametrize("family", ["mixtral", "aria"])
+def test_a_config_brings_no_plan(family: str) -> None:
+    """The class's holds, whatever a config.json said: of a model, or of its text part."""
+    config = tiny_config(family)
+    expected = transposed(build_model(config, "eager"))
+    plans: list[Any] = [{}, 3, {"layers.*.self_attn.q_proj": ["x"]}, {"layers.*.self_attn.q_proj": "rowwise"}]
+    for plan in plans:
+        config.get_text_config().base_model_tp_plan = plan
+        assert transposed(build_model(config, "eager")) == expected
+
+
 @pytest.mark.parametrize("read", [O_PROJ, Q_PROJ])
 def test_not_where_other_code_reads_a_weight(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A region of which a weight is read elsewhere is none: all of its layers lie as transformers has them."""
