@@ -106,6 +106,18 @@ def test_every_stage_of_a_pipeline(model: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.exhaustive
+def test_ranks_of_a_tensor_parallel_group(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their collectives have one order; what runs beside them on a GPU is not known."""
+    said = told(model, capsys, "--tp-size", "2", "--cp-size", "2", "--ranks", "all", "--async-tp")
+    assert "; ep 8, " in said
+    assert ", cp 2, tp 2\n1 x 1 x 64 tokens per step and 4 ranks\n" in said
+    for name in ("tp, activations, 2 ranks", "one tp index, 8 ranks", "cp, heads, 2 ranks"):
+        assert f"NCCL: {name}" in said
+    assert " gathers of activations + " in said
+    assert "collectives have the same order" in said
+    assert "--async-tp: not modelled" in said
+
+
 def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, last, loaded = accounts(model, capsys, "--ranks", "all", "--imbalance", "2")
     assert [account["rank"] for account in (first, last, loaded)] == [0, 15, 1]
@@ -215,6 +227,10 @@ def test_what_fails_is_told_with_its_layer(
             "--rope-scaling: all layers of this model",
         ),
         (["--gpus", "15", "--ep-size", "15"], "--ep-size 15"),
+        (
+            ["--tp-size", "2", "--gpus-per-node", "1"],
+            "--tp-size 2: a group has node 0, rank 0 and node 1, rank 1; its ranks exchange activations",
+        ),
         (["--pp-size", "3"], "--pp-size 3 does not divide --gpus 16"),
         (["--pp-size", "4"], "--ep-size 8 does not divide the 4 ranks of a stage (--gpus 16 / --pp-size 4)"),
         (["--pp-size", "8", "--ep-size", "2"], "--pp-size 8: 8 stages need as many decoder layers"),

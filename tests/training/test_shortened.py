@@ -145,6 +145,7 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
     (dense_first, 16, {"optim": "adamw_bf16", "router_z_loss_coef": 0.01, "router_bias_update_rate": 0.001}),
     (alternating, 8, {"offload_activations": True, "cp_size": 2}),
     (hybrid, 16, {"gradient_checkpointing": "full"}),
+    (uniform, 16, {"tp_size": 2, "cp_size": 2}),
 ]
 
 

@@ -394,6 +394,8 @@ def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, to
             f"--offload: {account.fit.host / GIB:,.1f} GiB of host memory per rank; the forecast leaves out copies "
             "to and from there, and assumes the optimizer step runs on the GPU"
         )
+    if config.async_tp:
+        lines.append("--async-tp: not modelled, all exchanges of a tensor-parallel group are waited for")
     if config.compile:
         lines.append("--compile: not modelled, the dry run is without it")
     return lines

@@ -1,6 +1,6 @@
 """A model as a run builds it, before it is sharded, on the meta device, without a checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -39,6 +39,8 @@ def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal
         ExpertMeshError: the model cannot be built, or not trained with these flags.
     """
     source = _Config(with_rope_scaling(model_config, config.rope), config.rope)
+    # exchanges beside GEMMs are an operator of a GPU's, of which the parts are not known
+    config = replace(config, async_tp=False)
     # operators are what is recorded, not what a compiler makes of them
     model = assemble(config, source, device_type, _kernel, _cross_entropy, compiles=False).model
     if config.optim == "adamw_bf16" and config.adapter == "none" and source.config.dtype != torch.bfloat16:
