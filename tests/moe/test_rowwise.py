@@ -72,8 +72,9 @@ def test_a_config_brings_no_plan(family: str) -> None:
     config = tiny_config(family)
     expected = transposed(build_model(config, "eager"))
     plans: list[Any] = [{}, 3, {"layers.*.self_attn.q_proj": ["x"]}, {"layers.*.self_attn.q_proj": "rowwise"}]
+    text: Any = config.get_text_config()
     for plan in plans:
-        config.get_text_config().base_model_tp_plan = plan
+        text.base_model_tp_plan = plan
         assert transposed(build_model(config, "eager")) == expected
 
 
