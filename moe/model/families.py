@@ -43,15 +43,18 @@ def causal_families() -> list[str]:
     return sorted(types.values())
 
 
+def _with_parts(kind: Any) -> list[Any]:
+    """The class of a config and those of its parts."""
+    return [kind, *(part for own in getattr(kind, "sub_configs", {}).values() for part in _with_parts(own))]
+
+
 def families_with_plan() -> list[str]:
     """The families whose attention transformers' plans of tensor parallelism (`base_model_tp_plan`) divide."""
     from transformers import CONFIG_MAPPING
 
     found = []
     for family in causal_families():
-        kind = CONFIG_MAPPING[family]
-        kinds = [kind, *getattr(kind, "sub_configs", {}).values()]
-        plans = [getattr(kind, "base_model_tp_plan", None) or {} for kind in kinds]
+        plans = [getattr(kind, "base_model_tp_plan", None) or {} for kind in _with_parts(CONFIG_MAPPING[family])]
         if any("attn." in name and style.startswith("rowwise") for plan in plans for name, style in plan.items()):
             found.append(family)
     return found
