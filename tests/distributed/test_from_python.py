@@ -26,8 +26,8 @@ from tests.tiny import save_tokenizer
 trl = pytest.importorskip("trl")
 
 STEPS, WARM_UP, CLIP, ACCUMULATION, ROWS = 6, 2, 0.5, 2, 2
-SETTINGS = [("mixtral", 2, False), ("mixtral", 4, True), ("qwen3_moe", 4, False), ("qwen3_moe", 2, True)]
-"""(family, --ep-size on 4 ranks, whether with LoRA)."""
+SETTINGS = [("mixtral", 2, False), ("qwen3_moe", 4, True)]
+"""(family, --ep-size on 4 ranks, whether with LoRA): none has to do with who calls, and each is in one of the runs."""
 IDS = [f"{family}-ep{ep}{'-lora' * lora}" for family, ep, lora in SETTINGS]
 
 
@@ -251,6 +251,7 @@ def test_trl(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     assert_same_run(logs, run, tmp_path / "model")
 
 
+@pytest.mark.exhaustive
 def test_loop_of_ones_own_through_stages(models: dict[str, Path], data: Path, ranks: RankPool, tmp_path: Path) -> None:
     """Both ranks of a pipeline are given the same batches."""
     settings = settings_of(data, 2, lora=False) | {"pp_size": 2}

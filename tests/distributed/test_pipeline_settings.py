@@ -112,22 +112,17 @@ ROWS = {
     "bias update": Row(PP, {"router_bias_update_rate": 0.01}, more=FAMILY_WITH_BIAS),
     "pp 4": Row(PP_4, SELECTIVE | {"keep_expert_products": 3}),
     "cp": Row(CP, SELECTIVE),
-    "cp, interleaved": Row(CP, FULL, INTERLEAVED),
-    "hybrid": Row(HYBRID),
     "hybrid, full, uneven": Row(HYBRID, FULL, {"pipeline_layers": "3,1"}),
     "selective": Row(PP_DP_EP, SELECTIVE, more={"kernel": "torch-grouped"}),
-    "expert products kept": Row(PP_DP, SELECTIVE | {"keep_expert_products": 2}),
     "interleaved": Row(PP, {}, INTERLEAVED),
-    "interleaved, dp": Row(PP_DP_EP, SELECTIVE, INTERLEAVED),
     "interleaved, 8 layers": Row(PP_4, {}, INTERLEAVED, changed(num_hidden_layers=8)),
     "interleaved, uneven": Row(PP_EP, {}, INTERLEAVED | {"pipeline_layers": "1,2,1,2"}, changed(num_hidden_layers=6)),
     "interleaved, 3 micro-batches": Row(PP, {}, INTERLEAVED, {"accumulation": 3}),
     "one micro-batch": Row(PP_4, more={"accumulation": 1}),
     "a rank without a sequence": Row(PP_EP, more={"samples": SAMPLES[:5], "accumulation": 3}),
     "packing": Row(PP_EP, {"packing": True}),
-    "balanced per layer": Row(PP_DP_EP, {"router_aux_loss_per_layer": True}, INTERLEAVED),
+    "balanced per layer": Row(PP_EP, {"router_aux_loss_per_layer": True}, INTERLEAVED),
     "no auxiliary losses": Row(PP_EP, more={"balance": 0.0, "z": 0.0}),
-    "adapters": Row(PP_DP, LORA),
     "adapters everywhere, interleaved": Row(
         PP_EP, LORA | {"lora_targets": ["attention", "experts", "router"]} | FULL, INTERLEAVED
     ),
@@ -140,7 +135,6 @@ ROWS = {
     "offload, muon": Row(PP_EP, {"offload": True, "optim": "muon"}),
     "activations offloaded": Row(PP_EP, {"offload_activations": True} | FULL, INTERLEAVED),
     "activations offloaded, selective": Row(PP_4, {"offload_activations": True} | SELECTIVE),
-    "8 bit": Row(PP_DP, {"optim": "adamw_torch_8bit"}, more=changed(hidden_size=256), after=ROUNDED_8BIT),
     "8 bit, interleaved": Row(
         PP_EP, {"optim": "adamw_torch_8bit"}, INTERLEAVED, changed(hidden_size=256), after=ROUNDED_8BIT
     ),
@@ -152,9 +146,8 @@ ROWS = {
         tolerance=1e-2,
         after=1e-2,
     ),
-    "shampoo": Row(PP_DP_EP, {"optim": "shampoo", "shampoo_start": 2, "shampoo_block_size": 24}),
+    "shampoo": Row(PP_EP, {"optim": "shampoo", "shampoo_start": 2, "shampoo_block_size": 24}),
     "shampoo, offload": Row(PP_EP, {"optim": "shampoo", "shampoo_start": 2, "offload": True}, INTERLEAVED),
-    "muon, interleaved": Row(PP_EP, {"optim": "muon"}, INTERLEAVED),
     "muon, head alone": Row(PP, {"optim": "muon", "freeze": [r"^(?!lm_head)"]}, more={"balance": 0.0, "z": 0.0}),
     "tied, interleaved": Row(PP_EP, FULL, INTERLEAVED, changed(tie_word_embeddings=True), is_exact=False),
     "tied, hybrid, muon": Row(HYBRID, {"optim": "muon"}, more=changed(tie_word_embeddings=True), is_exact=False),
@@ -166,15 +159,12 @@ ROWS = {
     "head alone, interleaved": Row(PP, {"freeze": [r"^(?!lm_head)"]} | FULL, INTERLEAVED, {"balance": 0.0, "z": 0.0}),
     "first layer alone": Row(PP_4, {"freeze": [r"^(?!model\.layers\.0\.)"]}),
     "first layer alone, full": Row(PP_EP, {"freeze": [r"^(?!model\.layers\.0\.)"]} | FULL, INTERLEAVED),
-    "experts frozen": Row(PP_DP_EP, {"freeze": ["experts"]}),
+    "experts frozen": Row(PP_EP, {"freeze": ["experts"]}),
     "all but experts frozen": Row(PP_DP, {"freeze": ["router", "embeddings", "norms", "attention"]}),
-    "no reshard": Row(PP_DP_EP, {"reshard_after_forward": False}),
     "no reshard, interleaved": Row(PP_DP, {"reshard_after_forward": False} | SELECTIVE, INTERLEAVED),
-    "overlap": Row(PP_EP, {"overlap_chunks": 2}),
     "overlap, interleaved": Row(PP_EP, {"overlap_chunks": 2} | SELECTIVE, INTERLEAVED),
-    "bf16": Row(PP_EP, more={"compute_dtype": torch.bfloat16}),
     "bf16, full, interleaved": Row(PP_DP, FULL, INTERLEAVED, {"compute_dtype": torch.bfloat16}),
-    "zero-bubble, full": Row(PP_DP_EP, FULL, ZERO_BUBBLE),
+    "zero-bubble, full": Row(PP_EP, FULL, ZERO_BUBBLE),
     "zero-bubble, selective, uneven": Row(
         PP_EP, SELECTIVE | {"keep_expert_products": 3}, ZERO_BUBBLE | {"pipeline_layers": "1,3"}
     ),
@@ -199,7 +189,7 @@ ROWS = {
     ),
     "zero-bubble, one micro-batch": Row(PP_4, {}, ZERO_BUBBLE, {"accumulation": 1}),
     "zero-bubble, bias update": Row(PP, {"router_bias_update_rate": 0.01}, ZERO_BUBBLE, FAMILY_WITH_BIAS),
-    "bias update, dp": Row(PP_DP_EP, {"router_bias_update_rate": 0.01}, more=FAMILY_WITH_BIAS),
+    "bias update, dp": Row(PP_DP, {"router_bias_update_rate": 0.01}, more=FAMILY_WITH_BIAS),
 }
 
 

@@ -36,10 +36,14 @@ from tests.distributed.reference import (
     unshifted_labels,
 )
 from tests.families.configs import UNSHRINKABLE, load_model, tiny_model
+from tests.tiers import REPRESENTATIVES
 from tests.tiny import relative_error
 
 FAMILIES = [family for family in causal_families() if family not in UNSHRINKABLE and family not in UNSUPPORTED]
-TOPOLOGIES = [(1, 1), (4, 2), (4, 4)]
+TOPOLOGIES = [Topology(1, 1), Topology(4, 2)]
+ONE_GROUP = Topology(4, 4)
+"""Experts over all ranks, as in each half of (4, 2): tested with the families that between them have all special
+features."""
 TOLERANCE = 1e-5
 TOLERANCES = {"muse_spark": 2e-5}
 """Its experts' outputs are normed while they are small: transformers' own ways to compute experts differ by 9e-6."""
@@ -75,8 +79,9 @@ def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
     loaded = load_model(tmp_path / "hf", dtype=torch.float32, attn_implementation="eager")
     # buffers are those that were saved: transformers itself begins some of them anew when it loads (Zaya's, in part)
     weights = in_our_layout(loaded, "data") | dict(theirs.named_buffers())
+    all_topologies = [*TOPOLOGIES, *([ONE_GROUP] if family in REPRESENTATIVES else [])]
     for world_size in (1, 4):
-        topologies = [Topology(*sizes) for sizes in TOPOLOGIES if sizes[0] == world_size]
+        topologies = [topology for topology in all_topologies if topology.world_size == world_size]
         found = ranks.run(_figures_on_ranks, world_size, tmp_path / "hf", topologies, case, tmp_path / "out")[0]
         for (our_weights, our_loss, our_grads), topology in zip(found, topologies, strict=True):
             for name, weight in our_weights.items():

@@ -26,7 +26,7 @@ from tests.distributed.test_generate import ours as answers_of_ours
 from tests.distributed.test_replicas import find
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights, run_main
 from tests.families.configs import TEXT_IDS, load_model
-from tests.tiers import REPRESENTATIVES, diagonal
+from tests.tiers import REPRESENTATIVES, diagonal, two_diagonals
 from tests.tiny import relative_error, save_tokenizer
 
 PAIR = Topology(2, 2)
@@ -193,6 +193,9 @@ FEATURES: dict[str, Callable[[Cell], None]] = {
     "offload": offload,
     "elastic": elastic,
 }
+OF_LAYERS = ("generation", "packing", "muon", "shampoo")
+"""Features that do something of their own to layers or matrices of a kind, and so are tested with every family here;
+the others treat all parameters alike, and are tested with two or more each."""
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +212,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return saved
 
 
-@pytest.mark.parametrize(("feature", "family"), diagonal(FEATURES, REPRESENTATIVES))
+@pytest.mark.parametrize(
+    ("feature", "family"),
+    [
+        cell
+        for cell in diagonal(FEATURES, REPRESENTATIVES)
+        if cell.values[0] in OF_LAYERS or cell.values in two_diagonals(list(FEATURES), REPRESENTATIVES)
+    ],
+)
 def test_feature(
     ranks: RankPool, models: Callable[[str], Path], tiny_data: Path, tmp_path: Path, feature: str, family: str
 ) -> None:

@@ -335,31 +335,27 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, arguments: list[s
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
 @pytest.mark.parametrize("flags", [["--gpus", "16"], ["--gpus", "16", "--top", "40"], ["--sweep"]], ids=" ".join)
 def test_plan_fits_the_terminal(
-    config_file: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    width: int,
-    flags: list[str],
+    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     """Columns are left out, with a word about it; of those that stay, every figure is as it is in a pipe."""
     monkeypatch.chdir(config_file.parent)  # a path of its own would be longer than the terminal
     arguments = ["plan", "--model", "config.json", "--micro-batch", "1", *flags]
     assert main(arguments) == 0
     piped = capsys.readouterr().out
-    lines = at_a_terminal(monkeypatch, width, arguments)
-    assert all(len(line) <= width or line.startswith("torchrun ") for line in lines)
     figures = set(re.findall(r"[\d.,]*\d", piped))
-    # the time it took, and the width it tells, are no figures of the plan
-    shown = [line for line in lines if " points in " not in line and "columns:" not in line]
-    untimed = re.sub(r"found\s+in\s+[\d.]+\s+s", "", "\n".join(shown))
-    assert set(re.findall(r"[\d.,]*\d", untimed)) <= figures
     speeds = re.compile(r"\b\d,\d{3}(?= |$)", re.MULTILINE)
-    assert len(speeds.findall("\n".join(shown))) == len(speeds.findall(piped)), "no tokens/s is lost"
-    is_whole = not any("left out" in line or "in all lines" in line for line in lines)
-    assert is_whole == (width >= (80 if flags == ["--sweep"] else 200))
+    for width in (60, 80, 100, 200):
+        lines = at_a_terminal(monkeypatch, width, arguments)
+        assert all(len(line) <= width or line.startswith("torchrun ") for line in lines), width
+        # the time it took, and the width it tells, are no figures of the plan
+        shown = [line for line in lines if " points in " not in line and "columns:" not in line]
+        untimed = re.sub(r"found\s+in\s+[\d.]+\s+s", "", "\n".join(shown))
+        assert set(re.findall(r"[\d.,]*\d", untimed)) <= figures, width
+        assert len(speeds.findall("\n".join(shown))) == len(speeds.findall(piped)), f"{width}: no tokens/s is lost"
+        is_whole = not any("left out" in line or "in all lines" in line for line in lines)
+        assert is_whole == (width >= (80 if flags == ["--sweep"] else 200)), width
 
 
 def test_columns_that_are_the_same_in_all_rows_are_told_once(
