@@ -81,6 +81,7 @@ def run_variant(name: str, work: Work) -> Figures:
     return take_figures(name, work, warm_up=1, num_steps=1, ranks=ranks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("balanced", [True, False])
 def test_variants_agree(ranks: RankPool, tmp_path: Path, balanced: bool) -> None:
     skip_if_older("has no DistributedConfig(ep_size=...)")

@@ -141,6 +141,7 @@ def _measure_products(path: Path, ep_size: int) -> list[Measured]:
     return [_measure_mode(path, Topology(2, ep_size), replace(case, gradient_checkpointing=mode)) for mode in MODES]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_experts_of_all_kinds(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     case = Case(SAMPLES, **KINDS[kind])

@@ -87,7 +87,7 @@ def _reference_grads(model: Any, case: Case) -> dict[str, torch.Tensor]:
     return in_our_layout(model, "grad")
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "lengths", [[9], [2], [1], [2, 11], [1, 1, 30]], ids=["one row", "one target", "no target", "two rows", "uneven"]
 )

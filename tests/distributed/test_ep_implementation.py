@@ -172,7 +172,7 @@ def has_plan(path: Path) -> bool:
     return "ep_dispatch_experts" in (getattr(config.get_text_config(), "base_model_ep_plan", None) or {}).values()
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_trains_as_transformers_own(ranks: RankPool, tmp_path: Path, family: str, ep_size: int) -> None:
@@ -205,7 +205,7 @@ def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
     assert relative_error(ours.logits, theirs.logits) <= 3 * TOLERANCE
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -223,7 +223,7 @@ def test_other_settings(ranks: RankPool, tmp_path: Path, family: str, case: Case
         assert_same(ours, theirs)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "case",
     [

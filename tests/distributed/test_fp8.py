@@ -39,6 +39,7 @@ def test_near_fp32(alone: Figures) -> None:
     assert all(grad.dtype == torch.float32 for grad in alone.grads.values())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "dense_shard", "case"),
     [(2, 1, "full", FP8), (2, 2, "full", FP8), (4, 2, "full", FP8), (4, 2, "hybrid", ACCUMULATED)],

@@ -163,6 +163,7 @@ def test_a_tensor_parallel_group_on_two_nodes(ranks: RankPool, nodes: Path) -> N
     assert ranks.run(run_on_node, 2, [fast, fast], nodes, 1, join_group=False) == [(0, "")] * 2
 
 
+@pytest.mark.exhaustive
 def test_two_torchruns_with_unlike_weights(nodes: Path) -> None:
     """As two machines start it: both end, and say the same."""
     save_model(nodes / "node-1" / "model", seed=1)

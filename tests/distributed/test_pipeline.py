@@ -57,7 +57,6 @@ def test_bits_are_those_without_a_pipeline(
 
 
 @pytest.mark.quick(2)
-@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("schedule", "chunks", "pp", "dp", "ep"),
     [

@@ -110,7 +110,7 @@ def _disappearing(argv: list[str], how: str, before_check: int) -> tuple[int, st
         RunLog.check_directory = check  # type: ignore[method-assign]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
 @pytest.mark.parametrize("before_check", [2, 4], ids=["before step 2 is logged", "before the export"])
 @pytest.mark.parametrize("save_steps", ["0", "1"])

@@ -96,6 +96,7 @@ def test_many_rounds_take_as_long_as_all_of_them(schedule: Any, chunks: int, mic
     assert found == [*pipeline_seconds(setting, [costs]), *pipeline_seconds(setting, [slower])]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (4, 2)])
 def test_ranks_wait_as_long_as_the_bubble_says(pp: int, chunks: int) -> None:
     run = run_of(pp, {"vocab_size": 16}, pp_size=pp, pipeline_chunks=chunks)

@@ -35,6 +35,7 @@ from expertmesh.training.data.data_files import READERS
 from expertmesh.training.data.progress import TokenizingProgress
 from expertmesh.training.facts import _data
 from expertmesh.training.inputs import Inputs, _read_samples
+from tests.tiers import diagonal
 
 OPTIONS = DataOptions(max_seq_length=512)
 PLAIN = replace(OPTIONS, prompt_template="{prompt}\\n")
@@ -200,8 +201,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet", "directory"])
+@pytest.mark.parametrize(("name", "kind"), diagonal(FORMATS, ["json", "jsonl", "parquet", "directory"]))
 def test_formats(tmp_path: Path, tokenizer: Any, name: str, kind: str) -> None:
     row, expected = FORMATS[name]
     file = tmp_path / f"data.{kind}"
@@ -302,8 +302,7 @@ def read_texts(tokenizer: Any, samples: Samples) -> list[str]:
     return [tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("parent", ["plain", "test [1] x", "train"])
+@pytest.mark.parametrize(("name", "parent"), diagonal(LAYOUTS, ["plain", "test [1] x", "train"]))
 def test_splits_of_a_directory(tmp_path: Path, tokenizer: Any, name: str, parent: str) -> None:
     """Each split holds its own files alone, whatever the folder above is called."""
     directory = lay_out(tmp_path / parent, LAYOUTS[name])
