@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch._dynamo.utils import counters as counters
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group as enable_symm_mem_for_group
     from torch.distributed.distributed_c10d import _get_default_store as _get_default_store
     from torch.distributed.distributed_c10d import _resolve_process_group as _resolve_process_group
     from torch.distributed.distributed_c10d import _set_pg_timeout as _set_pg_timeout

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.torch_private import DeviceType, _distributed_c10d
+from expertmesh.moe.torch_private import DeviceType, _distributed_c10d, enable_symm_mem_for_group
 from expertmesh.sharding import TPGroup
 
 STEP_PART: StepPart = None
@@ -56,8 +56,6 @@ def symmetric_memory(group: TPGroup, device: torch.device) -> SymmetricMemory:
     Raises:
         ExpertMeshError: NVLink does not connect them.
     """
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
     assert group.ranks is not None
     devices: list[Any] = [None] * group.size
     dist.all_gather_object(devices, device.index, group=group.ranks)

@@ -44,8 +44,12 @@ def causal_families() -> list[str]:
 
 
 def _with_parts(kind: Any) -> list[Any]:
-    """The class of a config and those of its parts."""
-    return [kind, *(part for own in getattr(kind, "sub_configs", {}).values() for part in _with_parts(own))]
+    """The class of a config and those of its parts; where it says of a part nothing but that it is a config, those of
+    its default."""
+    parts = getattr(kind, "sub_configs", {}).values()
+    if any(part.__name__ == "AutoConfig" for part in parts):
+        return [kind, type(kind().get_text_config())]
+    return [kind, *(part for own in parts for part in _with_parts(own))]
 
 
 def families_with_plan() -> list[str]:

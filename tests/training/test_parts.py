@@ -229,8 +229,10 @@ def tree_of(kernel: Any) -> ast.FunctionDef:
     return function
 
 
-def pointers(function: ast.FunctionDef, operator: str) -> set[str]:
-    """Parameters that `tl.load` or `tl.store` are given, or a sum that begins with one."""
+def pointers(kernel: Any, operator: str) -> set[str]:
+    """Parameters that `tl.load` or `tl.store` are given, or a sum that begins with one; also in functions that it
+    calls."""
+    function = tree_of(kernel)
     begun_with = {
         node.targets[0].id: first_name(node.value)
         for node in ast.walk(function)
@@ -243,6 +245,12 @@ def pointers(function: ast.FunctionDef, operator: str) -> set[str]:
             while name in begun_with:
                 name = begun_with[name]
             found.add(name)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called = kernel.fn.__globals__.get(node.func.id)
+            if hasattr(called, "fn"):
+                given = zip(tree_of(called).args.args, node.args, strict=False)
+                names = {parameter.arg: first_name(argument) for parameter, argument in given}
+                found |= {names[name] for name in pointers(called, operator)}
     return found
 
 
@@ -257,7 +265,7 @@ def test_kernels_declare_what_they_write() -> None:
     assert len(kernels()) >= 16
     for kernel in kernels():
         written, updated = written_by(kernel)
-        loaded, stored = (pointers(tree_of(kernel), operator) for operator in ("load", "store"))
+        loaded, stored = (pointers(kernel, operator) for operator in ("load", "store"))
         assert stored, kernel.fn
         assert written == stored - loaded, kernel.fn
         assert updated == stored & loaded, kernel.fn

@@ -256,8 +256,6 @@ class ParallelSettings:
             )
         if self.async_tp and self.tp_size == 1:
             raise ExpertMeshError("--async-tp: is for --tp-size 2 or more; leave it out")
-        if not self.loss_parallel and self.tp_size == 1:
-            raise ExpertMeshError("--no-loss-parallel: is for --tp-size 2 or more; leave it out")
         self._check_dispatch()
         self._check_pipeline()
 

@@ -40,7 +40,8 @@ def build_rehearsed(config: TrainConfig, model_config: Any, device_type: Literal
     """
     source = _Config(with_rope_scaling(model_config, config.rope), config.rope)
     # exchanges beside GEMMs are an operator of a GPU's, of which the parts are not known
-    config = replace(config, async_tp=False)
+    if config.async_tp:
+        config = replace(config, async_tp=False)
     # operators are what is recorded, not what a compiler makes of them
     model = assemble(config, source, device_type, _kernel, _cross_entropy, compiles=False).model
     if config.optim == "adamw_bf16" and config.adapter == "none" and source.config.dtype != torch.bfloat16:

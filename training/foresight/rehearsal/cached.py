@@ -40,7 +40,7 @@ SOURCES = ("moe", "sharding", "training")
 READ = frozenset(
     {
         *("rope_scaling", "packing", "cp_size", "tp_size", "loss_parallel", "attn_implementation", "cross_entropy"),
-        *("bf16", "optim", "freeze", "shampoo_block_size", "shampoo_frequency"),
+        *("async_tp", "bf16", "optim", "freeze", "shampoo_block_size", "shampoo_frequency"),
         *("expert_kernel", "expert_precision", "dense_precision", "keep_expert_products"),
         *("router_aux_loss_coef", "router_z_loss_coef"),
         *("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "use_rslora", "base_dtype"),
