@@ -43,8 +43,10 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     pipeline, dispatch = _pipeline(config, pp_size), _dispatch(config, ep_size, ranks.world_size)
     if config.dense_shard == "hybrid":
         tp_size = gcd(tp_size, ep_size)
-    sizes = {"ep_size": ep_size, "cp_size": cp_size, "tp_size": tp_size}
-    layout = replace(config, **sizes, async_tp=config.async_tp and tp_size > 1, **pipeline, **dispatch)
+    is_async = config.async_tp and tp_size > 1
+    layout = replace(
+        config, ep_size=ep_size, cp_size=cp_size, tp_size=tp_size, async_tp=is_async, **pipeline, **dispatch
+    )
     found: list[int | None] = [None]
     with raise_together():
         if ranks.rank == 0 and config.global_batch_size is None:
