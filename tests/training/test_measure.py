@@ -259,14 +259,15 @@ def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
 
 
 def test_activations_of_a_tensor_parallel_rank() -> None:
-    """A rank has a quarter of the positions between regions, and a quarter of the heads in them."""
+    """A rank has a quarter of the positions between regions, and a quarter of the heads in them; what a region gathers
+    it keeps whole."""
     kept = {}
     for tp_size in (1, 4):
         changes = {"num_attention_heads": 8, "num_key_value_heads": 4}
         rehearsed, run = both(tiny_mixtral(**changes), 4, ep_size=4, tp_size=tp_size, per_device_train_batch_size=4)
         kept[tp_size] = rehearsed.memory.kinds.activations
         assert peak(run).memory.activations == pytest.approx(rehearsed.memory.kinds.activations, rel=0.05)
-    assert kept[4] < 0.3 * kept[1]
+    assert kept[4] < 0.32 * kept[1]
 
 
 def measure_of(**flags: Any) -> CachedMeasure:
