@@ -17,7 +17,8 @@ MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
 VERSION = 3
 _READ = (2, VERSION)
-"""Before version 3 no parameter beside experts' was held transposed."""
+_FIRST_TRANSPOSED = 3
+"""The first version in which parameters beside experts' were held transposed, and that lists which."""
 METADATA = ".metadata"
 """In `state`: the table of torch.distributed.checkpoint."""
 
@@ -93,7 +94,8 @@ def recorded_transposed(path: Path) -> set[str]:
     Raises:
         ExpertMeshError: as `read_marker`, or what it says of that is no list of names.
     """
-    names = read_marker(path).get("transposed", [])
+    marker = read_marker(path)
+    names = marker.get("transposed", [] if marker["version"] < _FIRST_TRANSPOSED else None)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ExpertMeshError(f"{path / MARKER}: transposed is no list of names")
     return set(names)

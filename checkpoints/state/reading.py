@@ -70,7 +70,11 @@ def open_training(path: Path, any_owner: bool, strict: bool = True, base: Path |
     names = source.names
     saved = StateReader(path / "state").read_metadata().state_dict_metadata
     tensors, infos = [], {}
-    otherwise = recorded_transposed(path) ^ names.transposed
+    recorded = recorded_transposed(path)
+    for name in recorded:
+        if len(names.parameters.get(name, ())) != 2:
+            raise ExpertMeshError(f"{path / MARKER}: transposed lists {name!r:.80}, which is no matrix of this model")
+    otherwise = recorded ^ names.transposed
     for name, held in names.parameters.items():
         entry: Any = saved.get(f"model.{name}")
         shape = held[::-1] if name in otherwise else held

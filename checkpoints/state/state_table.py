@@ -61,6 +61,8 @@ class StateReader(FileSystemReader):
             for name, entry in metadata.state_dict_metadata.items():
                 if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.size, torch.Size):
                     raise ValueError(f"{name} is no tensor")
+                if not isinstance(entry.properties.dtype, torch.dtype):
+                    raise ValueError(f"{name} has no dtype")
             files = {info.relative_path for info in metadata.storage_data.values()}
         except Exception as error:  # a damaged pickle can raise anything
             raise ExpertMeshError(f"{directory / METADATA}: cannot be read: {type(error).__name__}: {error}") from error

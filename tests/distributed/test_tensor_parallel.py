@@ -145,7 +145,11 @@ def test_sizes_that_do_not_come_out_even(
         code, errors = start(ranks, 2, "--model", model, *argv, *flags)[0]
         assert code == 2
         assert said in errors
-    code, errors = start(ranks, 4, "--model", tiny_model, *argv, "--tp-size", 4)[0]
-    assert code == 2
-    assert "--tp-size 4 does not divide the 2 key and value heads of this model; use 1 or 2" in errors
+    for path, flags, said in (
+        (tiny_model, ("--tp-size", 4), "does not divide the 2 key and value heads of this model; use 1 or 2"),
+        (model, ("--tp-size", 4, "--cp-size", 2), "attention heads of this model's layers that --tp-size 4 leaves"),
+    ):
+        code, errors = start(ranks, 4, "--model", path, *argv, *flags)[0]
+        assert code == 2
+        assert said in errors
     assert not (tmp_path / "out").exists()

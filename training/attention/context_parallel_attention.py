@@ -231,8 +231,9 @@ def _try(model: Any, inner: str, cp_group: CPGroup, packing: bool) -> list[nn.Mo
         finally:
             AttentionInterface.register(CP_PREFIX + inner, partial(cp_attention, inner))
     if heads % cp_size:
+        left = "" if cp_group.tp is None else f" that --tp-size {cp_group.tp.size} leaves to a rank"
         raise ExpertMeshError(
-            f"--cp-size {cp_size} does not divide the {heads} attention heads of this model's layers, which a CP "
+            f"--cp-size {cp_size} does not divide the {heads} attention heads of this model's layers{left}, which a CP "
             f"group divides; use {either(divisors(heads))}"
         )
     return [
