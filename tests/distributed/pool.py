@@ -200,6 +200,8 @@ def _run_job(
 
     from expertmesh.sharding import end_process_group, start_process_group
 
+    # where a job before has set it: `datasets` puts a copy in the place of os.environ, which then is not set back
+    os.environ.pop("GROUP_RANK", None)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
