@@ -51,6 +51,8 @@ def in_file(path: Path) -> Tensors:
     down = [tensors[f"{prefix}.experts.{n}.w2.weight"].t() for n in experts]
     found["model.layers.0.mlp.experts.mlp.w2"] = torch.cat(down)
     found["model.layers.0.mlp.gate.weight"] = tensors[f"{prefix}.gate.weight"]
+    rowwise = "model.layers.0.self_attn.o_proj.weight"
+    found[rowwise] = tensors[rowwise].t()
     return {name: tensor.float() for name, tensor in found.items()}
 
 
