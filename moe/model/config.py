@@ -42,7 +42,8 @@ def check_config(raw: Mapping[str, Any], where: str) -> str:
     """Check the numbers of a config.json, and return its model type.
 
     Raises:
-        ExpertMeshError: there is no model type; or a number is no number, not finite, or beyond any model's.
+        ExpertMeshError: there is no model type; or a number is no number, not finite, or beyond any model's; or a
+            window of attention has no tokens.
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", model_type):
@@ -51,6 +52,7 @@ def check_config(raw: Mapping[str, Any], where: str) -> str:
         if isinstance(value, int | float) and not isinstance(value, bool):
             _check_number(where, path, name, value)
     _check_experts(raw, where)
+    _check_window(raw, where)
     return model_type
 
 
@@ -141,6 +143,22 @@ def _check_experts(raw: Mapping[str, Any], where: str) -> None:
             f"{where}: {max(experts)} experts in each of {most // max(experts)} layers are more than "
             f"{_MOST_EXPERTS_OF_ALL_LAYERS:,}, and than any model has"
         )
+
+
+def _check_window(raw: Mapping[str, Any], where: str, path: str = "") -> None:
+    """With a window of no tokens nothing is attended to, and nothing says so. Where no layer has windows, some classes
+    of transformers write 0."""
+    window, layers = raw.get("sliding_window"), raw.get("layer_types")
+    has_windows = raw.get("use_sliding_window") is not False and (
+        not isinstance(layers, list) or any("sliding" in str(kind) for kind in layers)
+    )
+    if type(window) is int and window < 1 and has_windows:
+        raise ExpertMeshError(
+            f"{where}: {path}sliding_window is {_brief(window)}; it must be 1 or more tokens, or null for no window"
+        )
+    for name, value in raw.items():
+        if isinstance(value, Mapping):
+            _check_window(value, where, f"{path}{name}.")
 
 
 def _brief(value: Any) -> str:

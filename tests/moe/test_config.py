@@ -110,6 +110,20 @@ def test_a_name_alone_makes_no_count(setting: dict[str, Any]) -> None:
     assert check_config({**MIXTRAL, **setting}, "here") == "mixtral"
 
 
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_of_no_tokens(window: int) -> None:
+    """But where no layer has windows: transformers itself writes 0 there."""
+    for config, path in (
+        ({**MIXTRAL, "sliding_window": window}, "sliding_window"),
+        ({"model_type": "x", "text_config": {"sliding_window": window}}, "text_config.sliding_window"),
+        ({**MIXTRAL, "sliding_window": window, "layer_types": ["sliding_attention"]}, "sliding_window"),
+    ):
+        with pytest.raises(ExpertMeshError, match=f"here: {path} is {window}; it must be 1 or more tokens"):
+            check_config(config, "here")
+    for changes in ({"use_sliding_window": False}, {"layer_types": ["full_attention"]}):
+        assert check_config({**MIXTRAL, "sliding_window": window, **changes}, "here") == "mixtral"
+
+
 def test_experts_of_all_layers_together() -> None:
     assert check_config({**MIXTRAL, "num_local_experts": 512, "num_hidden_layers": 256}, "here") == "mixtral"
     with pytest.raises(ExpertMeshError, match="here: 4096 experts in each of 1000 layers are more than 131,072"):
