@@ -191,8 +191,8 @@ def test_trains_as_transformers_own(ranks: RankPool, tmp_path: Path, family: str
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & set(FAMILIES)))
 def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
-    """Every one whose config has a plan for transformers' own expert parallelism, and that runs with it, on as few
-    ranks as have experts of one another. Some of transformers' own gradients are 3e-5 off those of one process, in
+    """Every one whose config has a plan for transformers' own expert parallelism, and that runs with it, on two ranks,
+    of which each has half of the experts. Some of transformers' own gradients are 3e-5 off those of one process, in
     fp32."""
     if family in BROKEN:
         pytest.skip(f"transformers' own expert parallelism fails: {BROKEN[family]}")
