@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from expertmesh.moe.base.errors import ExpertMeshError
 
-SUPPORTED = "5.17 to 5.23"
+SUPPORTED = "5.17 to 5.24"
 """Releases of transformers with which all assumptions made here were tested."""
 
 _SEARCH = "find_packed_sequence_indices"
@@ -135,7 +135,9 @@ def wrap_checkpointing(model: Any, around: Callable[[Callable[..., Any]], Callab
 def _calls_checkpointing(kind: type) -> bool:
     """Whether a class's own code, or that of a base class, calls its checkpointing function."""
     methods = [vars(base).get(name) for base in kind.__mro__ for name in ("__call__", "forward")]
-    return any(_mentions(method.__code__, _CHECKPOINT) for method in methods if inspect.isfunction(method))
+    # a decorated one calls it, or what it was made of does
+    functions = [part for method in methods if inspect.isfunction(method) for part in (method, inspect.unwrap(method))]
+    return any(_mentions(function.__code__, _CHECKPOINT) for function in functions)
 
 
 def calls(kind: type, name: str) -> bool:

@@ -118,6 +118,10 @@ EXTRA: dict[str, dict[str, Any]] = {
             "mrope_section": [2, 1, 1],
         },
     ),
+    # of the part of a head with positions, its frequencies for time, rows and columns
+    "hy_v4_vl_text": dict(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    ),
     # a width for every factor of a patch's size
     "inkling_vision": dict(num_hidden_layers=3, patch_size=2, temporal_patch_size=2),
     # attention at layer 1, experts at 1 and 3, so that experts follow attention and Mamba

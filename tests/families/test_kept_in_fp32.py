@@ -1,6 +1,8 @@
 """In bf16: every family chooses the experts that its own class, from `from_pretrained(dtype=torch.bfloat16)`, chooses;
 what it keeps in fp32 beside the rest is held and computed with in fp32."""
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from expertmesh.moe import build_model, moe_layers
 from expertmesh.moe.experts.expert_mlp import expert_modules
@@ -24,10 +27,6 @@ from tests.tiny import relative_error
 SAMPLES = random_samples([40] * 4, vocabulary=290)
 NOISE = 0.02
 """Share of the choices in later layers that bf16's rounding of sums in another order may change."""
-KEEPING = [
-    *("beam", "bailing_hybrid", "deepseek_v4", "ernie4_5_moe", "ernie4_5_vl_moe", "flint", "glm5_next"),
-    *("hunyuan_v1_moe", "hy_v4", "inkling_text", "mistral_large4", "muse_spark"),
-]
 FAILING = ["minimax"]
 """Its attention multiplies decays, which are buffers of checkpoints and so never rounded, with activations in bf16."""
 HOW: dict[str, dict[str, Any]] = {
@@ -36,6 +35,14 @@ HOW: dict[str, dict[str, Any]] = {
     "LoRA": {"adapter": "lora", "lora_targets": ["experts"], "base_dtype": "bfloat16"},
     "LoRA beside nf4": {"adapter": "lora", "lora_targets": ["experts"], "base_dtype": "nf4"},
 }
+
+
+def may_keep(family: str) -> bool:
+    """Whether the source of its classes says that some parameter stays in fp32."""
+    config = CONFIG_MAPPING[family]()
+    folders = {Path(inspect.getfile(type(part))).parent for part in (config, config.get_text_config())}
+    sources = [file.read_text() for folder in folders for file in folder.glob("modeling_*.py")]
+    return any(re.search(r"_keep_in_fp32_modules_strict = [^N]|nn\.Parameter\(.*float32", text) for text in sources)
 
 
 def choices(experts: list[Any], forward: Callable[[], Any]) -> list[Tensor]:
@@ -63,6 +70,12 @@ def our_choices(path: Path, case: Case) -> tuple[list[Tensor], dict[str, tuple[t
     return found, {name: (held[name], computed[name]) for name in held}
 
 
+def kept(path: Path) -> set[str]:
+    """Names of the parameters that transformers loads in fp32 where it is told bf16."""
+    model: Any = load_model(path, dtype=torch.bfloat16)
+    return {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
+
+
 def their_choices(path: Path) -> list[Tensor]:
     model: Any = load_model(path, dtype=torch.bfloat16, attn_implementation="eager")
     exact: Any = load_model(path, dtype=torch.float32)
@@ -79,18 +92,18 @@ def their_choices(path: Path) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("family", "how"),
     [(family, "fp32 masters") for family in FAMILIES if family not in FAILING]
-    + [(family, how) for family in KEEPING for how in ("pure bf16", "LoRA") if family in FAMILIES],
+    + [(family, how) for family in FAMILIES if may_keep(family) for how in ("pure bf16", "LoRA")],
 )
 def test_choices(ranks: RankPool, tmp_path: Path, family: str, how: str) -> None:
     """In the first layer with experts, whose input no sum of rows in another order precedes, all of them."""
     case = Case(SAMPLES, family=family, compute_dtype=torch.bfloat16, settings=HOW[how])
     hf_model(case, seed=1).save_pretrained(tmp_path)
     ((found, dtypes),) = ranks.run(our_choices, 1, tmp_path, case)
-    assert family in KEEPING or not dtypes
-    if family in KEEPING and not dtypes:
+    if kept(tmp_path) and not dtypes:
         with pytest.raises(RuntimeError, match="to have the same dtype"):
             their_choices(tmp_path)
         return  # the class in this transformers does not run with them
+    assert dtypes.keys() == kept(tmp_path)
     assert set(dtypes.values()) <= {(torch.float32, torch.float32)}
     different = [
         float((ours != theirs).float().mean()) for ours, theirs in zip(found, their_choices(tmp_path), strict=True)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -181,7 +182,7 @@ def test_whether_transformers_asks_if_it_is_tracing(monkeypatch: pytest.MonkeyPa
     callers = [
         name
         for name, value in vars(masking_utils).items()
-        if callable(value) and "is_tracing" in getattr(getattr(value, "__code__", None), "co_names", ())
+        if inspect.isfunction(value) and "is_tracing" in inspect.unwrap(value).__code__.co_names
     ]
     assert callers
     for name in callers:
@@ -253,7 +254,7 @@ def test_checkpointing_has_changed(monkeypatch: pytest.MonkeyPatch, change: str)
 def test_messages_name_the_release() -> None:
     with mock.patch("transformers.__version__", "6.0.0"):
         assert str(transformers_private.changed("this is gone")) == (
-            "transformers 6.0.0: this is gone; expertmesh was tested with transformers 5.17 to 5.23"
+            "transformers 6.0.0: this is gone; expertmesh was tested with transformers 5.17 to 5.24"
         )
 
 

@@ -24,8 +24,8 @@ from expertmesh.training.data import SplitSequences
 
 STEP_PART: StepPart = None
 
-_CACHES = frozenset({"past_key_values", "past_key_value", "cache_params"})
-"""Names of the argument that transformers' modules take their cache by."""
+_CACHES = frozenset({"cache", "past_key_values", "past_key_value", "cache_params"})
+"""Names of the argument that transformers' modules take their cache by: `cache` since 5.24."""
 
 Place = Literal["positions", "sequences", "all"]
 """Which part of an argument is on each rank: its positions of all sequences, (B, L, ...) or (1, L, ...); all positions

@@ -263,10 +263,21 @@ def full_sequence_mask(inner: str, **arguments: Any) -> Any:
         positions_BS = split.positions_BS
         before_BS = torch.cat([positions_BS[:, :1] - 1, positions_BS[:, :-1]], dim=1)
         sample_BS = (positions_BS != before_BS + 1).cumsum(dim=1)
-        within = masking_utils.packed_sequence_compatibility_function
-        arguments["mask_function"] = within(arguments["mask_function"], positions_BS, sample_BS)
+        arguments["mask_function"] = masking_utils.and_masks(
+            masking_utils.packed_sequence_mask_function(sample_BS),
+            _by_positions(arguments["mask_function"], positions_BS),
+        )
         arguments["allow_is_causal_skip"] = False
     return function(**arguments)
+
+
+def _by_positions(mask_function: Callable[..., Any], positions_BS: Tensor) -> Callable[..., Any]:
+    """A mask function of transformers that asks `mask_function` of positions within samples, not within rows."""
+
+    def of_positions(row: Any, head: Any, query: Any, key: Any) -> Any:
+        return mask_function(row, head, positions_BS[row, query], positions_BS[row, key])
+
+    return of_positions
 
 
 def cp_attention(

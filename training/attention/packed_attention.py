@@ -150,15 +150,11 @@ _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slid
 def _masks(model: Any, batch: Batch) -> Any:
     """transformers' own masks, made from the positions as the model itself does not: one for each kind of layer."""
     like_BSD = torch.empty(*batch.tokens_BS.shape, 0, device=batch.tokens_BS.device)
-    arguments: dict[str, Any] = dict(
-        config=model.config.get_text_config(),
-        inputs_embeds=like_BSD,
-        attention_mask=None,
-        past_key_values=None,
-        position_ids=batch.positions_BS,
-    )
-    kinds = kinds_of_layers(model.config.get_text_config())
-    return {kind: _MASKS[kind](**arguments) for kind in kinds} if kinds else create_causal_mask(**arguments)
+    text_config = model.config.get_text_config()
+    # by their places: releases of transformers call the cache, which is the fourth, by other names
+    arguments = (text_config, like_BSD, None, None, batch.positions_BS)
+    kinds = kinds_of_layers(text_config)
+    return {kind: _MASKS[kind](*arguments) for kind in kinds} if kinds else create_causal_mask(*arguments)
 
 
 def own_attention(
