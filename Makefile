@@ -10,6 +10,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 RUN    := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Another torch, say one for a given CUDA: TORCH="torch==2.11.0 --index-url ..." make install
 TORCH  ?= torch==2.13.0
+# versions of the other packages; none: the newest
+TESTED ?= tests/tested.txt
 
 SOURCE         := $(abspath $(VENV)/megablocks)
 PIP_MEGABLOCKS := $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation
@@ -27,10 +29,10 @@ install: $(VENV)/.installed
 # torch first and alone: another package's range for it could pull in a newer build with gigabytes of CUDA.
 # MegaBlocks last and without its pins (torch < 2.7.1): no resolver could put it beside this torch. No part of
 # expertmesh needs it to import, so its failure is only told.
-$(VENV)/.installed: pyproject.toml Makefile
+$(VENV)/.installed: pyproject.toml Makefile $(TESTED)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH) "setuptools>=77" wheel numpy packaging
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[test,lint]"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[test,lint]" $(addprefix --constraint ,$(TESTED))
 	$(MAKE) --no-print-directory megablocks \
 		|| echo "make install: MegaBlocks could not be installed; expertmesh works without it" >&2
 	touch $@
@@ -63,7 +65,7 @@ test-all: test test-rest
 
 # without the linters, which are the newest versions' alone
 test-floor:
-	PIP_CONSTRAINT=$(CURDIR)/tests/floor.txt $(MAKE) --no-print-directory VENV=.venv-floor TORCH=torch==2.11.0 install
+	$(MAKE) --no-print-directory VENV=.venv-floor TORCH=torch==2.11.0 TESTED=tests/floor.txt install
 	$(RUN) .venv-floor/bin/python -m pytest --numprocesses 3 --dist worksteal
 
 check: lint
