@@ -218,7 +218,7 @@ class Names:
         converted = {pattern: names for pattern, names in by_source.items() if pattern is not None}
         if converted:
             converter = converters[next(iter(converted))]
-            yield from converter.pieces(target, wanted, converted, found, problems)
+            yield from converter.pieces(target, self._targets, converted, found, problems)
 
     def _check_coverage(
         self,
@@ -354,17 +354,17 @@ class _Converter:
     """What one of transformers' converters makes of tensors on disk, without doing it.
 
     Attributes:
-        merges: whether it stacks tensors of one expert each. joined: along which dim it concatenates. chunked: whether
+        merges: whether it stacks tensors of one expert each. joined: along which dim it concatenates. divided: whether
             each of its targets is a part along dim 0 of one tensor. shared_out: whether of the experts that it stacks
             each of its targets has as many as the others. transposes: its operation that swaps the last two dims.
         unknown: an operation that is not understood; None if all are.
     """
 
     def __init__(self, converter: Any):
-        from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose
+        from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Split, Transpose
 
         self.converter = converter
-        self.merges = self.chunked = self.shared_out = False
+        self.merges = self.divided = self.shared_out = False
         self.joined: int | None = None
         self.transposes: Any = None
         self.unknown: Any = None
@@ -377,7 +377,9 @@ class _Converter:
             elif type(operation) is Transpose and alone:
                 self.transposes = operation
             elif type(operation) is Chunk and alone and operation.dim == 0 and not operation.num_shards_attribute:
-                self.chunked = True
+                self.divided = True
+            elif type(operation) is Split and alone and operation.dim == 0:
+                self.divided = True
             elif type(operation).__name__ in SHARING_OUT and alone and operation.stack_dim == 0:
                 self.merges = self.shared_out = True
                 self.joined = operation.concat_dim if len(converter.source_patterns) > 1 else None
@@ -391,11 +393,8 @@ class _Converter:
         Args:
             target: the first of them, of which transformers derives the names of the others.
         """
-        patterns = self.converter.target_patterns
-        if not self.chunked and not self.shared_out:
-            return [(target, names)]
-        targets = [target.replace(patterns[0], pattern) for pattern in patterns]
-        if self.chunked:
+        targets = self._all_of(target, self.converter.target_patterns[0])
+        if not self.shared_out:
             return [(other, names) for other in targets]
         numbers = _numbers(names) or range(len(names))
         return [
@@ -403,16 +402,20 @@ class _Converter:
             for place, other in enumerate(targets)
         ]
 
+    def _all_of(self, target: str, pattern: str) -> list[str]:
+        """The targets beside the one that a pattern stands for, and itself, in the order of their patterns."""
+        return [target.replace(pattern, other) for other in self.converter.target_patterns]
+
     def pieces(
         self,
         target: str,
-        wanted: _Target,
+        targets: Mapping[str, _Target],
         sources: dict[str, list[str]],
         found: Mapping[str, Shape],
         problems: dict[str, str],
     ) -> Iterator[_Piece]:
         """The boxes of a target that tensors on disk are."""
-        first = next(iter(sources.values()))[0]
+        wanted, first = targets[target], next(iter(sources.values()))[0]
         by_place = [sources.get(pattern, []) for pattern in self.converter.source_patterns]
         if self.unknown is not None:
             problems[first] = (
@@ -420,10 +423,10 @@ class _Converter:
             )
         elif self.transposes is not None:
             yield from _transposed(first, self.transposes, wanted, found, problems)
-        elif self.chunked:
-            patterns = self.converter.target_patterns
-            place = max(range(len(patterns)), key=lambda place: len(patterns[place]) * (patterns[place] in target))
-            yield from _chunk(first, place, len(patterns), wanted, found, problems)
+        elif self.divided:
+            pattern = max((p for p in self.converter.target_patterns if p in target), key=len)
+            parts = self._all_of(target, pattern)
+            yield from _part(first, parts.index(target), [targets.get(part) for part in parts], found, problems)
         elif self.merges:
             yield from _stacked(by_place, self.joined, wanted, found, problems, self.shared_out)
         else:
@@ -447,15 +450,19 @@ def _transposed(
         problems[name] = _misshapen(name, found[name], there)
 
 
-def _chunk(
-    name: str, place: int, chunks: int, wanted: _Target, found: Mapping[str, Shape], problems: dict[str, str]
+def _part(
+    name: str, place: int, parts: Sequence[_Target | None], found: Mapping[str, Shape], problems: dict[str, str]
 ) -> Iterator[_Piece]:
-    """One of several equal parts of a tensor along dim 0."""
-    rows, *others = wanted.shape
-    if found[name] == (rows * chunks, *others):
-        yield _Piece(name, found[name], (0,) * len(wanted.shape), stacked=False, first=place * rows)
+    """One of several parts of a tensor along dim 0, each with the rows of its target."""
+    wanted = parts[place]
+    assert wanted is not None, "what is asked for is a target"
+    # a target that is none of the model's would be as large as this one: transformers cannot divide by it
+    rows = [(part or wanted).shape[0] for part in parts]
+    expected = (sum(rows), *wanted.shape[1:])
+    if found[name] == expected:
+        yield _Piece(name, found[name], (0,) * len(wanted.shape), stacked=False, first=sum(rows[:place]))
     else:
-        problems[name] = _misshapen(name, found[name], (rows * chunks, *others))
+        problems[name] = _misshapen(name, found[name], expected)
 
 
 def _stacked(

@@ -1,11 +1,15 @@
 """What has to be known of a family by its name, each with the reason: all else is read from transformers' modules."""
 
-_BY_TURNS = "its checkpoints hold the shared experts' gate and up by turns, within what is one row here"
+_SHARED_BY_TURNS = "its checkpoints hold the shared experts' gate and up by turns, within what is one row here"
+_BY_TURNS = "its checkpoints hold the experts' gate and up by turns, which its model has one behind the other"
+_IN_CODES = "its checkpoints hold experts in codes that transformers alone dequantizes, gate and up by turns"
 UNSUPPORTED = {
     "diffusion_gemma": "it fills blocks of tokens step by step, and predicts no next token",
     "inkling2": _BY_TURNS,
     "inkling2_text": _BY_TURNS,
-    "inkling_mm_model": _BY_TURNS,
+    "inkling2_loop": _IN_CODES,
+    "inkling2_loop_text": _IN_CODES,
+    "inkling_mm_model": _SHARED_BY_TURNS,
 }
 """Families whose results tests/families finds to differ from those of transformers' own class, and why."""
 

@@ -94,6 +94,32 @@ def test_same_weights_as_in_transformers(saved: Callable[..., Tensors], family: 
     assert_same(assembled(names_of(family), saved(family, original)), expected(names_of(family), theirs_of(family)))
 
 
+@pytest.mark.parametrize("original", [True, False], ids=["as on the hub", "as in memory"])
+@pytest.mark.parametrize("family", ["sarvam_moe", "sarvam_mla", "lara_mini"])
+def test_weights_of_families_that_transformers_has_under_other_classes_or_joined(
+    saved: Callable[..., Tensors], family: str, original: bool
+) -> None:
+    """What the hub has joined along dim 0, of parts of unlike sizes, each named by transformers' renamings."""
+    names, tensors = names_of(family), saved(family, original)
+    assert_same(assembled(names, tensors), expected(names, theirs_of(family)))
+
+
+def test_parts_of_unlike_sizes(saved: Callable[..., Tensors]) -> None:
+    """Queries, keys and values of grouped attention, which are one matrix on the hub."""
+    names, tensors = names_of("sarvam_moe"), saved("sarvam_moe")
+    (joined,) = (tensor for tensor in match(names, tensors).tensors if "1.attention.query_key_value" in tensor.name)
+    attention = "model.layers.1.self_attn"
+    assert joined.regions == (
+        Region(f"{attention}.q_proj.weight", range(64), first=0),
+        Region(f"{attention}.k_proj.weight", range(32), first=64),
+        Region(f"{attention}.v_proj.weight", range(32), first=96),
+    )
+    short = match(names, {**tensors, joined.name: tensors[joined.name][:-1]}).problems
+    assert short == {joined.name: f"tensor {joined.name} has shape [127, 32]; the config asks for [128, 32]"}
+    absent = match(names, {name: tensor for name, tensor in tensors.items() if name != joined.name}).problems
+    assert absent == {joined.name: f"tensor {joined.name} is missing"}
+
+
 def test_transposed_beside_experts(saved: Callable[..., Tensors]) -> None:
     """Ours is (in, out), the tensor on disk (out, in): our rows are its columns."""
     names, tensors = names_of("mixtral", head_dim=16), saved("mixtral", head_dim=16)

@@ -33,7 +33,7 @@ EXPERTS = 8
 ROTARY = 8
 """Of a head of multi-head latent attention, whose other widths keep their proportion to it."""
 
-COMPLETE = Version("5.23")
+COMPLETE = Version("5.24")
 """The first transformers with all that the tests name, families above all. Older ones are supported from 5.17 on."""
 UNSHRINKABLE: dict[str, str] = {}
 """Model type to the reason why `tiny_config` cannot shrink it."""
