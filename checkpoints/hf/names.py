@@ -361,7 +361,7 @@ class _Converter:
     """
 
     def __init__(self, converter: Any):
-        from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Split, Transpose
+        from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose
 
         self.converter = converter
         self.merges = self.divided = self.shared_out = False
@@ -378,7 +378,8 @@ class _Converter:
                 self.transposes = operation
             elif type(operation) is Chunk and alone and operation.dim == 0 and not operation.num_shards_attribute:
                 self.divided = True
-            elif type(operation) is Split and alone and operation.dim == 0:
+            # by its name: early releases of transformers lack it
+            elif type(operation).__name__ == "Split" and alone and operation.dim == 0:
                 self.divided = True
             elif type(operation).__name__ in SHARING_OUT and alone and operation.stack_dim == 0:
                 self.merges = self.shared_out = True

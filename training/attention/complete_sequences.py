@@ -27,10 +27,11 @@ STEP_PART: StepPart = None
 _CACHES = frozenset({"cache", "past_key_values", "past_key_value", "cache_params"})
 """Names of the argument that transformers' modules take their cache by: `cache` since 5.24."""
 
-Place = Literal["positions", "sequences", "all"]
-"""Which part of an argument is on each rank: its positions of all sequences, (B, L, ...) or (1, L, ...); all positions
-of all sequences, (B, ...); what is used as it is: what all sequences have in common, or indices of chosen tokens from a
-mixer of an earlier layer, (n, S, ...)."""
+Place = Literal["positions", "axes", "sequences", "all"]
+"""Which part of an argument is on each rank: its positions of all sequences, (B, L, ...) or (1, L, ...); the same
+with several positions per token ahead, (axes, B, L); all positions of all sequences, (B, ...); what is used as it is:
+what all sequences have in common, or indices of chosen tokens from a mixer of an
+earlier layer, (n, S, ...)."""
 
 
 def mixers_of(layer: nn.Module) -> Iterator[nn.Module]:
@@ -127,16 +128,25 @@ def _complete(mixer: nn.Module, given: Any, places: dict[str, Place], split: Spl
             continue
         name = str(path)
         if name not in places:
-            places[name] = _place(mixer, leaf, split)
-        if places[name] == "positions":
+            places[name] = "axes" if _is_by_axes(path[-1], leaf, split) else _place(mixer, leaf, split)
+        if places[name] in ("positions", "axes"):
             of_positions.append(i)
-            leaves[i] = leaf.expand(number, *leaf.shape[1:])
+            x_BL = leaf.movedim(0, -1) if places[name] == "axes" else leaf
+            leaves[i] = x_BL.expand(number, *x_BL.shape[1:])
         elif places[name] == "sequences":
             leaves[i] = leaf[mine.start : mine.stop]
     complete = group.to_sequences(*(leaves[i] for i in of_positions))
     for i, x_nS in zip(of_positions, complete, strict=True):
-        leaves[i] = x_nS
+        leaves[i] = x_nS.movedim(-1, 0) if places[str(with_paths[i][0])] == "axes" else x_nS
     return tree_unflatten(leaves, structure)
+
+
+def _is_by_axes(key: Any, x: Tensor, split: SplitSequences) -> bool:
+    """Whether it is what transformers calls position_ids where tokens have several: of images' time, height and width,
+    (axes, B, L). By its shape alone it might be something else: there may be as many sequences as axes."""
+    number, full_length = split.positions_BS.shape
+    of_tokens = tuple(x.shape[1:]) in [(n, full_length // split.cp_group.size) for n in (1, number)]
+    return getattr(key, "key", None) == "position_ids" and of_tokens
 
 
 def _place(mixer: nn.Module, x: Tensor, split: SplitSequences) -> Place:
