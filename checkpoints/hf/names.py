@@ -376,10 +376,9 @@ class _Converter:
                 self.joined = operation.dim
             elif type(operation) is Transpose and alone:
                 self.transposes = operation
-            elif type(operation) is Chunk and alone and operation.dim == 0 and not operation.num_shards_attribute:
-                self.divided = True
-            # by its name: early releases of transformers lack it
-            elif type(operation).__name__ == "Split" and alone and operation.dim == 0:
+            elif (type(operation) is Chunk and alone and operation.dim == 0 and not operation.num_shards_attribute) or (
+                type(operation).__name__ == "Split" and alone and operation.dim == 0
+            ):  # the latter by its name: transformers 5.17 lacks it
                 self.divided = True
             elif type(operation).__name__ in SHARING_OUT and alone and operation.stack_dim == 0:
                 self.merges = self.shared_out = True
