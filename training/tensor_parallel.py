@@ -26,6 +26,8 @@ from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.cpu.matmul import Linear
 from expertmesh.moe.experts.lora import A, B
 from expertmesh.moe.experts.quantised import SCALES
+from expertmesh.moe.kernels.fp8_casts import MULTIPLE
+from expertmesh.moe.kernels.fp8_linear import Division, FP8Layer
 from expertmesh.moe.model.families import families_with_plan
 from expertmesh.moe.model.rowwise import RowwiseLinear
 from expertmesh.moe.model.tensor_plan import Region, regions_of
@@ -142,6 +144,13 @@ def _divide(model: Any, region: Region, parallel: TensorParallel, is_attention: 
             raise ExpertMeshError(
                 f"--tp-size {parallel.group.size} does not divide the {rows} rows of {name}; use a divisor of them"
             )
+        part, is_fp8 = rows // parallel.group.size, isinstance(model.get_submodule(name.rpartition(".")[0]), FP8Layer)
+        if is_fp8 and part % MULTIPLE:
+            raise ExpertMeshError(
+                f"--dense-precision fp8: its matmuls take widths that are multiples of {MULTIPLE}, and --tp-size "
+                f"{parallel.group.size} leaves each rank {part} of the {rows} rows of {name}; use a smaller one, or "
+                "leave out one of them"
+            )
     entry = _Attention(parallel, region) if is_attention else _ByToken(parallel, region)
     _run_on_part(module, entry)
     for path in region.colwise:
@@ -150,6 +159,9 @@ def _divide(model: Any, region: Region, parallel: TensorParallel, is_attention: 
         hooks = _Rowwise(parallel, is_attention)
         _run_on_part(model.get_submodule(path), hooks)
         entry.last[model.get_submodule(path)] = hooks
+    for path, part in module.named_modules():
+        if isinstance(part, FP8Layer) and f"{region.path}.{path}" not in owned:
+            part.register_forward_pre_hook(_Alike(parallel, entry).enter)
     if region.gathers:
         widths = {model.get_submodule(path).out_features for path in region.colwise}
         for part in module.modules():
@@ -198,9 +210,25 @@ class _Colwise:
         if (lora_B := own.get(B)) is not None:
             shown[B] = group.mine(lora_B)
         _show(module, shown)
+        if isinstance(module, FP8Layer):
+            module.division = Division("outputs", group)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         _hide(module)
+
+
+class _Alike:
+    """Hook of a linear layer in fp8 that is in a region and not divided: it looks at each token by itself."""
+
+    def __init__(self, parallel: TensorParallel, region: "_Region"):
+        self.parallel, self.region = parallel, region
+
+    def enter(self, module: FP8Layer, args: Any) -> None:
+        group, tokens, (x, *_) = self.parallel.group, self.region.tokens, args
+        # of heads, which ranks have different ones of, gradients would be no summands
+        if group.ranks is None and tokens and x.shape[:-1].numel() != tokens:
+            raise _unlike(self.parallel, module, f"is given a tensor of shape {tuple(x.shape)}, of {tokens} tokens")
+        module.division = Division("nothing", group)
 
 
 class _Rowwise:
@@ -220,6 +248,8 @@ class _Rowwise:
         if (lora_A := own.get(A)) is not None:
             shown[A] = group.mine(lora_A, dim=1)
         _show(module, shown)
+        if isinstance(module, FP8Layer):
+            module.division = Division("inputs", group)
 
     def overlapped(self, layer: Any, x: Tensor) -> Tensor:
         """The layer's forward beside the exchange of its results, which are this rank's alone."""
@@ -278,6 +308,7 @@ class _Region:
         first: the layers that take what the region is given, by where it stands among the arguments: as the forward in
             which the model is tried has shown.
         last: the layers that end it.
+        tokens: that it has gathered, while it runs.
     """
 
     def __init__(self, parallel: TensorParallel, region: Region):
@@ -285,6 +316,7 @@ class _Region:
         self.first: dict[str, list[nn.Linear]] = {}
         self.last: dict[nn.Module, _Rowwise] = {}
         self.given: dict[int, str] = {}
+        self.tokens = 0
 
     def note_first(self, layer: Any, args: Any) -> None:
         """A layer is called in the forward in which the model is tried."""
@@ -308,8 +340,12 @@ class _Region:
                 vars(last)["forward"] = partial(hooks.overlapped, last)
         return gathered
 
+    def begin(self, split: SplitSequences) -> None:
+        self.parallel.sequences = len(split.positions_BS)
+        self.tokens = split.positions_BS.numel() * self.parallel.group.size // split.cp_group.size
+
     def end(self) -> None:
-        self.parallel.sequences = None
+        self.parallel.sequences, self.tokens = None, 0
         self.given.clear()
         layers: list[nn.Module] = [*self.last]
         for taking in self.first.values():
@@ -339,7 +375,7 @@ class _ByToken(_Region):
         tensors = [leaf for leaf in tree_flatten((args[1:], kwargs))[0] if isinstance(leaf, Tensor)]
         if tensors or not isinstance(args[0], Tensor):
             raise _unlike(parallel, module, "is given other tensors than its tokens")
-        parallel.sequences = len(split.positions_BS)
+        self.begin(split)
         return (self.gather("0", args[0], 0), *args[1:]), kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -367,7 +403,7 @@ class _Attention(_Region):
             forward.within_tp = Within(_inside(forward), forward.gathered)
         within: Within = forward.within_tp
         args, kwargs = self._gathered(module, (args, kwargs), split, within)
-        parallel.sequences = len(split.positions_BS)
+        self.begin(split)
         self.inside = within.forward.__enter__()
         return args, kwargs
 

@@ -56,23 +56,50 @@ def padded_runs(counts_e: Tensor, num_rows: int) -> Runs:
     return Runs(counts_e.cumsum(0, dtype=torch.int32), padded_e.cumsum(0, dtype=torch.int32), num_padded)
 
 
-def cast_rows(x: Tensor) -> Scaled:
-    """Cast (..., n, k), to be summed over k."""
+def cast_rows(x: Tensor, largest: Tensor | None = None) -> Scaled:
+    """Cast (..., n, k), to be summed over k.
+
+    Args:
+        largest: of each row, as `largest_of_rows` has it, where k is a part of what is summed over.
+    """
     if takes_triton(x):
         from expertmesh.moe.kernels.fp8_triton import fused_rows
 
-        codes, scales = fused_rows(x.flatten(0, -2).contiguous())
+        codes, scales = fused_rows(x.flatten(0, -2).contiguous(), largest)
         return Scaled(codes.view(x.shape), scales.view(x.shape[:-1]))
-    return plain_rows(x)
+    return plain_rows(x, largest)
 
 
-def cast_columns(weight_eKN: Tensor) -> Scaled:
-    """Cast each expert's matrix, to be summed over K: (e, N, K)."""
+def cast_columns(weight_eKN: Tensor, largest_eN: Tensor | None = None) -> Scaled:
+    """Cast each expert's matrix, to be summed over K: (e, N, K).
+
+    Args:
+        largest_eN: of each column, as `largest_of_columns` has it, where K is a part of what is summed over.
+    """
     if takes_triton(weight_eKN):
         from expertmesh.moe.kernels.fp8_triton import fused_columns
 
-        return Scaled(*fused_columns(weight_eKN.contiguous()))
-    return plain_rows(weight_eKN.transpose(1, 2))
+        return Scaled(*fused_columns(weight_eKN.contiguous(), largest_eN))
+    return plain_rows(weight_eKN.transpose(1, 2), largest_eN)
+
+
+def largest_of_rows(x: Tensor) -> Tensor:
+    """The largest absolute value of each row of (..., n, k), by which it is scaled, as the bits of an fp32 value: int32
+    (..., n), of the values' order; greater than all others where a value is NaN."""
+    if takes_triton(x):
+        from expertmesh.moe.kernels.fp8_triton import fused_largest_of_rows
+
+        return fused_largest_of_rows(x.flatten(0, -2).contiguous()).view(x.shape[:-1])
+    return plain_largest(x)
+
+
+def largest_of_columns(weight_eKN: Tensor) -> Tensor:
+    """The same of each column of each expert's matrix: (e, N)."""
+    if takes_triton(weight_eKN):
+        from expertmesh.moe.kernels.fp8_triton import fused_largest_of_columns
+
+        return fused_largest_of_columns(weight_eKN.contiguous())
+    return plain_largest(weight_eKN.transpose(1, 2))
 
 
 def cast_runs(x_RN: Tensor, padded: Runs) -> Scaled:
@@ -84,11 +111,17 @@ def cast_runs(x_RN: Tensor, padded: Runs) -> Scaled:
     return plain_runs(x_RN, padded)
 
 
-def plain_rows(x: Tensor) -> Scaled:
+def plain_largest(x: Tensor) -> Tensor:
+    """`largest_of_rows` in torch's own operations."""
+    return x.abs().amax(dim=-1).float().view(torch.int32)
+
+
+def plain_rows(x: Tensor, largest: Tensor | None = None) -> Scaled:
     """Cast (..., n, k) with a scale for each of n: the least power of two that brings all values within fp8's range."""
-    largest = x.abs().amax(dim=-1).float()
-    # in an fp32 value's bits: the exponent, one more if the fraction is above that of 448 = 1.75 · 2^8, less 8
-    exponent = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(min=1)
+    if largest is None:
+        largest = plain_largest(x)
+    # the exponent, one more if the fraction is above that of 448 = 1.75 · 2^8, less 8
+    exponent = (((largest + 0x1FFFFF) >> 23) - 8).clamp(min=1)
     scales = (exponent << 23).view(torch.float32)
     one_over = ((254 - exponent) << 23).view(torch.float32)
     codes = (x.float() * one_over.unsqueeze(-1)).to(torch.float8_e4m3fn)

@@ -22,28 +22,56 @@ ROWS_A_PROGRAM = 512
 """Rows of a column per program: with the rest left to other programs, a GPU is full also where experts are few."""
 
 
-def fused_rows(x_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """As `moe.kernels.fp8.plain_rows`, each element read once: codes (N, K) and scales (N,)."""
+def fused_rows(x_NK: Tensor, largest_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `moe.kernels.fp8_casts.plain_rows`, each element read once: codes (N, K) and scales (N,)."""
     assert x_NK.is_contiguous()
     num_rows, width = x_NK.shape
     codes_NK = torch.empty_like(x_NK, dtype=torch.float8_e4m3fn)
     scales_N = torch.empty(num_rows, dtype=torch.float32, device=x_NK.device)
-    block = triton.next_power_of_2(width)
     if num_rows > 0:
         kernel: Any = _rows_kernel[(num_rows,)]
-        warps = max(1, block // 1024)
-        kernel(x_NK, codes_NK, scales_N, width, BLOCK=block, num_warps=warps, enable_fp_fusion=True)
+        is_known = {"IS_KNOWN": largest_N is not None}
+        kernel(x_NK, codes_NK, scales_N, largest_N, width, **is_known, **_of_rows(width))
     return codes_NK, scales_N
 
 
-def fused_columns(weight_eKN: Tensor) -> tuple[Tensor, Tensor]:
+def fused_largest_of_rows(x_NK: Tensor) -> Tensor:
+    """As `moe.kernels.fp8_casts.plain_largest`: (N,)."""
+    assert x_NK.is_contiguous()
+    num_rows, width = x_NK.shape
+    largest_N = torch.empty(num_rows, dtype=torch.int32, device=x_NK.device)
+    if num_rows > 0:
+        kernel: Any = _largest_of_rows_kernel[(num_rows,)]
+        kernel(x_NK, largest_N, width, **_of_rows(width))
+    return largest_N
+
+
+def _of_rows(width: int) -> dict[str, Any]:
+    """With what a kernel is launched that holds a row in a program's registers."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": max(1, block // 1024), "enable_fp_fusion": True}
+
+
+def fused_columns(weight_eKN: Tensor, largest_eN: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each expert's matrix transposed: codes (e, N, K) and scales (e, N)."""
     assert weight_eKN.is_contiguous()
     num_experts, num_rows, width = weight_eKN.shape
     codes_eNK = torch.empty(num_experts, width, num_rows, dtype=torch.float8_e4m3fn, device=weight_eKN.device)
     # no ends of rows: all have equally many
-    scales_eN = _cast_columns(weight_eKN, codes_eNK, None, None, num_experts, num_rows, num_rows * width, num_rows)
+    if largest_eN is None:
+        largest = _largest_of_columns(weight_eKN, None, num_experts, num_rows)
+    else:
+        largest = largest_eN.unsqueeze(0)
+    strides = (num_rows * width, num_rows)
+    scales_eN = _cast_columns(weight_eKN, largest, codes_eNK, None, None, num_experts, num_rows, *strides)
     return codes_eNK, scales_eN
+
+
+def fused_largest_of_columns(weight_eKN: Tensor) -> Tensor:
+    """The largest absolute value of each column of each expert's matrix, as bits: (e, N)."""
+    assert weight_eKN.is_contiguous()
+    num_experts, num_rows, _ = weight_eKN.shape
+    return _largest_of_columns(weight_eKN, None, num_experts, num_rows).amax(dim=0)
 
 
 def fused_runs(x_RN: Tensor, ends_e: Tensor, padded_ends_e: Tensor, num_padded: int) -> tuple[Tensor, Tensor]:
@@ -54,12 +82,26 @@ def fused_runs(x_RN: Tensor, ends_e: Tensor, padded_ends_e: Tensor, num_padded: 
     num_experts = ends_e.numel()
     codes_NP = torch.empty(width, num_padded, dtype=torch.float8_e4m3fn, device=x_RN.device)
     rows_an_expert = triton.cdiv(num_rows, num_experts)
-    scales_eN = _cast_columns(x_RN, codes_NP, ends_e, padded_ends_e, num_experts, rows_an_expert, 0, num_padded)
-    return codes_NP, scales_eN
+    largest = _largest_of_columns(x_RN, ends_e, num_experts, rows_an_expert)
+    sizes = (num_experts, rows_an_expert, 0, num_padded)
+    return codes_NP, _cast_columns(x_RN, largest, codes_NP, ends_e, padded_ends_e, *sizes)
+
+
+def _largest_of_columns(x: Tensor, ends_e: Tensor | None, num_experts: int, num_rows: int) -> Tensor:
+    """For each program's rows, the largest value of a column, as bits, (splits, e, N): without a sign they have the
+    values' order. num_rows: of each expert; a guess where ends_e says it."""
+    width = x.shape[-1]
+    grid = _grid(width, num_experts, num_rows)
+    splits = grid[1]
+    largest = torch.empty(splits, num_experts, width, dtype=torch.int32, device=x.device)
+    find: Any = _largest_kernel[grid]
+    find(x, largest, ends_e, num_rows, width, splits, IS_RAGGED=ends_e is not None, **_of_columns())
+    return largest
 
 
 def _cast_columns(
     x: Tensor,
+    largest: Tensor,
     codes: Tensor,
     ends_e: Tensor | None,
     padded_ends_e: Tensor | None,
@@ -68,22 +110,22 @@ def _cast_columns(
     expert_stride: int,
     column_stride: int,
 ) -> Tensor:
-    """Write the codes as they are laid out in memory, and return scales (e, N). num_rows: of each expert; a guess where
-    ends_e says it."""
+    """Write the codes as they are laid out in memory, and return scales (e, N). largest: (any number, e, N), the
+    largest of which counts. num_rows: of each expert; a guess where ends_e says it."""
     width = x.shape[-1]
-    splits = triton.cdiv(num_rows, ROWS_A_PROGRAM)
-    # for each program's rows, the largest value of a column, as bits: without a sign they have the values' order
-    largest = torch.empty(splits, num_experts, width, dtype=torch.int32, device=x.device)
     scales_eN = torch.empty(num_experts, width, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(width, COLUMNS), splits, num_experts)
-    shape = {"IS_RAGGED": ends_e is not None, "ROWS": ROWS, "COLUMNS": COLUMNS}
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    find: Any = _largest_kernel[grid]
-    find(x, largest, ends_e, num_rows, width, splits, **shape, **options)
-    cast: Any = _columns_kernel[grid]
-    sizes = (num_rows, width, splits, expert_stride, column_stride)
-    cast(x, largest, codes, scales_eN, ends_e, padded_ends_e, *sizes, **shape, **options)
+    cast: Any = _columns_kernel[_grid(width, num_experts, num_rows)]
+    sizes = (num_rows, width, len(largest), expert_stride, column_stride)
+    cast(x, largest, codes, scales_eN, ends_e, padded_ends_e, *sizes, IS_RAGGED=ends_e is not None, **_of_columns())
     return scales_eN
+
+
+def _grid(width: int, num_experts: int, num_rows: int) -> tuple[int, int, int]:
+    return triton.cdiv(width, COLUMNS), triton.cdiv(num_rows, ROWS_A_PROGRAM), num_experts
+
+
+def _of_columns() -> dict[str, Any]:
+    return {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -92,16 +134,36 @@ def _exponent(largest):  # type: ignore[no-untyped-def]
     return tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)
 
 
-@writes("codes_ptr", "scales_ptr")
 @triton.jit
-def _rows_kernel(x_ptr, codes_ptr, scales_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row(x_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's row, and its place."""
     # rows times width of all experts pass 2^31
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+    return row, column, x
+
+
+@triton.jit
+def _largest(x):  # type: ignore[no-untyped-def]
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+
+
+@writes("largest_ptr")
+@triton.jit
+def _largest_of_rows_kernel(x_ptr, largest_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, _, x = _row(x_ptr, width, BLOCK)
+    tl.store(largest_ptr + row, _largest(x))
+
+
+@writes("codes_ptr", "scales_ptr")
+@triton.jit
+def _rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, codes_ptr, scales_ptr, largest_ptr, width, IS_KNOWN: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, column, x = _row(x_ptr, width, BLOCK)
     inside = column < width
-    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    exponent = _exponent(tl.max(bits, axis=0))
+    exponent = _exponent(tl.load(largest_ptr + row) if IS_KNOWN else _largest(x))
     one_over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(codes_ptr + row * width + column, (x * one_over).to(codes_ptr.dtype.element_ty), mask=inside)
     tl.store(scales_ptr + row, (exponent << 23).to(tl.float32, bitcast=True))
@@ -139,7 +201,7 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
         row = start + first + tl.arange(0, ROWS)
         inside = (row[:, None] < end) & (column[None, :] < width)
         x = tl.load(x_ptr + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0))
+        largest = tl.maximum(largest, _largest(x))
     place = (tl.program_id(1) * tl.num_programs(2) + expert) * width
     tl.store(largest_ptr + place + column, largest, mask=column < width)
 
@@ -155,7 +217,7 @@ def _columns_kernel(  # type: ignore[no-untyped-def]
     padded_ends_ptr,
     num_rows,
     width,
-    splits,
+    parts,
     expert_stride,
     column_stride,
     IS_RAGGED: tl.constexpr,
@@ -173,15 +235,15 @@ def _columns_kernel(  # type: ignore[no-untyped-def]
     place = tl.multiple_of(place, 16)
     num_places = tl.multiple_of(num_places, 16)
     largest = tl.zeros((COLUMNS,), dtype=tl.int32)
-    for split in range(splits):
-        numbers = largest_ptr + (split * tl.num_programs(2) + expert) * width + column
+    for part in range(parts):
+        numbers = largest_ptr + (part * tl.num_programs(2) + expert) * width + column
         largest = tl.maximum(largest, tl.load(numbers, mask=column < width, other=0))
     exponent = _exponent(largest)
     one_over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     if tl.program_id(1) == 0:
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         tl.store(scales_ptr + expert * width + column, scale, mask=column < width)
-    for first in range(tl.program_id(1) * ROWS, num_places, splits * ROWS):
+    for first in range(tl.program_id(1) * ROWS, num_places, tl.num_programs(1) * ROWS):
         row = start + first + tl.arange(0, ROWS)
         inside = (row[:, None] < end) & (column[None, :] < width)
         x = tl.load(x_ptr + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)

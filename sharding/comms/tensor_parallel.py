@@ -71,6 +71,13 @@ class TPGroup:
             dist.all_reduce(x, group=self.ranks)
         return x
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' values, one by one. Without a gradient."""
+        x = x.contiguous()
+        if self.ranks is not None:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.ranks)
+        return x
+
     def send_positions(self, x: Tensor, dim: int) -> Tensor:
         """`to_positions` without a gradient."""
         x_SRc = x.movedim(dim, 0)

@@ -1,17 +1,25 @@
 """GEMMs in fp8 for every parallel layout: the same but for what bf16 rounds, as without."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from expertmesh.sharding import Topology
+from expertmesh.moe import ExpertMeshError, build_model
+from expertmesh.moe.kernels import fp8_linear
+from expertmesh.moe.kernels.fp8_casts import Scaled
+from expertmesh.sharding import Topology, TPGroup
 from expertmesh.sharding.topology import DenseShard
+from expertmesh.training import engine, tensor_parallel
+from expertmesh.training.change.dense_precision import multiply_in_fp8
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
-from tests.tiny import relative_error, save_model
+from tests.families.configs import TEXT_IDS, tiny_model
+from tests.tiny import relative_error, save_model, tiny_config, tiny_mixtral
 
 SAMPLES = random_samples([2 + (7 * i) % 12 for i in range(32)])
 FP8 = Case(SAMPLES, z=0.01, kernel="fp8", compute_dtype=torch.bfloat16)
@@ -92,6 +100,97 @@ def test_dense_gemms_beside_adapters(ranks: RankPool, model: Path) -> None:
     found = ranks.run(ours, 4, model, Topology(4, 2, "hybrid"), case)[0]
     assert found.losses[0] == pytest.approx(alone.losses[0], rel=2e-5)
     assert _error(found, alone) < 5e-3
+
+
+HEADS: dict[str, Any] = {"num_key_value_heads": 4}
+# so few tokens that hardly a value is so near the middle of two of fp8's that the order of sums decides
+DIVIDED = replace(DENSE, samples=SAMPLES[:4], accumulation=2, changes=HEADS, steps=1)
+
+
+@pytest.fixture(scope="module")
+def unlike_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose latter heads' values are so small, and the weights they are multiplied by so large, that fp8 rounds
+    them by the scales of the former heads: as by themselves they would not be."""
+    path = tmp_path_factory.mktemp("unlike")
+    model = tiny_mixtral(**HEADS)
+    for layer in model.model.layers:
+        attention: Any = layer.self_attn
+        attention.v_proj.weight.data[16:] *= 2.0**-16
+        attention.o_proj.weight.data[:, 16:] *= 2.0**16
+    model.save_pretrained(path)
+    return path
+
+
+def exactly(path: Path, topology: Topology, case: Case, without: str = "") -> Figures | None:
+    """The figures of a model in fp32 whose dense matmuls round operands to fp8, and nothing else.
+
+    Args:
+        without: "scales apart": ranks do not agree on scales. "sums": what they compute alike rounds each one's summand
+            of a gradient.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(engine, "compute_dtype", return_value=torch.float32))
+        stack.enter_context(mock.patch.object(fp8_linear, "_is_rounded", lambda x: x.numel() > 0))
+        stack.enter_context(mock.patch.object(fp8_linear, "_multiply", _multiply_in_fp32))
+        if without == "scales apart":
+            stack.enter_context(mock.patch.object(TPGroup, "all_reduce_max", lambda group, x: x))
+        if without == "sums":
+            stack.enter_context(mock.patch.object(tensor_parallel._Alike, "enter", return_value=None))
+        return ours(path, topology, case)
+
+
+def _multiply_in_fp32(a: Scaled, b: Scaled) -> torch.Tensor:
+    a_wide, b_wide = (each.codes.float() * each.scales.unsqueeze(1) for each in (a, b))
+    return a_wide @ b_wide.t()
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["tp 2", "tp 2 x cp 2", "tp 2, lora"])
+def test_divided_dense_gemms(ranks: RankPool, unlike_heads: Path, name: str) -> None:
+    """Ranks round what one process rounds; what differs is the order of sums. By scales of a rank's own the figures
+    would be others."""
+    layout = Topology(4, 4, cp_size=2, tp_size=2) if "cp" in name else Topology(2, 1, tp_size=2)
+    case = replace(DIVIDED, settings=DIVIDED.settings | ({"adapter": "lora"} if "lora" in name else {}))
+    (alone,) = ranks.run(exactly, 1, unlike_heads, Topology(1, 1), case)
+    found = ranks.run(exactly, layout.world_size, unlike_heads, layout, case)[0]
+    assert_equal(found, alone)
+    apart = ranks.run(exactly, layout.world_size, unlike_heads, layout, case, "scales apart")[0]
+    assert _error(apart, alone) > 0.1
+
+
+@pytest.mark.exhaustive
+def test_dense_gemms_that_ranks_compute_alike(ranks: RankPool, tmp_path: Path) -> None:
+    """Attention by way of low ranks, whose first projections are not divided. To round each rank's summand of a
+    gradient would be another result."""
+    widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
+    changes = dict.fromkeys(widths, 16) | {"intermediate_size": 64, "moe_intermediate_size": 32}
+    samples = random_samples([2 + (7 * i) % 12 for i in range(4)], TEXT_IDS)
+    case = replace(DIVIDED, samples=samples, z=0.0, family="deepseek_v2", changes=changes)
+    tiny_model(case.family, seed=1, **changes).save_pretrained(tmp_path)
+    (alone,) = ranks.run(exactly, 1, tmp_path, Topology(1, 1), case)
+    found, other = (
+        ranks.run(exactly, 2, tmp_path, Topology(2, 1, tp_size=2), case, without)[0] for without in ("", "sums")
+    )
+    assert found.losses == pytest.approx(alone.losses, rel=1e-6)
+    # where no value rounded the other way has been multiplied on from yet
+    last = {name: grad for name, grad in alone.grads.items() if name.startswith("model.layers.2.")}
+    assert max(relative_error(found.grads[name], grad) for name, grad in last.items()) < 1e-5
+    assert max(relative_error(other.grads[name], grad) for name, grad in last.items()) > 1e-2
+
+
+def test_parts_that_fp8_does_not_take() -> None:
+    model = build_model(tiny_config(**HEADS), "eager")
+    multiply_in_fp8(model, "cpu")
+    with pytest.raises(ExpertMeshError, match=r"--tp-size 4 leaves each rank 8 of the 32 rows of \S+; use a smaller"):
+        tensor_parallel.apply_tensor_parallel(model, 4)
+
+
+def assert_equal(found: Figures, expected: Figures) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
+    assert found.grads.keys() == expected.grads.keys()
+    floor = 1e-6 * max(float(grad.norm()) for grad in expected.grads.values())
+    assert max(relative_error(found.grads[name], grad, floor) for name, grad in expected.grads.items()) < 1e-5
 
 
 def _error(found: Figures, expected: Figures) -> float:

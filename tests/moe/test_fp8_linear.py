@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.moe import Lora, add_adapters, use_fp8
-from expertmesh.moe.kernels.fp8_linear import FP8Linear, FP8RowwiseLinear, suits_fp8
+from expertmesh.moe.kernels import fp8_linear
+from expertmesh.moe.kernels.fp8_linear import Division, FP8Linear, FP8RowwiseLinear, suits_fp8
 from expertmesh.moe.model.rowwise import hold_transposed
 from tests.tiny import relative_error
 
@@ -67,6 +68,110 @@ def test_held_transposed_with_the_same_bits(bias: bool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     layer = in_fp8(48, 32, bias, rowwise=True).float()
     assert relative_error(layer(x.float()), nn.functional.linear(x.float(), layer.weight.t(), layer.bias)) < 1e-6
+
+
+class Meeting:
+    """Stands in for the ranks of a group, each of which calls what all call, one after the other: first to leave what
+    it has, then again to be given what has come of all."""
+
+    def __init__(self, size: int):
+        self.size, self.index, self.is_over = size, 0, False
+        self.left: list[list[Tensor]] = [[] for _ in range(size)]
+        self.number = 0
+
+    def run(self, call: Any) -> list[Any]:
+        for is_over in (False, True):
+            found = []
+            for index in range(self.size):
+                self.is_over, self.index, self.number = is_over, index, 0
+                found.append(call(index))
+        return found
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        if not self.is_over:
+            self.left[self.index].append(x)
+        self.number += 1
+        return [left[self.number - 1] for left in self.left] if self.is_over else [x]
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.int32, "as many bytes as in fp32"
+        return torch.stack(self._all(x)).amax(dim=0)
+
+    def sum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self.mine(torch.stack(self._all(x)).sum(dim=0), dim)
+
+    def mine(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x.chunk(self.size, dim)[self.index]
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_divided_by_ranks_the_same_is_rounded(size: int, rowwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what sums over a divided width, each rank's codes are its part of one process', by the same scales, though the
+    parts' values are of unlike size; and nothing is exchanged for any other matmul."""
+    calls: list[tuple[Any, Any]] = []
+    multiply = fp8_linear._multiply
+
+    def noting(a: Any, b: Any) -> Tensor:
+        calls.append((a, b))
+        return multiply(a, b)
+
+    monkeypatch.setattr(fp8_linear, "_multiply", noting)
+    layer = in_fp8(128, 64, False, rowwise)
+    layer.weight.data *= torch.logspace(0, -6, len(layer.weight)).bfloat16().unsqueeze(1)
+    x, grad = (torch.randn(24, width) * torch.logspace(-6, 0, width) for width in (128, 64))
+
+    def products(layer: Any, x: Tensor, grad: Tensor) -> list[Any]:
+        calls.clear()
+        x = x.bfloat16().requires_grad_()
+        out = layer(x)
+        out.backward(grad.bfloat16())
+        return [out.detach(), x.grad, layer.weight.grad, *calls[0], *calls[1], *calls[2]]
+
+    def of_rank(index: int) -> list[Any]:
+        part: Any = nn.Linear(1, 1, bias=False)
+        part.__class__ = type(layer)
+        part.weight = nn.Parameter(layer.weight.detach().chunk(size)[index])
+        part.division = Division("inputs" if rowwise else "outputs", group)
+        given = (x.chunk(size, 1)[index], grad) if rowwise else (x, grad.chunk(size, 1)[index])
+        return products(part, *given)
+
+    group = Meeting(size)
+    out, grad_x, grad_weight, *casts = products(layer, x, grad)
+    found = list(zip(*group.run(of_rank), strict=True))
+    assert [len(left) for left in group.left] == [1] * size
+    summed, joined = (found[0], found[1]) if rowwise else (found[1], found[0])
+    assert relative_error(sum(part.float() for part in summed), (out if rowwise else grad_x).float()) < 4e-3
+    assert torch.equal(torch.cat(joined, dim=1), grad_x if rowwise else out)
+    assert torch.equal(torch.cat(found[2]), grad_weight)
+    # the operands of the matmul over what is divided
+    first = 0 if rowwise else 2
+    for number in (first, first + 1):
+        parts, expected = found[3 + number], casts[number]
+        assert torch.equal(torch.cat([part.codes.float() for part in parts], dim=1), expected.codes.float())
+        assert all(torch.equal(part.scales, expected.scales) for part in parts)
+        # of itself alone, each part's largest would be above 224
+        assert min(float(part.codes.float().abs().amax(dim=1).min()) for part in parts) < 4
+
+
+def test_alike_on_all_ranks_a_summand_each() -> None:
+    """Of an output's gradient, whose summands the ranks have, the sum is rounded: each rank's rows of it."""
+    layer = in_fp8(48, 32, False)
+    x, grads = torch.randn(4, 6, 48).bfloat16(), torch.randn(2, 4, 6, 32).bfloat16()
+
+    def gradients(grad: Tensor) -> tuple[Tensor, Tensor]:
+        layer.weight.grad, given = None, x.clone().requires_grad_()
+        layer(given).backward(grad)
+        assert given.grad is not None
+        return given.grad, layer.weight.grad
+
+    grad_x, grad_weight = gradients(grads.sum(dim=0))
+    group = Meeting(2)
+    layer.division = Division("nothing", group)
+    (first_x, first_weight), (second_x, second_weight) = group.run(lambda index: gradients(grads[index]))
+    assert torch.equal(first_x + second_x, grad_x)
+    assert torch.equal(first_x[2:], torch.zeros_like(first_x[2:]))
+    assert relative_error((first_weight + second_weight).float(), grad_weight.float()) < 4e-3
 
 
 def test_without_rows() -> None:

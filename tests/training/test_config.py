@@ -152,6 +152,10 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
             ["--dense-precision", "fp8", "--bf16", "--adapter", "lora", "--base-dtype", "fp8"],
             "--dense-precision fp8: would round twice what --base-dtype fp8 quantizes",
         ),
+        (
+            ["--dense-precision", "fp8", "--bf16", "--tp-size", "2", "--async-tp"],
+            "--dense-precision fp8: --async-tp multiplies .* in bf16 alone",
+        ),
         (["--offload-activations"], "--offload-activations: .*; add --gradient-checkpointing full or selective"),
         (["--freeze", ","], "--freeze: names nothing"),
         (["--no-export", "true"], "--no-export: takes no value"),

@@ -258,6 +258,23 @@ def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     )
 
 
+def test_agreements_on_scales() -> None:
+    """Where dense matmuls run in fp8: before o_proj's forward, and the backward of the three projections before it, a
+    number for each token and for each element of the width that is not divided."""
+    flags = {"ep_size": 4, "tp_size": 2, "loss_parallel": False, "dense_precision": "fp8"}
+    config = tiny_mixtral(num_key_value_heads=4)
+    rehearsed, run = both(config, 8, **flags)
+    events = [event for event in rehearsed.step.events if event.micro == 0 and event.collective is not None]
+    of_tp = [event for event in events if rehearsed.groups[event.group] == "tp, activations"]
+    agreements = [event for event in of_tp if event.collective == "all-reduce"]
+    assert len(agreements) == 4 * len(run.model.layers)
+    # two rounds, half of it each, as there are two ranks
+    assert {event.sent for event in agreements} == {4 * (TOKENS + config.hidden_size)}
+    planned_bytes = sum(traffic.total for traffic in step_traffic(run) if traffic.group == "tp")
+    assert planned_bytes == pytest.approx(sum(event.sent for event in of_tp))
+    assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.03)
+
+
 def test_activations_of_a_tensor_parallel_rank() -> None:
     """A rank has a quarter of the positions between regions, and a quarter of the heads in them; what a region gathers
     it keeps whole."""

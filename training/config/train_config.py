@@ -100,10 +100,10 @@ class TrainConfig(
                     f"--{flag}-precision fp8: would round twice what --base-dtype {self.base_dtype} quantizes; "
                     "leave out one of them"
                 )
-        if self.dense_precision == "fp8" and self.tp_size > 1:
+        if self.dense_precision == "fp8" and self.async_tp:
             raise ExpertMeshError(
-                "--dense-precision fp8: scales would be those of a rank's part of a row, and results would depend on "
-                f"--tp-size {self.tp_size}; leave out one of them"
+                "--dense-precision fp8: --async-tp multiplies in parts beside the exchange in bf16 alone, as scales "
+                "would wait for all parts; leave out one of them"
             )
         if self.compile and self.tp_size > 1:
             raise ExpertMeshError(
