@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch._C import _storage_Use_Count as _storage_Use_Count
     from torch._C._autograd import DeviceType as DeviceType
     from torch._C._autograd import _get_sequence_nr as _get_sequence_nr
+    from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_default_hooks
     from torch._C._profiler import _EventType as _EventType
     from torch._C._profiler import _ProfilerEvent as _ProfilerEvent
     from torch._C._profiler import _RecordFunctionFast as _RecordFunctionFast

@@ -2,12 +2,13 @@
 they wait for, or that waits for them (Wang et al., ASPLOS 2023; torch's symmetric-memory operators on NVLink).
 
 A region's first layers are computed of each rank's positions as they arrive; of its last layer each rank's summand is
-sent as soon as it is there. In backward these change places. What is computed is the same.
+sent as soon as it is there. In backward these change places. What is computed is the same. What backward gathers once
+more, for weights' gradients (see `training.kept_positions`), is waited for.
 
 Shape suffixes: n ranks of the group, K inputs and N outputs of a layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -83,10 +84,19 @@ def check_async(device_type: str) -> None:
 
 
 def gather_multiply(
-    operators: Operators, group: TPGroup, x: Tensor, weights_NK: Sequence[Tensor], dim: int
+    operators: Operators,
+    group: TPGroup,
+    x: Tensor,
+    weights_NK: Sequence[Tensor],
+    dim: int,
+    note: Callable[[Tensor], None],
 ) -> tuple[Tensor, list[Tensor]]:
-    """(all ranks' positions, the outputs of layers that take them). Differentiable."""
-    gathered, *outputs = _GatherMultiply.apply(operators, group, dim, x, *weights_NK)
+    """(all ranks' positions, the outputs of layers that take them). Differentiable.
+
+    Args:
+        note: is told of all ranks' positions before they are saved for backward.
+    """
+    gathered, *outputs = _GatherMultiply.apply(operators, group, dim, note, x, *weights_NK)
     return gathered, outputs
 
 
@@ -98,8 +108,17 @@ def multiply_scatter(operators: Operators, x: Tensor, weight_KN: Tensor, dim: in
 
 class _GatherMultiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operators: Operators, group: TPGroup, dim: int, x: Tensor, *weights_NK: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        operators: Operators,
+        group: TPGroup,
+        dim: int,
+        note: Callable[[Tensor], None],
+        x: Tensor,
+        *weights_NK: Tensor,
+    ) -> Any:
         gathered, outputs = operators.gather_multiply(x.contiguous(), [weight.t() for weight in weights_NK], dim)
+        note(gathered)
         ctx.save_for_backward(gathered, *weights_NK)
         ctx.operators, ctx.group, ctx.dim = operators, group, dim
         ctx.set_materialize_grads(False)
@@ -111,7 +130,7 @@ class _GatherMultiply(torch.autograd.Function):
         gathered, *weights_NK = ctx.saved_tensors
         known = [(grad, weight) for grad, weight in zip(grads, weights_NK, strict=True) if grad is not None]
         grad_x = None
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[4]:
             # one product for all layers: their outputs side by side
             all_grads = torch.cat([grad for grad, _ in known], dim=-1)
             grad_x = ctx.operators.multiply_scatter(all_grads, torch.cat([weight for _, weight in known]), ctx.dim)
@@ -120,9 +139,9 @@ class _GatherMultiply(torch.autograd.Function):
         rows = gathered.flatten(0, -2)
         grads_NK = [
             grad.flatten(0, -2).t() @ rows if grad is not None and needs else None
-            for grad, needs in zip(grads, ctx.needs_input_grad[4:], strict=True)
+            for grad, needs in zip(grads, ctx.needs_input_grad[5:], strict=True)
         ]
-        return None, None, None, grad_x, *grads_NK
+        return None, None, None, None, grad_x, *grads_NK
 
 
 class _MultiplyScatter(torch.autograd.Function):

@@ -36,6 +36,7 @@ from expertmesh.sharding.place.vocabulary import divided_vocabulary
 from expertmesh.sharding.topology import divisors, either
 from expertmesh.training.attention.complete_sequences import mixers_of
 from expertmesh.training.data import SplitSequences
+from expertmesh.training.kept_positions import KeptPositions, is_kept_otherwise
 from expertmesh.training.overlapped_regions import Operators, gather_multiply, multiply_scatter
 
 STEP_PART: StepPart = None
@@ -308,6 +309,7 @@ class _Region:
         first: the layers that take what the region is given, by where it stands among the arguments: as the forward in
             which the model is tried has shown.
         last: the layers that end it.
+        kept: what autograd keeps while it runs, where it does.
         tokens: that it has gathered, while it runs.
     """
 
@@ -316,6 +318,7 @@ class _Region:
         self.first: dict[str, list[nn.Linear]] = {}
         self.last: dict[nn.Module, _Rowwise] = {}
         self.given: dict[int, str] = {}
+        self.kept: KeptPositions | None = None
         self.tokens = 0
 
     def note_first(self, layer: Any, args: Any) -> None:
@@ -327,12 +330,17 @@ class _Region:
     def gather(self, name: str, x: Tensor, dim: int) -> Tensor:
         """All ranks' positions of what the region is given, and at once the outputs of layers that take it."""
         parallel, layers = self.parallel, self.first.get(name)
+        if self.kept is None and not is_kept_otherwise():
+            self.kept = KeptPositions()
+            self.kept.__enter__()
+        note = partial(self._note, x, dim)
         if parallel.operators is None or not layers:
             gathered = parallel.group.gather(x, dim)
+            note(gathered)
             self.given[id(gathered)] = name
             return gathered
         weights = [_part(layer.get_parameter("weight"), parallel.group) for layer in layers]
-        gathered, outputs = gather_multiply(parallel.operators, parallel.group, x, weights, dim)
+        gathered, outputs = gather_multiply(parallel.operators, parallel.group, x, weights, dim, note)
         for layer, output in zip(layers, outputs, strict=True):
             vars(layer)["forward"] = partial(_known, layer, output)
         for last, hooks in self.last.items():
@@ -344,7 +352,14 @@ class _Region:
         self.parallel.sequences = len(split.positions_BS)
         self.tokens = split.positions_BS.numel() * self.parallel.group.size // split.cp_group.size
 
+    def _note(self, x: Tensor, dim: int, gathered: Tensor) -> None:
+        if self.kept is not None:
+            self.kept.note(gathered, self.parallel.group, x, dim)
+
     def end(self) -> None:
+        if self.kept is not None:
+            self.kept.__exit__()
+            self.kept = None
         self.parallel.sequences, self.tokens = None, 0
         self.given.clear()
         layers: list[nn.Module] = [*self.last]
@@ -424,7 +439,7 @@ class _Attention(_Region):
                 if name not in self.dims:
                     self.dims[name] = self._dim_of_positions(module, leaf, split)
                 if (dim := self.dims[name]) is not None:
-                    is_hidden = name in self.first or self.parallel.group.ranks is None
+                    is_hidden = leaf.requires_grad or name in self.first or self.parallel.group.ranks is None
                     gather = partial(self.gather, name, leaf, dim) if is_hidden else None
                     leaf = gather() if gather else within.gather(leaf, dim, self.parallel.group)
             leaves.append(leaf)

@@ -170,7 +170,8 @@ class Linear(nn.Linear):
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(x_MK, weight_NK)
+        # of a frozen weight there is no gradient
+        ctx.save_for_backward(x_MK if ctx.needs_input_grad[1] else None, weight_NK)
         return matmul(pad_rows(x_MK), weight_NK.t())[: len(x_MK)]
 
     @staticmethod
@@ -179,7 +180,7 @@ class _LinearFunction(torch.autograd.Function):
         x_MK, weight_NK = ctx.saved_tensors
         x_needs, weight_needs = ctx.needs_input_grad
         padded_MN = pad_rows(grad_MN)
-        grad_x_MK = matmul(padded_MN, weight_NK)[: len(x_MK)] if x_needs else None
+        grad_x_MK = matmul(padded_MN, weight_NK)[: len(grad_MN)] if x_needs else None
         grad_weight_NK = matmul(padded_MN.t(), pad_rows(x_MK)) if weight_needs else None
         return grad_x_MK, grad_weight_NK
 

@@ -234,7 +234,8 @@ def test_bytes_sent_are_those_of_the_rehearsal() -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     """A region begins with an all-gather and ends with a reduce-scatter, and its backward with the other: a GPU's, not
-    what stands for it on a CPU. FSDP gathers what is divided among the ranks with one tp index."""
+    what stands for it on a CPU. Its input is gathered once more, in backward or by recomputation. FSDP gathers what is
+    divided among the ranks with one tp index."""
     flags = {"ep_size": 4, "tp_size": 2, "gradient_checkpointing": checkpointing, "loss_parallel": False}
     rehearsed, run = both(tiny_mixtral(), 8, **flags)
     layers, width = len(run.model.layers), tiny_mixtral().hidden_size
@@ -243,11 +244,10 @@ def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     assert {event.ranks for event in of_tp} == {(0, 1)}
     assert all(event.gathers_activations and not event.is_sharding for event in of_tp)
     activations = [event for event in of_tp if event.sent == TOKENS * width * 2 / 2]
-    again = layers * (checkpointing == "full")
     kinds = [event.collective for event in activations]
+    assert kinds.count("all-gather") == 3 * layers
     # the last product is not computed again
-    assert kinds.count("all-gather") == 2 * layers + again
-    assert 2 * layers <= kinds.count("reduce-scatter") <= 2 * layers + again
+    assert 2 * layers <= kinds.count("reduce-scatter") <= 2 * layers + layers * (checkpointing == "full")
     # cosines and sines, and positions: once for all layers, and not again
     assert len(of_tp) - len(activations) == 3
     planned_bytes = sum(traffic.total for traffic in step_traffic(run) if traffic.group == "tp")
@@ -276,15 +276,15 @@ def test_agreements_on_scales() -> None:
 
 
 def test_activations_of_a_tensor_parallel_rank() -> None:
-    """A rank has a quarter of the positions between regions, and a quarter of the heads in them; what a region gathers
-    it keeps whole."""
+    """A rank has a quarter of the positions between regions, and a quarter of the heads in them; of what a region
+    gathers it keeps a quarter."""
     kept = {}
     for tp_size in (1, 4):
         changes = {"num_attention_heads": 8, "num_key_value_heads": 4}
         rehearsed, run = both(tiny_mixtral(**changes), 4, ep_size=4, tp_size=tp_size, per_device_train_batch_size=4)
         kept[tp_size] = rehearsed.memory.kinds.activations
         assert peak(run).memory.activations == pytest.approx(rehearsed.memory.kinds.activations, rel=0.05)
-    assert kept[4] < 0.32 * kept[1]
+    assert kept[4] < 0.3 * kept[1]
 
 
 def measure_of(**flags: Any) -> CachedMeasure:
