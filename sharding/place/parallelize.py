@@ -122,11 +122,11 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
     """
     if mesh.dp.size() > 1 or isinstance(placement, CPUOffloadPolicy):
         for layer in experts_here(model):
-            fully_shard(layer.mlp, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
+            _make_unit(layer.mlp, mesh=mesh.dp, mp_policy=precision, offload_policy=placement)
     for unit in _dense_units(model):
         policy = replace(precision, param_dtype=torch.float32) if unit.is_fp32 else precision
         own = {model.get_parameter(name) for name in unit.names}
-        fully_shard(
+        _make_unit(
             unit.module,
             mesh=mesh.dense_of_tp if unit.is_divided else mesh.dense,
             mp_policy=policy,
@@ -134,6 +134,14 @@ def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, p
             ignored_params=set(unit.module.parameters()) - own,
             reshard_after_forward=unit.reshards,
         )
+
+
+def _make_unit(module: nn.Module, **how: Any) -> None:
+    """Call FSDP2's `fully_shard`, which derives a class of a unit's own: leave it in the file of the one it is derived
+    from. transformers knows no names on disk of a model whose class lies outside its files."""
+    file = type(module).__module__
+    fully_shard(module, **how)
+    type(module).__module__ = file
 
 
 @dataclass(frozen=True)
