@@ -40,8 +40,8 @@ class Unreached:
         Args:
             group: FSDP's parameters of a unit.
         """
-        if group._training_state.name != "PRE_BACKWARD" or not group.reduce_grads:
-            return  # it had no part in this backward, or only adds up
+        if not is_reducing(group):
+            return
         for own in group.fsdp_params:
             gathered, sharded = own.unsharded_param, own.sharded_param
             if not gathered.requires_grad:
@@ -56,6 +56,11 @@ class Unreached:
     def lacks(self, part: StateTensor) -> bool:
         """Whether nothing on this rank has reached a parameter of which it has a part."""
         return part.trainable and part.is_here and (part.tensor.grad is None or part.tensor in self.parameters)
+
+
+def is_reducing(group: Any) -> bool:
+    """Whether FSDP's parameters of a unit had a part in this backward, and do not only add up."""
+    return bool(group._training_state.name == "PRE_BACKWARD" and group.reduce_grads)
 
 
 def reduce_unreached(model: nn.Module, units: Iterable[FSDPModule]) -> None:

@@ -4,6 +4,7 @@ All layers are there, with their parameters, gradients and optimizer state, so t
 over the statistics of all routers, is what it is in the full model.
 """
 
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from expertmesh.moe.torch_private import FSDPState, _current_autograd_node
 from expertmesh.sharding import local_tensor
 from expertmesh.sharding.pipeline.stages import stages_of
 from expertmesh.sharding.place.parallelize import prefetch_layers
+from expertmesh.sharding.place.unreached import Unreached, is_reducing
 from expertmesh.training.foresight.rehearsal.kinds import Stack
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
 from expertmesh.training.foresight.rehearsal.recorder import Recorder
@@ -49,12 +51,27 @@ class Shortened:
             self.recorder.mark(None)
             finish(state)
 
-        self._watching = mock.patch.object(FSDPState, "_root_post_backward_final_callback", marked)
-        self._watching.start()
+        fill, skipped = Unreached.fill, self._of_skipped_layers()
+
+        def filled(unreached: Unreached, group: Any) -> None:
+            # a unit of all layers, say of routers in fp32: the gradients that their backwards would have left
+            with self.recorder.paused():
+                for own in group.fsdp_params if is_reducing(group) else ():
+                    if own.sharded_param in skipped and own.unsharded_param.grad is None:
+                        own.unsharded_param.grad = torch.empty_like(own.unsharded_param)
+            fill(unreached, group)
+
+        self._replaced = ExitStack()
+        self._replaced.enter_context(mock.patch.object(FSDPState, "_root_post_backward_final_callback", marked))
+        self._replaced.enter_context(mock.patch.object(Unreached, "fill", filled))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._watching.stop()
+        self._replaced.close()
+
+    def _of_skipped_layers(self) -> set[nn.Parameter]:
+        skipped = (layer for number, layer in enumerate(self.layers) if not self.stack.is_rehearsed(number))
+        return {parameter for layer in skipped for parameter in layer.parameters() if parameter.requires_grad}
 
     def add_gradients(self) -> None:
         """Give the parameters of skipped layers gradients, as those have them that ran in their place. To be called
