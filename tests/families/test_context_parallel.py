@@ -29,7 +29,7 @@ from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples, reference
 from tests.distributed.test_training import lines, start
-from tests.families.configs import is_older, tiny_config, tiny_model
+from tests.families.configs import is_older, skip_if_older, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
 from tests.families.test_packing import REFUSED
 from tests.families.test_parity import SAMPLES, WEIGHT_TOLERANCE, compare
@@ -103,6 +103,7 @@ def test_what_is_split_by_heads_is_found_by_trying(name: str) -> None:
 
 
 def test_heads_that_do_not_divide_are_not_split() -> None:
+    skip_if_older("may repeat key heads before the function that is split, so that there are as many as of values")
     model = _build("qwen3_next", False, {"linear_num_key_heads": 2})
     apply_context_parallel(model, 4, packing=False)
     found = [part.forward.functions for part in model.modules() if isinstance(part.forward, CompleteSequences)]
