@@ -440,8 +440,8 @@ class _Attention(_Region):
                     self.dims[name] = self._dim_of_positions(module, leaf, split)
                 if (dim := self.dims[name]) is not None:
                     is_hidden = leaf.requires_grad or name in self.first or self.parallel.group.ranks is None
-                    gather = partial(self.gather, name, leaf, dim) if is_hidden else None
-                    leaf = gather() if gather else within.gather(leaf, dim, self.parallel.group)
+                    group = self.parallel.group
+                    leaf = self.gather(name, leaf, dim) if is_hidden else within.gather(leaf, dim, group)
             leaves.append(leaf)
         return tree_unflatten(leaves, structure)
 
@@ -471,8 +471,8 @@ class Within:
         self.forward, self.gathered = forward, gathered
 
     def gather(self, x: Tensor, dim: int, group: TPGroup) -> Tensor:
-        """All ranks' positions. Of what has no gradient, as rotary positions, once for all layers."""
-        if x.requires_grad or not torch.is_grad_enabled():
+        """All ranks' positions of what has no gradient, as rotary positions, once for all layers."""
+        if not torch.is_grad_enabled():
             return group.gather(x, dim)
         known = self.gathered.pop(id(x), None) or (x, group.all_gather(x, dim))
         self.gathered[id(x)] = known
