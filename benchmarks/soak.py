@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=120)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--ep-size", type=int, default=2)
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide heads (tensor parallelism)")
+    parser.add_argument("--pp-size", type=int, default=1, help="parts that the layers are in (pipelines)")
     parser.add_argument("--save-steps", type=int, default=100, help="choose it so that a save comes about every minute")
     parser.add_argument("--json", type=Path, default=None, help="also write every sample here")
     arguments = parser.parse_args()
@@ -65,6 +68,7 @@ def main() -> int:
                 launcher.wait(timeout=120)
             finally:
                 launcher.kill()
+                launcher.wait()
         said = (directory / "log").read_text()
         left = left_behind(pids, out, temporary)
         saves = sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
@@ -84,10 +88,17 @@ def launch(directory: Path, out: Path, arguments: argparse.Namespace) -> list[st
     command += ["--nproc-per-node", str(arguments.ranks), "train_ep.py", "--use-cpu"]
     command += ["--model", str(directory / "model"), "--dataset", str(directory / "data.jsonl")]
     command += ["--eval-ratio", "0.002", "--eval-steps", str(arguments.save_steps)]
-    command += ["--output-dir", str(out), "--ep-size", str(arguments.ep_size), "--max-steps", "10000000"]
+    command += ["--output-dir", str(out), "--max-steps", "10000000"]
+    command += ["--pp-size", str(arguments.pp_size), "--ep-size", str(arguments.ep_size)]
+    command += ["--tp-size", str(arguments.tp_size), "--gradient-accumulation-steps", str(micro_batches(arguments))]
     command += ["--per-device-train-batch-size", "4", "--learning-rate", "1e-4", "--logging-steps", "10"]
     command += ["--save-steps", str(arguments.save_steps), "--save-total-limit", "3"]
     return command
+
+
+def micro_batches(arguments: argparse.Namespace) -> int:
+    """Per optimizer step: with a pipeline two for each of its stages."""
+    return 1 if arguments.pp_size == 1 else 2 * int(arguments.pp_size)
 
 
 def watch(
@@ -119,10 +130,18 @@ def look(pids: list[int], out: Path, seconds: float) -> Sample:
         status = Path(f"/proc/{pid}/status").read_text()
         memory.append(int(re.search(r"RssAnon:\s+(\d+)", status)[1]) / 1e3)  # type: ignore[index]
         threads.append(int(re.search(r"Threads:\s+(\d+)", status)[1]))  # type: ignore[index]
-        targets = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
+        targets = open_files(pid)
         files.append(len(targets))
         ports.append(sum(target[8:-1] in listening for target in targets if target.startswith("socket:")))
     return Sample(round(seconds, 1), memory, files, threads, ports, sum(1 for _ in out.rglob("*")))
+
+
+def open_files(pid: int) -> list[str]:
+    targets = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            targets.append(os.readlink(entry))
+    return targets
 
 
 def left_behind(pids: list[int], out: Path, temporary: Path) -> list[str]:
@@ -144,9 +163,9 @@ def report(samples: list[Sample], left: list[str], steps: int, saves: list[int],
     minutes = samples[-1].seconds / 60
     interval = samples[-1].seconds * arguments.save_steps / steps
     print(
-        f"{arguments.ranks} ranks, ep {arguments.ep_size}, {minutes:.1f} minutes, {steps} steps, a save and an "
-        f"evaluation every {arguments.save_steps} steps, that is every {interval:.0f} s; "
-        f"checkpoints kept: {saves}"
+        f"{arguments.ranks} ranks, pp {arguments.pp_size}, ep {arguments.ep_size}, tp {arguments.tp_size}, "
+        f"{minutes:.1f} minutes, {steps} steps, a save and an evaluation every {arguments.save_steps} steps, that is "
+        f"every {interval:.0f} s; checkpoints kept: {saves}"
     )
     print("rank  own memory, MB: at first  after a quarter  at the end    MB an hour  files  threads  listening ports")
     for rank in range(arguments.ranks):
