@@ -66,6 +66,9 @@ def main() -> int:
                 samples, pids = watch(launcher, out, arguments)
                 launcher.send_signal(signal.SIGTERM)
                 launcher.wait(timeout=120)
+            except RuntimeError:
+                print((directory / "log").read_text()[-3000:], file=sys.stderr)
+                raise
             finally:
                 launcher.kill()
                 launcher.wait()
