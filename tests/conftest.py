@@ -26,12 +26,12 @@ if not torch.cuda.is_available():
 
 from tests.distributed.pool import RankPool
 from tests.probes import remember_probes
-from tests.tiers import mark_exhaustive
+from tests.tiers import mark_tiers
 from tests.tiny import save_model, save_tokenizer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_exhaustive(items)
+    mark_tiers(items)
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

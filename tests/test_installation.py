@@ -162,7 +162,7 @@ def test_an_editable_install(theirs: Path, tmp_path: Path) -> None:
         assert "usage:" in python(str(venv / "bin" / command), "--help", cwd=theirs, interpreter=interpreter)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_types_are_told(unpacked: Path, tmp_path: Path) -> None:
     """To mypy, of a user's script beside the installed package: what is right passes, what is wrong is found."""
     pytest.importorskip("mypy")

@@ -9,7 +9,7 @@ from benchmarks.chaos import Run
 from benchmarks.network import can_make_networks
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_short_form(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
     code = faults.main(["--short"], run_whole)
     printed = capfd.readouterr().out

@@ -86,7 +86,7 @@ def expected(family: str, name: str) -> Figures:
     return reference(case_of(family, name), seed=1)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, rest=6)
 @pytest.mark.parametrize(("family", "name"), two_diagonals(REPRESENTATIVES, list(LAYOUTS)))
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights. What is sent are tokens and choices, which
@@ -129,7 +129,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, rest=5)
 @pytest.mark.parametrize(
     ("kind", "dispatch"),
     [

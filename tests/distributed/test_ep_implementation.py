@@ -189,7 +189,7 @@ def test_trains_as_transformers_own(ranks: RankPool, tmp_path: Path, family: str
     assert relative_error(torch.cat([ours.logits for ours, _ in found]), expected.logits) <= TOLERANCE
 
 
-@pytest.mark.exhaustive
+@pytest.mark.quick(0, rest=18)
 @pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & set(FAMILIES)))
 def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Every one whose config has a plan for transformers' own expert parallelism, and that runs with it, on two ranks,

@@ -36,6 +36,8 @@ from tests.families.test_parity import SAMPLES, WEIGHT_TOLERANCE, compare
 from tests.families.test_pipeline import four_layers
 from tests.tiny import loaded, relative_error, save_tokenizer
 
+Rows = list[list[Sample]]
+
 SHARERS = 2
 TOLERANCE = 1e-5
 CANCELLED = 1e-3
@@ -44,8 +46,9 @@ IN_DOUBLE = 1e-10
 """What a result in double precision may differ by."""
 # windows are of 8 positions; the first row is padded, also where it has samples of its own
 A, B, C, D, E = random_samples([13, 4, 5, 16, 11], vocabulary=290)
-ROWS = {"one row": [[D]], "packed": [[A, B, C], [D, E]], "rows": [[A], [D]]}
-"""As many as ranks, or fewer."""
+ALONE: list[Rows] = [[[D]], [[A], [D]]]
+"""As many rows as ranks, and fewer."""
+PACKED: Rows = [[A, B, C], [D, E]]
 
 ROTARY = {
     "rope_theta": 10000.0,
@@ -61,16 +64,17 @@ ROTARY = {
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_equals_whole(ranks: RankPool, family: str) -> None:
-    """Of all ROWS; test_packing.py verifies which families refuse packed samples."""
-    cases = [(rows, name == "packed") for name, rows in ROWS.items() if name != "packed" or family not in REFUSED]
-    _compare(ranks, family, cases, {})
+    """A sample per row, and several; test_packing.py verifies which families refuse packed samples."""
+    _compare(ranks, family, ALONE, packing=False, changes={})
+    if family not in REFUSED:
+        _compare(ranks, family, [PACKED], packing=True, changes={})
 
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
 def test_rows_that_do_not_come_out_even(ranks: RankPool, rows: int) -> None:
     """Fewer than ranks, each of which computes one, or more, of which some ranks compute one more than others."""
-    _compare(ranks, "qwen3_next", [([[A], [D], [E], [B], [C]][:rows], False)], {}, sharers=4)
+    _compare(ranks, "qwen3_next", [[[A], [D], [E], [B], [C]][:rows]], packing=False, changes={}, sharers=4)
 
 
 BY_HEADS = {
@@ -114,7 +118,7 @@ def test_heads_that_do_not_divide_are_not_split() -> None:
 @pytest.mark.parametrize("sharers", [2, 4])
 def test_one_row_by_heads(ranks: RankPool, sharers: int) -> None:
     """Of ranks, each has more positions than a convolution reaches."""
-    _compare(ranks, "qwen3_next", [([[D]], False)], {"linear_num_key_heads": 4}, sharers)
+    _compare(ranks, "qwen3_next", [[[D]]], packing=False, changes={"linear_num_key_heads": 4}, sharers=sharers)
 
 
 def test_a_function_that_mixes_heads_is_found_out() -> None:
@@ -195,13 +199,13 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("rows", ["one row", "packed"])
-def test_compiled(ranks: RankPool, rows: str) -> None:
+@pytest.mark.parametrize("packing", [False, True], ids=["one row", "packed"])
+def test_compiled(ranks: RankPool, packing: bool) -> None:
     """What is given complete sequences is not compiled, norms are; bit for bit the same."""
-    assert ranks.run(_compiled, SHARERS, ROWS[rows], rows == "packed") == [(True, 0, True)] * SHARERS
+    assert ranks.run(_compiled, SHARERS, PACKED if packing else ALONE[0], packing) == [(True, 0, True)] * SHARERS
 
 
-def _compiled(rows: list[list[Sample]], packing: bool) -> tuple[bool, int, bool]:
+def _compiled(rows: Rows, packing: bool) -> tuple[bool, int, bool]:
     """Whether anything was compiled, how many mixers were, and whether losses and gradients are the same."""
     torch.compiler.reset()  # what an earlier test compiled in this process
     before, theirs = compilation().graphs, tiny_model("qwen3_next", seed=1)
@@ -209,7 +213,7 @@ def _compiled(rows: list[list[Sample]], packing: bool) -> tuple[bool, int, bool]
         compiled, plain = (_split("qwen3_next", packing, {}) for _ in range(2))
         compile_layers(compiled)
         batch = collate(rows, _all_ranks())
-        (loss, grads), (want, wanted) = (_gradients(model, theirs, batch) for model in (compiled, plain))
+        ((loss, grads),), ((want, wanted),) = (_figures(model, theirs, [batch]) for model in (compiled, plain))
     mixers = [part for part in compiled.modules() if isinstance(part.forward, CompleteSequences)]
     assert mixers
     is_same = loss == want and all(torch.equal(grads[name], grad) for name, grad in wanted.items())
@@ -230,20 +234,21 @@ def test_ranks_that_do_not_divide_the_heads(family: str) -> None:
 def test_rotary_positions_of_the_longest_row(ranks: RankPool, family: str, kind: str) -> None:
     """By which frequencies are chosen, or their scale: a rank's own would choose others."""
     changes = {"rope_parameters": ROTARY | {"rope_type": kind}, "head_dim": 8, "max_position_embeddings": 12}
-    _compare(ranks, family, [([[A], [D]], False)], changes)
+    _compare(ranks, family, [[[A], [D]]], packing=False, changes=changes)
 
 
 def _compare(
     ranks: RankPool,
     family: str,
-    cases: list[tuple[list[list[Sample]], bool]],
+    cases: list[Rows],
+    packing: bool,
     changes: dict[str, Any],
     sharers: int = SHARERS,
 ) -> None:
     """Loss and gradients under context parallelism against those of one process, for rows that are packed or not."""
-    found_by_rank = ranks.run(_shared, sharers, family, cases, changes)
-    for (rows, packing), found in zip(cases, zip(*found_by_rank, strict=True), strict=True):
-        loss, grads = _whole(family, rows, packing, changes)
+    found_by_rank = ranks.run(_shared, sharers, family, cases, packing, changes)
+    whole = _in_double(_build(family, packing, changes), family, changes, [collate(rows) for rows in cases])
+    for rows, found, (loss, grads) in zip(cases, zip(*found_by_rank, strict=True), whole, strict=True):
         assert sum(part[0] for part in found) == pytest.approx(loss, rel=IN_DOUBLE), (len(rows), packing)
         floor = CANCELLED * float(torch.stack([grad.norm() for grad in grads.values()]).norm())
         summed = {name: torch.stack([part[1][name] for part in found]).sum(dim=0) for name in grads}
@@ -259,23 +264,12 @@ def _build(family: str, packing: bool, changes: dict[str, Any]) -> Any:
     return model
 
 
-def _whole(
-    family: str,
-    rows: list[list[Sample]],
-    packing: bool,
-    changes: dict[str, Any],
-) -> tuple[float, dict[str, Tensor]]:
-    return _in_double(_build(family, packing, changes), tiny_model(family, seed=1, **changes), collate(rows))
-
-
 def _shared(
-    family: str, cases: list[tuple[list[list[Sample]], bool]], changes: dict[str, Any]
+    family: str, cases: list[Rows], packing: bool, changes: dict[str, Any]
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """This rank's part of the loss and of the gradients, of each case."""
-    return [
-        _in_double(_split(family, packing, changes), tiny_model(family, seed=1, **changes), collate(rows, _all_ranks()))
-        for rows, packing in cases
-    ]
+    batches = [collate(rows, _all_ranks()) for rows in cases]
+    return _in_double(_split(family, packing, changes), family, changes, batches)
 
 
 def _split(family: str, packing: bool, changes: dict[str, Any]) -> Any:
@@ -289,18 +283,26 @@ def _all_ranks() -> CPGroup:
     return CPGroup(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
 
 
-def _in_double(model: Any, theirs: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+def _in_double(
+    model: Any, family: str, changes: dict[str, Any], batches: list[Batch]
+) -> list[tuple[float, dict[str, Tensor]]]:
+    theirs = tiny_model(family, seed=1, **changes)
     with _InDouble():
-        return _gradients(model.double(), theirs.double(), batch)
+        return _figures(model.double(), theirs.double(), batches)
 
 
-def _gradients(model: Any, theirs: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+def _figures(model: Any, theirs: Any, batches: list[Batch]) -> list[tuple[float, dict[str, Tensor]]]:
+    """Loss and gradients of each batch."""
     model = loaded(model, theirs).eval()
     attach_loss_head(model, "full")
-    loss = token_loss_sum(model, batch)
-    loss.backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    return float(loss.detach()), grads
+    figures = []
+    for batch in batches:
+        model.zero_grad()
+        loss = token_loss_sum(model, batch)
+        loss.backward()
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        figures.append((float(loss.detach()), grads))
+    return figures
 
 
 class _InDouble(TorchFunctionMode):

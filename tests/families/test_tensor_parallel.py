@@ -76,7 +76,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.quick(0, rest=12)
 @pytest.mark.parametrize(("family", "layout"), product(TRAINED, LAYOUTS))
 def test_training(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights, as in one process."""
