@@ -140,7 +140,7 @@ def test_memory_and_arrangements_that_the_comments_state(name: str, gpus: int, s
     check_sizes(topology_of(config, gpus), moe_shape(model).num_experts)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_its_model(name: str) -> None:
     """What train_ep.py would refuse is not asked for, and what is asked for has an effect."""
@@ -177,7 +177,7 @@ def settled(config: TrainConfig, run: PlannedRun) -> Setting:
     return replace(run.setting, schedule=chosen.schedule, stage_layers=chosen.layers)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RECIPES)
 def test_forecasts_that_the_comments_state(name: str) -> None:
     plan = planned_recipe(name, gpus_of(name))

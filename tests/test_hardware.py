@@ -30,7 +30,7 @@ def test_gpus_for_all_weights_are_the_recipes(name: str) -> None:
     assert gpus_of(name) == TABLE[name][0]
 
 
-@pytest.mark.quick(0, rest=6)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_adapters_fit(name: str, column: int) -> None:

@@ -1,10 +1,10 @@
-"""The tiers: `make test` runs a case of everything, `make test-rest` others that repeat it, `make test-all` all there are.
+"""The tiers: `make test` runs a case of everything, `make test-rest` others that repeat it, `make test-all` all.
 
 Of families `make test` takes those that between them have all that is particular to one, of a table a diagonal, and of
 a test with `@pytest.mark.quick(n)` n cases. What repeats others as a whole says so by `@pytest.mark.exhaustive`.
 
-`make test-rest` takes of every other family a third of what is tested of it, of each another, and of a test with
-`@pytest.mark.quick(n, rest=m)` m cases more. What is left is `complete`: for `make test-all` alone.
+`make test-rest` takes of the cases of a test that are left a quarter, of every family another, and all of a test with
+`@pytest.mark.every_family`. The others are `complete`: for `make test-all` alone.
 """
 
 from collections import defaultdict
@@ -27,42 +27,32 @@ REPRESENTATIVES = (
 interleaved and clamped experts, and layers that carry a state."""
 
 
+OF_LEFT = 4
+"""Of so many cases of a test that are not in the quick tier one is in `make test-rest`."""
+
+
 def mark_tiers(items: Sequence[pytest.Item]) -> None:
     """Mark what is not for `make test`, and of that what is not for `make test-rest` either."""
     cases: dict[tuple[Any, str], list[pytest.Item]] = defaultdict(list)
-    others: dict[tuple[Any, str], dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
-        test = item.path, getattr(item, "originalname", item.name)
-        family = family_of(item)
-        if family is not None and family not in REPRESENTATIVES:
+        cases[item.path, getattr(item, "originalname", item.name)].append(item)
+    for number, same in enumerate(cases.values()):
+        for item in without_quick(same):
             item.add_marker("exhaustive")
-            others[test][family].append(item)
-        elif item.get_closest_marker("quick") is not None:
-            cases[test].append(item)
-        if item.get_closest_marker("complete") is not None:
-            item.add_marker("exhaustive")
-    for same in cases.values():
-        mark_evenly(same)
-    for number, by_family in enumerate(others.values()):
-        for place, same in enumerate(by_family.values()):
-            if (number + place) % 3 and same[0].get_closest_marker("every_family") is None:
-                for item in same:
+        left = [item for item in same if item.get_closest_marker("exhaustive") is not None]
+        if len(left) > 1 and left[0].get_closest_marker("every_family") is None:
+            for place, item in enumerate(left):
+                if (number + place) % len(left) % OF_LEFT:
                     item.add_marker("complete")
 
 
-def mark_evenly(same: Sequence[pytest.Item]) -> None:
-    """Of the cases of a test with `@pytest.mark.quick(n, rest=m)`, evenly spread."""
+def without_quick(same: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Which of the cases of a test are not in the quick tier for what `quick(n)` says, their family, or `complete`."""
     marker = same[0].get_closest_marker("quick")
-    assert marker is not None
-    (number,) = marker.args
-    quick = {index * len(same) // number for index in range(number)}
-    left = [index for index in range(len(same)) if index not in quick]
-    rest = min(marker.kwargs.get("rest", len(left)), len(left))
-    exhaustive = {left[index * len(left) // rest] for index in range(rest)}
-    for index in left:
-        same[index].add_marker("exhaustive")
-        if index not in exhaustive:
-            same[index].add_marker("complete")
+    representative = [item for item in same if family_of(item) in (None, *REPRESENTATIVES)]
+    number = len(representative) if marker is None else marker.args[0]
+    quick = {id(representative[index * len(representative) // number]) for index in range(number) if representative}
+    return [item for item in same if id(item) not in quick or item.get_closest_marker("complete") is not None]
 
 
 def family_of(item: pytest.Item) -> str | None:

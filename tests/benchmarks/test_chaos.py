@@ -11,7 +11,7 @@ import pytest
 from benchmarks import chaos
 
 
-@pytest.mark.quick(0, rest=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axis", ["cp", "tp"])
 def test_killed_ranks_lose_nothing(
     run_whole: Callable[[int, list[str]], chaos.Run], tmp_path: Path, capfd: pytest.CaptureFixture[str], axis: str

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.plan_accuracy import MOST_ERROR, cases, error, run
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_memory_and_bytes_of_a_real_run() -> None:
     named = "narrow, ep 2, selective, 2 x 512"
     ((number, case),) = ((number, case) for number, case in enumerate(cases()) if str(case) == named)

@@ -86,7 +86,7 @@ def expected(family: str, name: str) -> Figures:
     return reference(case_of(family, name), seed=1)
 
 
-@pytest.mark.quick(3, rest=6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("family", "name"), two_diagonals(REPRESENTATIVES, list(LAYOUTS)))
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights. What is sent are tokens and choices, which
@@ -129,7 +129,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.quick(2, rest=5)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "dispatch"),
     [
@@ -189,6 +189,7 @@ def _figures(path: Path, topology: Topology, case: Case, variants: list[dict[str
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dispatch", ["plain", "rank", "node"])
 def test_all_that_begins_is_waited_for(ranks: RankPool, tmp_path: Path, dispatch: str) -> None:
     """Also where recomputation ends before the layer does; and what was kept for it has been taken."""

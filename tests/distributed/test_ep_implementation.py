@@ -173,7 +173,7 @@ def has_plan(path: Path) -> bool:
     return "ep_dispatch_experts" in (getattr(config.get_text_config(), "base_model_ep_plan", None) or {}).values()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_trains_as_transformers_own(ranks: RankPool, tmp_path: Path, family: str, ep_size: int) -> None:
@@ -189,7 +189,7 @@ def test_trains_as_transformers_own(ranks: RankPool, tmp_path: Path, family: str
     assert relative_error(torch.cat([ours.logits for ours, _ in found]), expected.logits) <= TOLERANCE
 
 
-@pytest.mark.quick(0, rest=18)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & set(FAMILIES)))
 def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Every one whose config has a plan for transformers' own expert parallelism, and that runs with it, on two ranks,
@@ -206,7 +206,7 @@ def test_families(ranks: RankPool, tmp_path: Path, family: str) -> None:
     assert relative_error(ours.logits, theirs.logits) <= 3 * TOLERANCE
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     [

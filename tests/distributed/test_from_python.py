@@ -243,6 +243,7 @@ def test_transformers_trainer(run: Any, ranks: RankPool, tmp_path: Path) -> None
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "model") is not None
 
 
+@pytest.mark.exhaustive
 @quickly
 def test_trl(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     """Its own collator and its own ideas of a forward."""

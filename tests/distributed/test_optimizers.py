@@ -53,7 +53,7 @@ def test_muon_is_torchs_on_every_experts_matrices(
     assert_same(found, reference(case), case)
 
 
-@pytest.mark.quick(1, rest=2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("num_experts", "world_size", "ep_size", "dense_shard"),
     [
@@ -113,7 +113,7 @@ def decay_by_name(path: Path, optim: str) -> dict[str, float]:
     return {name: decays.pop(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.quick(0, rest=2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"])
 def test_resume(ranks: RankPool, tiny_data: Path, tmp_path: Path, optim: str) -> None:
     """From step 2 of 3: bit for bit on the same ranks, and on others as close as parallel layouts are."""

@@ -42,7 +42,7 @@ def case_of(kind: str, **settings: Any) -> Case:
     return replace(case, gradient_checkpointing=mode, settings={"ep_size": 2, **case.settings, **settings})
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_stay(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """Losses, gradients and routing keep their bits, with two and three of a rank's experts per chunk, with an FSDP

@@ -45,7 +45,7 @@ def test_equals_one_process(ranks: RankPool, model: Path, pp: int, dp: int, ep: 
     assert_same(found, expected(), CASE)
 
 
-@pytest.mark.quick(3, rest=3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("pp", "dp", "ep"), PARTS)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_bits_are_those_without_a_pipeline(
@@ -56,7 +56,7 @@ def test_bits_are_those_without_a_pipeline(
     assert_same_bits(ranks, model, Topology(pp * dp * ep, ep, pp_size=pp), case, {})
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("schedule", "chunks", "pp", "dp", "ep"),
     [
@@ -82,7 +82,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(1, rest=9)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_cuts_and_schedules(ranks: RankPool, deep: Path, seed: int) -> None:
     """Stages of any lengths, however many of them a rank has, and any number of micro-batches."""

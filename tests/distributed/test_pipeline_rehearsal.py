@@ -82,7 +82,7 @@ def rehearsed(config: TrainConfig, world_size: int, rank: int) -> Figures:
         dist.destroy_process_group()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [

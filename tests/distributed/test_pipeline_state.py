@@ -55,7 +55,7 @@ def finished(ranks: RankPool, model: Path, tiny_data: Path, tmp_path_factory: py
 ARRANGEMENTS = [(2, 1, 2, 1), (1, 1, 1, 1), (4, 1, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (4, 1, 2, 1), (2, 1, 2, 2)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("pp", "dp", "ep", "cp"), ARRANGEMENTS)
 def test_resume_on_any_ranks(
     ranks: RankPool, finished: Path, model: Path, tiny_data: Path, tmp_path: Path, pp: int, dp: int, ep: int, cp: int
@@ -98,7 +98,7 @@ RUNS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 TOLERANCES = {"8-bit": 3e-5, "bf16": 3e-4, "lora": 1e-4}
 
 
-@pytest.mark.quick(1, rest=3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_kind_of_state_is_resumed(ranks: RankPool, tiny_data: Path, tmp_path: Path, name: str) -> None:
     """On the same ranks bit for bit; on one, and on four in other stages, but for rounding."""

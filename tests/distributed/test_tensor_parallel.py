@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("layout", "name"),
     [

@@ -102,7 +102,7 @@ def test_what_does_not_belong_together_is_refused(
     )[0][1]  # fmt: skip
 
 
-@pytest.mark.quick(0, rest=4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "flags",
     [

@@ -70,7 +70,7 @@ def expected(name: str) -> LoraFigures:
     return reference(Case(samples=SAMPLES, **{k: v for k, v in CASES[name].items() if k != "kernel"}))
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("name", "topology", "more"), RUNS, ids=lambda value: value if isinstance(value, str) else "")
 def test_equals_one_process(
     ranks: RankPool, tmp_path: Path, name: str, topology: Topology, more: dict[str, Any]

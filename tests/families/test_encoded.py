@@ -64,6 +64,7 @@ def _logits(path: Path, topology: Topology, family: str) -> tuple[torch.Tensor, 
     return logits, in_full(dict(model.named_parameters()))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", SAVE)
 def test_trained_and_exported(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, family: str

@@ -31,6 +31,7 @@ NO_ROTATION = {
 """Families of which nothing is rotated by kernels."""
 
 
+@pytest.mark.quick(3)
 @interpreted
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(monkeypatch: pytest.MonkeyPatch, family: str) -> None:

@@ -42,6 +42,7 @@ REFUSED = {"mistral_large4": "do not run with packed samples"}
 SINKS = ["flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_alone(family: str) -> None:
     """A family that an older transformers has, and that cannot be packed there, is refused."""

@@ -77,7 +77,7 @@ def expected(family: str, name: str) -> Figures:
     return reference(case_of(family, name), seed=1)
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("family", "name"), two_diagonals(FAMILIES, list(CASES)))
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights. Each family's layers are tested on several
@@ -133,7 +133,7 @@ SPLIT_PACKED: dict[str, tuple[Topology, dict[str, Any]]] = {
 STATEFUL = ["qwen3_next", "qwen3_5_moe"]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("family", "name"), list(zip(cycle(STATEFUL), PACKED | SPLIT_PACKED, strict=False)))
 def test_packed_training(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
     """Losses of three updates by AdamW, and weights after them: packed on several ranks, or a row each in one

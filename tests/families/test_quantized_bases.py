@@ -18,6 +18,7 @@ SAMPLES = random_samples([9 + (5 * i) % 12 for i in range(8)], vocabulary=290)
 TOPOLOGIES = {"fp8": Topology(2, 2), "nf4": Topology(1, 1)}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [

@@ -31,7 +31,7 @@ def test_most_families_have_a_plan() -> None:
     assert len(PLANNED) >= 30
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", PLANNED)
 def test_gradients(ranks: RankPool, tmp_path: Path, family: str) -> None:
     case = Case(SAMPLES, family=family, changes=two_heads(family))
@@ -76,7 +76,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.quick(0, rest=12)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "layout"), product(TRAINED, LAYOUTS))
 def test_training(ranks: RankPool, tmp_path: Path, family: str, layout: str) -> None:
     """Losses, gradients and, after two clipped updates by AdamW, weights, as in one process."""

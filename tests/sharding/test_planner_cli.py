@@ -57,7 +57,7 @@ def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixt
     assert 16 % config.ep_size == 0
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("gpus", "fits"), [(8, False), (16, True), (64, True)])
 def test_16_bytes_a_parameter_need_more_than_8_gpus(
     config_file: Path, capsys: pytest.CaptureFixture[str], gpus: int, fits: bool
@@ -334,7 +334,7 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, arguments: list[s
     return terminal.lines
 
 
-@pytest.mark.quick(1, rest=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("flags", [["--gpus", "16"], ["--gpus", "16", "--top", "40"], ["--sweep"]], ids=" ".join)
 def test_plan_fits_the_terminal(
     config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]

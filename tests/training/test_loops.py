@@ -31,7 +31,7 @@ def figures(part: Measured) -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.quick(0, rest=2)
+@pytest.mark.exhaustive
 # lengths that end within a chunk, or a round of the short lengths
 @pytest.mark.parametrize(("family", "length", "rows"), [("qwen3_next", 700, 1), ("jamba", 43, 2)])
 @pytest.mark.parametrize("checkpointing", ["selective", "none"])

@@ -79,7 +79,7 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick(1, rest=9)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     family, world_size, flags = SETTINGS[name]
@@ -171,7 +171,7 @@ def test_memory_and_time_across_nodes(flags: dict[str, Any], checkpointing: str)
     assert sent == ({"ep"} if flags.get("dispatch") == "rank" else {"ep across", "ep inside"})
 
 
-@pytest.mark.quick(0, rest=2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("world_size", "flags", "most"),
     [

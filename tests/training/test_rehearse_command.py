@@ -118,6 +118,7 @@ def test_ranks_of_a_tensor_parallel_group(model: str, capsys: pytest.CaptureFixt
     assert "--async-tp: not modelled" in said
 
 
+@pytest.mark.exhaustive
 def test_the_most_loaded_rank_holds_more(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, last, loaded = accounts(model, capsys, "--ranks", "all", "--imbalance", "2")
     assert [account["rank"] for account in (first, last, loaded)] == [0, 15, 1]

@@ -23,7 +23,7 @@ from tests.test_configs import (
 )
 
 
-@pytest.mark.quick(0, rest=4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     config, model, gpus = config_of(name), model_of(name), gpus_of(name)
