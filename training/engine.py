@@ -172,7 +172,7 @@ def assemble(
     kernel = choose(config, model, device_type)
     use_kernel(model, kernel.kernel)
     if compiles and config.compile:
-        compile_layers(model)
+        trained.append(compile_layers(model))
     if device_type == "cuda":
         fuse_layers(model)
     attach_loss_head(model, cross_entropy(config.cross_entropy, device_type))

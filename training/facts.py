@@ -32,7 +32,6 @@ def first_lines(engine: Engine, inputs: Inputs, order: DataOrder, memory: Foreca
         f"{'bf16' if config.bf16 else 'fp32'}, expert kernel {engine.kernel.name} ({engine.kernel.why}), "
         f"attention {_attention(engine.model)}, cross-entropy {loss_head(engine.model).kind}"
         + (", fp32 matmuls in TF32" if config.tf32 else "")
-        + (", compiled attention and norms" if config.compile else "")
         + ("" if config.gradient_checkpointing == "none" else f", {config.gradient_checkpointing} checkpointing")
         + (", activation offloading" if config.offload_activations else ""),
         *([] if engine.flash_attention_3 is None else [engine.flash_attention_3]),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from expertmesh.sharding import Topology
+from expertmesh.training.change.compiling import compilation
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_checkpoints import read
@@ -62,6 +63,26 @@ def test_equals_one_process(ranks: RankPool, model: Path, layout: str, name: str
     topology = TOPOLOGIES[layout]
     found = ranks.run(ours, topology.world_size, model, topology, CASES[name])[0]
     assert_same(found, expected(name), CASES[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("layout", "name"), [("tp 2", "aux"), ("tp 2 x ep 2", "selective"), ("tp 2 x cp 2", "accumulate")], ids=str
+)
+def test_compiled_equals_one_process(ranks: RankPool, model: Path, layout: str, name: str) -> None:
+    case, topology = replace(CASES[name], settings={"compile": True}), TOPOLOGIES[layout]
+    found = ranks.run(_compiled, topology.world_size, model, topology, case)[0]
+    assert_same(found, expected(name), case)
+
+
+def _compiled(path: Path, topology: Topology, case: Case) -> Figures | None:
+    before = compilation()
+    torch.compiler.reset()  # what an earlier test compiled in this process
+    with torch.compiler.set_stance(force_backend="aot_eager"):
+        figures = ours(path, topology, case)
+    assert compilation().graphs > before.graphs, "norms were to be compiled"
+    assert compilation().breaks == before.breaks, "what exchanges positions was not to be compiled"
+    return figures
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -9,12 +9,15 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from expertmesh.moe import ExpertMeshError, build_model
+from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
 from expertmesh.training.attention.packed_attention import OWN
 from expertmesh.training.change.compiling import compile_layers
 from expertmesh.training.data import Batch, Sample, collate
 from expertmesh.training.inference import inference
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
+from expertmesh.training.tensor_parallel import apply_tensor_parallel
+from tests.families.configs import tiny_config as tiny_family
 from tests.tiny import loaded, relative_error, tiny_config, tiny_mixtral
 
 
@@ -71,6 +74,23 @@ def test_evaluation_compiles_nothing() -> None:
     with inference(model):
         token_loss_sum(model, batch_of(8, 11))
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("attention", "tp_size", "said"),
+    [
+        ("eager", 1, "3 DeepseekV2Attention, 1 DeepseekV2MLP, 6 DeepseekV2RMSNorm"),
+        (OWN, 1, "6 DeepseekV2RMSNorm"),
+        ("eager", 2, "6 DeepseekV2RMSNorm"),
+    ],
+)
+def test_says_what_is_compiled(attention: str, tp_size: int, said: str) -> None:
+    """What ranks divide, attention and the dense MLP, is not."""
+    model = build_model(tiny_family("deepseek_v2"), attention)
+    if tp_size > 1:
+        apply_tensor_parallel(model, tp_size)
+        apply_context_parallel(model, 1, False, tp_size)
+    assert compile_layers(model) == f"torch.compile: {said}"
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -105,11 +105,6 @@ class TrainConfig(
                 "--dense-precision fp8: --async-tp multiplies in parts beside the exchange in bf16 alone, as scales "
                 "would wait for all parts; leave out one of them"
             )
-        if self.compile and self.tp_size > 1:
-            raise ExpertMeshError(
-                f"--compile: layers that exchange their positions inside, as --tp-size {self.tp_size} has them, are "
-                "not compiled; leave out one of them"
-            )
         if self.detect_anomaly and self.compile:
             raise ExpertMeshError("--detect-anomaly: does not see into what --compile compiles; leave out one of them")
         if self.profile and self.compile:
