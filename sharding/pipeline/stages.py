@@ -39,11 +39,6 @@ class Stages:
         """This rank's stages, first to last."""
         return [stage for stage in range(self.number) if self.index in (None, stage % self.pp_size)]
 
-    @property
-    def has_last(self) -> bool:
-        """Whether the last stage is here."""
-        return self.number - 1 in self.here
-
     def stage_of(self, place: int) -> int:
         """The stage of a layer; the last one for what comes after the last layer."""
         return next((stage for stage, layers in enumerate(self.layers) if place in layers), self.number - 1)

@@ -59,10 +59,6 @@ class Leaf:
     def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
         return tuple(dim.of(size) for dim in self.dims)
 
-    @property
-    def is_float(self) -> bool:
-        return self.dtype.is_floating_point
-
 
 @dataclass(frozen=True)
 class Given:

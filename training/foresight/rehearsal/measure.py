@@ -478,8 +478,6 @@ class _Measurement:
         gather = Within.gather
 
         def gather_once(within: Within, x: Tensor, dim: int, group: TPGroup) -> Tensor:
-            if x.requires_grad:
-                return gather(within, x, dim, group)
             assert self.recorder is not None
             # what all layers have in common is gathered in the first one alone
             self.in_common += 0 if id(x) in within.gathered else x.nbytes * group.size
