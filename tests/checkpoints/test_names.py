@@ -1,5 +1,6 @@
 """What tensors on disk are to a model: the same weights as transformers makes of them, or the name of what is wrong."""
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import conversion_mapping
+from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from expertmesh.checkpoints import Names
@@ -17,7 +18,7 @@ from expertmesh.checkpoints.hf.mapping import Region
 from expertmesh.checkpoints.hf.names import Matched
 from expertmesh.moe import build_model
 from expertmesh.moe.model.families import causal_families
-from tests.families.configs import tiny_config, tiny_model
+from tests.families.configs import skip_if_older, tiny_config, tiny_model
 from tests.tiny import our_rows
 
 Tensors = dict[str, Tensor]
@@ -337,3 +338,46 @@ def test_an_unknown_operation_is_named(saved: Callable[..., Tensors], monkeypatc
         "model.norm.turned": "tensor model.norm.turned: transformers makes model.norm.weight of it by Turned(dim=0), "
         "which this version cannot read"
     }
+
+
+def test_a_padded_head_is_named() -> None:
+    """Inkling 2 drops the rows with which its checkpoints pad the head, by an operation of its own."""
+    skip_if_older("it has no Inkling 2")
+    names = names_of("inkling2_text")
+    rows, width = names.parameters["lm_head.weight"]
+    name = "model.llm.unembed.weight"
+    problems = names.match({name: (rows + 8, width)}).problems
+    assert problems[name] == (
+        f"tensor {name}: transformers makes lm_head.weight of it by Inkling2UnpadVocab, which this version cannot read"
+    )
+    # a part of the model is not said to be missing where what holds it is there
+    assert "lm_head.weight" not in problems
+
+
+def in_pairs(name: str) -> str:
+    """The name of a Mixtral tensor where each layer is one of attention and one of experts on disk."""
+    layer = re.match(r"model\.layers\.(\d+)\.(self_attn|mlp)\.", name)
+    if layer is None:
+        return name
+    number = 2 * int(layer[1]) + (layer[2] == "mlp")
+    return name.replace(layer[0], f"model.layers.{number}.mixer.")
+
+
+def test_layers_in_pairs(saved: Callable[..., Tensors], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers collapses such pairs by a renaming that counts, with no way back: a tensor that is not there goes by
+    the name that transformers itself would save it by, one of a layer too many by its own."""
+    collapse: Any = getattr(core_model_loading, "LayerPairCollapse", None)
+    if collapse is None:
+        skip_if_older("it has no layers in pairs")
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda *_, **__: [collapse()])
+    names, own = names_of("mixtral"), saved("mixtral", original=False)
+    tensors = {in_pairs(name): tensor for name, tensor in own.items()}
+    assert "model.layers.3.mixer.experts.down_proj" in tensors
+    assert_same(assembled(names, tensors), expected(names, theirs_of("mixtral")))
+    problems = match(names, without(tensors, "model.layers.2.mixer.q_proj.weight")).problems
+    missing = "model.layers.1.self_attn.q_proj.weight"
+    assert problems == {missing: f"tensor {missing} is missing"}
+    beyond = f"model.layers.{2 * MIXTRAL.num_hidden_layers}.mixer.q_proj.weight"
+    problems = match(names, {**tensors, beyond: tensors["model.layers.0.mixer.q_proj.weight"]}).problems
+    assert list(problems) == [beyond]
+    assert "no place in this model" in problems[beyond]
