@@ -138,7 +138,8 @@ def test_memory_grows_with_the_micro_batches_in_flight() -> None:
     assert held[0] < held[1] < held[2] == held[3] == held[4]
     # the first rank keeps four micro-batches of its two layers
     run = run_of(4, pp_size=4)
-    assert held[2] >= 3 * 2 * run.measured.kinds[0].kept
+    kind = run.measured.kinds[0]
+    assert held[2] >= 3 * 2 * (kind.kept - kind.kept_casts)
     assert activations(8, pipeline_chunks=2) > held[3]
     assert activations(8, pipeline_schedule="zero-bubble") >= held[3]
 

@@ -36,7 +36,8 @@ class Memory:
             those that are trained.
         frozen: parameters that are not, in a dry run.
         activations: what autograd keeps from forward to backward.
-        gathered: parameters gathered for a layer, gradients not yet reduced, all-gather and reduce-scatter buffers.
+        gathered: parameters gathered for a layer, gradients not yet reduced, all-gather and reduce-scatter buffers; and
+            weights in the compute dtype of experts that are not gathered, where they are kept until backward.
         working: what is there only while something is computed: a layer, the loss, the update.
         slack: what the allocator, the driver and NCCL take on top (see `slack`).
     """

@@ -240,6 +240,7 @@ class Measured:
         kept_backward: around all layers, while the layers' backwards run.
         carried: of a layer, bytes of what comes from the one before.
         in_common: of a layer, bytes that a tensor-parallel group gathers once for all layers, such as rotary positions.
+        kept_casts: of a layer, the part of `kept` that is experts' weights in the compute dtype.
     """
 
     forward: tuple[MeasuredSpan, ...]
@@ -248,6 +249,7 @@ class Measured:
     kept_backward: int = 0
     carried: int = 0
     in_common: int = 0
+    kept_casts: int = 0
 
 
 @dataclass(frozen=True)

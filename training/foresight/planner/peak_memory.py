@@ -82,20 +82,25 @@ def _peak_of_rank(run: PlannedRun) -> Peak:
         rank = rank.after_a_step()
     for _ in range(min(run.setting.accumulation, 2)):
         rank.micro_batch()
-    rank.level = rank.others = 0.0
+    rank.level = rank.others = rank.casts_of_others = 0.0
     rank.note("update", update_working(run))
     return Peak(rank.when, rank.most, rank.least, rank.tensors)
 
 
-def _kept_by_others(run: PlannedRun) -> dict[tuple[Kind, int], float]:
+def _kept_by_others(run: PlannedRun) -> dict[tuple[Kind, int], tuple[float, float]]:
     """Bytes that other micro-batches keep at the most while a stage computes one, and buffers of what is received ahead
-    and sent."""
+    and sent; and of these bytes, those of experts' weights in the compute dtype."""
     kept = [_kept_of(run, stage) for stage in run.stages]
+    casts = [sum(_measured_of(run, layer).kept_casts for layer in run.all_stages[stage]) for stage in run.stages]
     queued = [sum(queued_bytes(run, layer) for layer in run.all_stages[stage]) for stage in run.stages]
-    each, buffers = np.array([*kept, *queued], dtype=float), _exchanged(run)
-    return {
-        key: float((counts @ each).max()) + buffers for key, counts in beside_actions(run.setting)[run.pp_rank].items()
-    }
+    each, of_casts = np.array([*kept, *queued], dtype=float), np.array([*casts, *[0] * len(queued)], dtype=float)
+    buffers = _exchanged(run)
+    found = {}
+    for key, counts in beside_actions(run.setting)[run.pp_rank].items():
+        held = counts @ each
+        most = held.argmax()
+        found[key] = float(held[most]) + buffers, float(counts[most] @ of_casts)
+    return found
 
 
 def _kept_of(run: PlannedRun, stage: int) -> float:
@@ -105,12 +110,16 @@ def _kept_of(run: PlannedRun, stage: int) -> float:
     is_last = stage == len(run.all_stages) - 1
     around = run.measured.around.after[-1].end if is_last else root.kept + _carried(run, layers.stop)
     around += run.measured.in_common
-    return around + sum(run.measured.kinds[run.model.layers[layer]].kept for layer in layers)
+    return around + sum(_measured_of(run, layer).kept for layer in layers)
+
+
+def _measured_of(run: PlannedRun, layer: int) -> Measured:
+    return run.measured.kinds[run.model.layers[layer]]
 
 
 def _carried(run: PlannedRun, layer: int) -> int:
     """Bytes that come to a layer from the one before."""
-    return run.measured.kinds[run.model.layers[layer]].carried
+    return _measured_of(run, layer).carried
 
 
 def _exchanged(run: PlannedRun) -> float:
@@ -134,7 +143,7 @@ class _Rank:
         self.reduced: set[Name] = set()
         # of layers between forward and backward, and around them
         self.kept = self.around = self.in_common = 0.0
-        self.casts = _kept_casts(run)
+        self.casts = _lasting_casts(run)
         self.nccl = sum(each.size for each in communicators(run))
         # of what is being computed
         self.level = 0.0
@@ -146,8 +155,8 @@ class _Rank:
         self.summed = 0.0
         self.gradients = 0.0
         # of other micro-batches in a pipeline
-        self.others = 0.0
-        self.kept_by_others: dict[tuple[Kind, int], float] = {}
+        self.others = self.casts_of_others = 0.0
+        self.kept_by_others: dict[tuple[Kind, int], tuple[float, float]] = {}
         self.acts: dict[int, tuple[list[Act], list[Act]]] = {}
         # what has been noted
         self.when, self.most, self.least = "", Memory(), Memory()
@@ -155,9 +164,10 @@ class _Rank:
 
     def note(self, when: str, working: float, more: float = 0.0) -> None:
         """Note a moment: bytes in use by computation, and bytes that FSDP holds beyond what it keeps."""
-        gathered = self.shared + self.buffers.held + self.casts + self.summed + more
+        casts = self.casts + self.casts_of_others
+        gathered = self.shared + self.buffers.held + casts + self.summed + more
         lasting = self.parameters + self.gradients + self.optimizer
-        kept = self.kept + self.around + self.in_common + self.others
+        kept = self.kept + self.around + self.in_common + self.others - self.casts_of_others
         rest = kept + gathered + working
         self.tensors = max(self.tensors, lasting + rest)
         beside = 0.0 if self.run.setting.device == "cpu" else slack(self.nccl, rest)
@@ -187,12 +197,12 @@ class _Rank:
                 self.acts[stage] = self.run.acts_of(stage)
             forward, backward = self.acts[stage]
             self.in_common = self.run.measured.in_common
-            self.others = others.get(("forward", stage), 0.0)
+            self.others, self.casts_of_others = others.get(("forward", stage), (0.0, 0.0))
             self.go_through(forward)
             if is_pipeline and stage < len(self.run.all_stages) - 1:
                 # until backward a stage keeps what it gave
                 self.around += _carried(self.run, self.run.all_stages[stage].stop)
-            self.others = others.get(("backward", stage), 0.0)
+            self.others, self.casts_of_others = others.get(("backward", stage), (0.0, 0.0))
             self.go_through(backward)
 
     def go_through(self, acts: Iterable[Act]) -> None:
@@ -225,17 +235,23 @@ class _Rank:
             # what is kept around the layers is part of these spans
             self.around = 0.0
         elif act.is_backward and span is measured.backward[0]:
-            self.kept -= measured.kept
+            self._keep(measured, -1)
         self.note(_said(act), span.peak + self._coming(act, measured))
         self.level = span.end
         if act.layer is not None:
             if span is measured.forward[-1]:
-                self.kept, self.level = self.kept + measured.kept, 0.0
+                self._keep(measured, 1)
+                self.level = 0.0
             elif act.is_backward and span is measured.backward[-1]:
                 # of a pipeline's layer: what its weight gradients are computed of
                 self.others += queued_bytes(self.run, act.layer)
         else:
             self._compute_around(span)
+
+    def _keep(self, measured: Measured, times: int) -> None:
+        """Keep what a layer's forward leaves for backward, or with -1 let it go."""
+        self.kept += times * (measured.kept - measured.kept_casts)
+        self.casts += times * measured.kept_casts
 
     def _compute_around(self, span: MeasuredSpan) -> None:
         root, around = self.run.measured.root, self.run.measured.around
@@ -390,7 +406,7 @@ def communicators(run: PlannedRun) -> list[Communicator]:
     return [Communicator.of(name, ranks, kinds) for name, (ranks, kinds) in groups.items() if ranks > 1]
 
 
-def _kept_casts(run: PlannedRun) -> float:
+def _lasting_casts(run: PlannedRun) -> float:
     """Bytes of the weights that experts which are no FSDP unit keep in the compute dtype (see
     `moe.experts.working`)."""
     if run.setting.experts_are_gathered or run.setting.reshard_after_forward:

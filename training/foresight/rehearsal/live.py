@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from expertmesh.moe.experts.working import WorkingWeights
 from expertmesh.sharding import has_dtensor, local_tensor
 
 
@@ -85,6 +86,25 @@ class LiveTensors(Pausable, TorchDispatchMode):
     def number(self, tensor: Tensor) -> int | None:
         """The number that `changed` is given for a tensor's storage; None if it is not counted."""
         return self.numbers.get(local_tensor(tensor.detach()).untyped_storage()._cdata)
+
+    def bytes_of(self, numbers: Container[int]) -> int:
+        """What those storages hold, by their numbers, that are there."""
+        return sum(size for key, size in self.sizes.items() if self.numbers[key] in numbers)
+
+    @contextmanager
+    def noting_casts(self) -> Iterator[set[int]]:
+        """Within it, the numbers of storages that are experts' weights in the compute dtype go into what it gives."""
+        casts: set[int] = set()
+        rounded = WorkingWeights._rounded
+
+        def noted(working: WorkingWeights, *args: Any) -> Tensor:
+            found = rounded(working, *args)
+            if (number := self.numbers.get(found.untyped_storage()._cdata)) is not None:
+                casts.add(number)
+            return found
+
+        with mock.patch.object(WorkingWeights, "_rounded", noted):
+            yield casts
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -405,7 +405,7 @@ class _Measurement:
         held = [*layer.parameters(), *layer.buffers(), *call.constant]
         held += [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
         held += [cast for each in experts for _, cast in each.mlp.working._kept.values()]
-        with self._recording(held) as tape, ExitStack() as hooks:
+        with self._recording(held) as tape, tape.live.noting_casts() as casts, ExitStack() as hooks:
             for each in experts:
                 hooks.enter_context(_marking(each.mlp, tape, self.workload.experts_gathered))
             hooks.enter_context(_marking_regions(_regions(self.model, layer.modules()), tape))
@@ -420,6 +420,8 @@ class _Measurement:
             loss = _MeasureSink.apply(*_differentiable(out), *self._in_losses(stats))
             del out, stats
             tape.turn()
+            # those that last from step to step are none of what a forward keeps
+            tape.note(("casts",), 0 if self.workload.keeps_casts else tape.live.bytes_of(casts))
             loss.backward()
             tape.note(("carried",), call.carried(self.dtype))
             tape.note(("common",), self.in_common)

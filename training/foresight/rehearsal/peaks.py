@@ -1,7 +1,7 @@
 """What a rank holds over a step: the peak by kind of memory, and of every layer and phase."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +87,12 @@ def kinds_over_time(
 
 
 def kinds_of_storages(
-    recorder: Recorder, live: LiveTensors, model: Any, optimizer: torch.optim.Optimizer
+    recorder: Recorder, live: LiveTensors, casts: Container[int], model: Any, optimizer: torch.optim.Optimizer
 ) -> dict[int, MemoryTerm]:
-    """Kinds of storages by number; without those that only a first step makes."""
+    """Kinds of storages by number; without those that only a first step makes. casts: from `noting_casts`."""
     freed_in = _phases_of_end(recorder)
     kinds: dict[int, MemoryTerm] = {
-        number: _kind(maker, freed_in.get(number)) for number, maker in recorder.makers.items()
+        number: _kind(maker, freed_in.get(number), number in casts) for number, maker in recorder.makers.items()
     }
 
     def name(tensors: Iterable[Tensor], kind: MemoryTerm) -> None:
@@ -113,10 +113,12 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
-def _kind(maker: Maker, freed_in: str | None) -> MemoryTerm:
-    if maker.place.part == FSDP:
+def _kind(maker: Maker, freed_in: str | None, is_cast: bool) -> MemoryTerm:
+    outlasts_forward = maker.phase == "forward" and freed_in != "forward"
+    # experts' weights in the compute dtype are what FSDP would have gathered, were they its
+    if maker.place.part == FSDP or (is_cast and outlasts_forward):
         return "gathered"
-    return "activations" if maker.phase == "forward" and freed_in == "backward" else "working"
+    return "activations" if outlasts_forward and freed_in == "backward" else "working"
 
 
 def _phases_of_end(recorder: Recorder) -> dict[int, str]:

@@ -29,7 +29,7 @@ class SeenSpans:
         reader = _Reader()
         for (kind, *others), numbers in zip(self.form, self.numbers, strict=True):
             getattr(reader, str(kind))(*others, *numbers)
-        beside = (reader.kept, reader.kept_backward, reader.carried_on, reader.in_common)
+        beside = (reader.kept, reader.kept_backward, reader.carried_on, reader.in_common, reader.kept_casts)
         return Measured(reader.forward, tuple(reader.spans), *beside)
 
 
@@ -58,7 +58,7 @@ class _Reader:
     def __init__(self) -> None:
         self.forward: tuple[MeasuredSpan, ...] = ()
         self.spans: list[MeasuredSpan] = []
-        self.kept = self.kept_backward = self.carried_on = self.in_common = 0
+        self.kept = self.kept_backward = self.carried_on = self.in_common = self.kept_casts = 0
         self._level = 0
         self.begin("start", "")
 
@@ -108,6 +108,9 @@ class _Reader:
 
     def carried(self, size: int) -> None:
         self.carried_on = size
+
+    def casts(self, size: int) -> None:
+        self.kept_casts = size
 
     def common(self, size: int) -> None:
         self.in_common = size

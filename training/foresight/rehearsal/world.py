@@ -183,10 +183,11 @@ def _rehearse(
             short,
             live,
             recorder,
+            live.noting_casts() as casts,
         ):
             train_step(model, optimizer, batches, mesh, balance.weights, config.max_grad_norm, bias_update, at)
         step = whole_step(recorder, stack)
-        storages = kinds_of_storages(recorder, live, model, optimizer)
+        storages = kinds_of_storages(recorder, live, casts, model, optimizer)
         memory = peak_memory(step, storages, model, optimizer)
     here = [of_layer[dist.get_rank() % config.ep_size] * config.ep_size for of_layer in shares if of_layer]
     figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model), told, sum(here) / len(here) if here else 1.0)
