@@ -120,8 +120,15 @@ class Case:
 
     @property
     def trained(self) -> float:
-        """Fraction of the tokens with a loss: all but each sequence's first."""
-        return 1 - 1 / self.config.max_seq_length
+        """Fraction of the tokens with a loss: all but each sequence's first. Where ranks divide the vocabulary, what
+        has none is sent as padding."""
+        return 1.0 if self.config.tp_size > 1 else 1 - 1 / self.config.max_seq_length
+
+    @property
+    def not_gathered(self) -> int:
+        """Bytes of that padding that are not sent: of the last position of a sequence the 12 bytes of what each other
+        rank has found of its logits."""
+        return 12 * self.config.per_device_train_batch_size * (self.config.tp_size - 1)
 
 
 def cases() -> list[Case]:
@@ -148,6 +155,8 @@ def cases() -> list[Case]:
         ("nf4 qwen3", "qwen3_moe", QWEN3_MOE, dict(ep_size=2, gradient_checkpointing="full", **nf4)),
         ("packed", "mixtral", NARROW, dict(ep_size=4, packing=True)),
         ("packed qwen3", "qwen3_moe", QWEN3_MOE, dict(ep_size=2, gradient_checkpointing="selective", packing=True)),
+        ("tp 2", "mixtral", NARROW, dict(ep_size=4, tp_size=2)),
+        ("tp 2, qwen3", "qwen3_moe", QWEN3_MOE, dict(ep_size=2, tp_size=2, gradient_checkpointing="selective")),
     ):
         found.append(Case(name, family, sizes, flags))
     return found
@@ -280,7 +289,7 @@ def run(number: int, case: Case, default_malloc: bool = False, is_timed: bool = 
         "when": most.when,
         "memory_forecast": most.memory.total,
         "terms": most.memory.terms(),
-        "bytes_forecast": forecast_bytes(planned_run),
+        "bytes_forecast": forecast_bytes(planned_run, case.not_gathered),
     }
 
 
@@ -297,7 +306,7 @@ def measure(case: Case, directory: Path, is_timed: bool) -> int:
     before = resident("VmRSS")
     config, model_config = case.config, case.model_config
     model, optimizer, mesh = build_run(config, model_config, WORLD_SIZE, ranks.device)
-    batch = full_batch(config, model_config.vocab_size, seed=ranks.rank)
+    batch = full_batch(config, model_config.vocab_size, ranks.rank // config.ranks_per_sequence, mesh.cp_group)
     train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
     with CountTraffic() as counted:
         train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
@@ -325,12 +334,13 @@ def warm_up(case: Case, device: torch.device) -> None:
     """A step of the same model with two layers, all of whose tensors are given back."""
     config, model_config = case.config, CONFIG_MAPPING[case.family](**{**case.sizes, "num_hidden_layers": 2})
     model, optimizer, mesh = build_run(config, model_config, WORLD_SIZE, device)
-    train_step(model, optimizer, [full_batch(config, model_config.vocab_size, seed=0)], mesh, NO_LOSSES, 1.0)
+    batch = full_batch(config, model_config.vocab_size, 0, mesh.cp_group)
+    train_step(model, optimizer, [batch], mesh, NO_LOSSES, 1.0)
 
 
-def forecast_bytes(planned_run: PlannedRun) -> dict[str, int]:
+def forecast_bytes(planned_run: PlannedRun, not_gathered: int) -> dict[str, int]:
     """What a rank sends in a step, by kind."""
-    sent: dict[str, float] = defaultdict(float)
+    sent: dict[str, float] = defaultdict(float, {"all-gather": -not_gathered})
     for traffic in step_traffic(planned_run):
         sent[traffic.kind] += traffic.total
     return {kind: round(sent[kind]) for kind in KINDS if sent[kind]}

@@ -6,8 +6,8 @@ from benchmarks.plan_accuracy import MOST_ERROR, cases, error, run
 
 
 @pytest.mark.complete
-def test_memory_and_bytes_of_a_real_run() -> None:
-    named = "narrow, ep 2, selective, 2 x 512"
+@pytest.mark.parametrize("named", ["narrow, ep 2, selective, 2 x 512", "tp 2, ep 4, none, 2 x 256"])
+def test_memory_and_bytes_of_a_real_run(named: str) -> None:
     ((number, case),) = ((number, case) for number, case in enumerate(cases()) if str(case) == named)
     figures = run(number, case, is_timed=False)
     assert abs(error(figures)) <= MOST_ERROR, figures
