@@ -52,7 +52,7 @@ def told(capsys: pytest.CaptureFixture[str], command: str, name: str, *flags: st
 
 def plans_of(capsys: pytest.CaptureFixture[str], name: str, *flags: str) -> tuple[int, Sequence[Any], str]:
     """The exit code, all plans, and what is printed."""
-    flags = ("--micro-batch", "1", "--seq-length", str(TOKENS), *flags)
+    flags = ("--micro-batch", "1", "--tp-size", "1", "--seq-length", str(TOKENS), *flags)
     code, said = told(capsys, "plan", name, *flags)
     _, plans = told(capsys, "plan", name, *flags, "--json")
     return code, json.loads(plans), said

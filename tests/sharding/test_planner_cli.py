@@ -20,6 +20,9 @@ from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config
 from tests.published.models import CONFIGS
 
+ALONE = ("--micro-batch", "1", "--tp-size", "1")
+"""One sequence a rank, and no tensor parallelism beside."""
+
 
 @pytest.fixture
 def config_file() -> Path:
@@ -62,7 +65,7 @@ def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixt
 def test_16_bytes_a_parameter_need_more_than_8_gpus(
     config_file: Path, capsys: pytest.CaptureFixture[str], gpus: int, fits: bool
 ) -> None:
-    code = main(["plan", "--model", str(config_file), "--gpus", str(gpus), "--json", "--micro-batch", "1"])
+    code = main(["plan", "--model", str(config_file), "--gpus", str(gpus), "--json", *ALONE])
     plans = json.loads(capsys.readouterr().out)
     assert (code == 0) == fits == plans[0]["fits"]
     assert {plan["ep"] for plan in plans} == {1, 2, 4, 8}
@@ -75,7 +78,7 @@ def test_16_bytes_a_parameter_need_more_than_8_gpus(
 
 
 def test_memory_decides(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", str(config_file), "--gpu-memory", "40GiB", "--micro-batch", "1"]) == 1
+    assert main(["plan", "--model", str(config_file), "--gpu-memory", "40GiB", *ALONE]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "nothing fits" in out
     assert "use at least 18 GPUs, or --optimizer adamw_torch_8bit or adamw_bf16" in out
@@ -109,7 +112,7 @@ def test_plan_in_a_precision(
     command: str,
 ) -> None:
     """The best rate of matmuls, and the flag that the run is started with."""
-    assert main(["plan", "--model", str(shallow), "--gpus", "64", "--micro-batch", "1", *flags]) == 0
+    assert main(["plan", "--model", str(shallow), "--gpus", "64", *ALONE, *flags]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f": {rate} TFLOP/s, " in out
     assert "attained of it: matmul 0.18 to 0.75, " in out
@@ -129,7 +132,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plans(shallow: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     """By what tells them apart."""
-    assert main(["plan", "--model", str(shallow), "--gpus", "64", "--micro-batch", "1", "--json", *flags]) == 0
+    assert main(["plan", "--model", str(shallow), "--gpus", "64", *ALONE, "--json", *flags]) == 0
     found = json.loads(capsys.readouterr().out)
     return {(p["ep"], p["dense_shard"], p["gradient_checkpointing"]): p for p in found}
 
@@ -139,7 +142,7 @@ def test_plan_with_flags_of_a_run(config_file: Path, shallow: Path, capsys: pyte
     """Chunked overlap applies where tokens are sent, and GEMM outputs are kept where checkpointing is selective; what
     is recommended says all of it."""
     flags = ["--overlap-chunks", "2", "--keep-expert-products", "4", "--expert-precision", "fp8"]
-    common = ["plan", "--model", str(config_file), "--gpus", "64", "--micro-batch", "1"]
+    common = ["plan", "--model", str(config_file), "--gpus", "64", *ALONE]
     assert main([*common, *flags]) == 0
     given = capsys.readouterr().out.split("recommended")[1].split()
     assert given[given.index("--expert-precision") + 1] == "fp8"
@@ -158,7 +161,7 @@ def test_plan_with_shared_rows_and_inputs_in_host_memory(
     config_file: Path, shallow: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is recommended says both; inputs leave the card where checkpointing keeps them and nothing else."""
-    common = ["plan", "--model", str(config_file), "--gpus", "64", "--micro-batch", "1"]
+    common = ["plan", "--model", str(config_file), "--gpus", "64", *ALONE]
     # without checkpointing they do not fit
     assert main([*common, "--cp-size", "4", "--offload-activations", "--seq-length", "131072"]) == 0
     given = capsys.readouterr().out.split("recommended")[1].split()
@@ -178,7 +181,7 @@ def test_plan_of_several_tensor_parallel_sizes(shallow: Path, capsys: pytest.Cap
     """Each is measured, those that the model cannot have are left out, and the launch line says which is best."""
     common = ["plan", "--model", str(shallow), "--gpus", "16", "--global-batch-size", "64", "--pp-size", "1"]
     common += ["--micro-batch", "2"]
-    assert main([*common, "--json", "--tp-size", "auto"]) == 0
+    assert main([*common, "--json", "--tp-size", "1,2,4,8"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {plan["tp"] for plan in found} == {1, 2, 4, 8}
     speeds = [plan["tokens_per_second_a_gpu"] for plan in found if plan["fits"]]
@@ -197,6 +200,46 @@ def test_plan_of_several_tensor_parallel_sizes(shallow: Path, capsys: pytest.Cap
     assert "gathers of activations" in told.out
 
 
+@pytest.mark.quick(1)
+def test_tensor_parallelism_is_tried_with_one_sequence(
+    shallow: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more it is no faster than a smaller group with fewer; a plan without it is the same in every digit."""
+    common = ["plan", "--model", str(shallow), "--gpus", "4", "--seq-length", "1024", "--json"]
+
+    def told(*flags: str) -> list[dict[str, Any]]:
+        assert main([*common, *flags]) in (0, 1)
+        said = capsys.readouterr()
+        assert said.err == ""
+        return list(json.loads(said.out))
+
+    found = told()
+    assert {(plan["tp"], plan["micro_batch"] == 1) for plan in found} == {(1, True), (1, False), (2, True), (4, True)}
+    assert [plan for plan in found if plan["tp"] == 1] == told("--tp-size", "1")
+    assert {plan["tp"] for plan in told("--micro-batch", "1", "--gpus-per-node", "2")} == {1, 2}
+    # of what was measured all is kept, and nothing is built for it again
+    monkeypatch.setattr("expertmesh.training.foresight.rehearsal.building.build_rehearsed", None)
+    assert {plan["tp"] for plan in told("--micro-batch", "2")} == {1}
+
+
+@pytest.mark.quick(1)
+def test_tensor_parallelism_that_a_model_cannot_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its refusal is kept as what was measured is; where it was not asked for, nothing is said of it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tiny_config("deepseek_v3").save_pretrained(tmp_path)
+    common = ["plan", "--model", str(tmp_path), "--gpus", "2", "--seq-length", "32", "--micro-batch", "1"]
+    assert main(common) == 0
+    first = capsys.readouterr()
+    monkeypatch.setattr("expertmesh.training.foresight.rehearsal.building.build_rehearsed", None)
+    assert main(common) == 0
+    again = capsys.readouterr()
+    assert first.err == again.err == ""
+    assert main([*common, "--tp-size", "2"]) == 2
+    assert "--tp-size 2: transformers has no plan (base_model_tp_plan) of how to" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -212,8 +255,8 @@ def test_plan_of_several_tensor_parallel_sizes(shallow: Path, capsys: pytest.Cap
             "--cp-size 64 does not divide the 32 attention heads of this model's layers",
         ),
         (["--model", "CONFIG", "--tp-size", "3"], "--tp-size 3 does not divide the 8 ranks; use 1, 2, 4 or 8"),
-        (["--model", "CONFIG", "--tp-size", "0"], "--tp-size 0: must be a number, several as in 1,2,4, or auto"),
-        (["--model", "CONFIG", "--tp-size", "1;2"], "--tp-size 1;2: must be a number, several as in 1,2,4, or auto"),
+        (["--model", "CONFIG", "--tp-size", "0"], "--tp-size 0: must be a number, or several as in 1,2,4"),
+        (["--model", "CONFIG", "--tp-size", "1;2"], "--tp-size 1;2: must be a number, or several as in 1,2,4"),
         (["--model", "CONFIG", "--tp-size", "1,2", "--sweep"], "--sweep compares layouts with one; give one number"),
         (
             ["--model", "CONFIG", "--gpus", "16", "--tp-size", "16"],
@@ -341,7 +384,7 @@ def test_plan_fits_the_terminal(
 ) -> None:
     """Columns are left out, with a word about it; of those that stay, every figure is as it is in a pipe."""
     monkeypatch.chdir(config_file.parent)  # a path of its own would be longer than the terminal
-    arguments = ["plan", "--model", "config.json", "--micro-batch", "1", *flags]
+    arguments = ["plan", "--model", "config.json", *ALONE, *flags]
     assert main(arguments) == 0
     piped = capsys.readouterr().out
     figures = set(re.findall(r"[\d.,]*\d", piped))
@@ -361,7 +404,7 @@ def test_plan_fits_the_terminal(
 def test_columns_that_are_the_same_in_all_rows_are_told_once(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["plan", "--model", str(config_file), "--gpus", "16", "--micro-batch", "1", "--top", "2"]
+    arguments = ["plan", "--model", str(config_file), "--gpus", "16", *ALONE, "--top", "2"]
     lines = at_a_terminal(monkeypatch, 80, arguments)
     assert sum(line.startswith("in all lines: fits yes; ") and "seqs 1" in line for line in lines) == 1
     (head,) = (line for line in lines if line.split()[:1] == ["dense"])

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -59,6 +59,8 @@ from expertmesh.training.foresight.planner.search import (
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.tables import print_plans, sweep_columns
 
+TP_SIZES = (2, 4, 8)
+"""Ranks of a tensor-parallel group that are tried beside none."""
 _EXAMPLES = """\
 examples:
   python -m expertmesh.sharding plan --model DIR --gpus 16 --seq-length 4096
@@ -115,10 +117,10 @@ def build_parser() -> Parser:
     plan.add_argument("--cp-size", type=int, default=1, help="context-parallel ranks: each sequence is split over them")
     plan.add_argument(
         "--tp-size",
-        default="1",
+        default="auto",
         metavar="N,N...",
-        help="tensor-parallel ranks, of one node: one number, several to compare, or auto (1, 2, 4 and 8). The model "
-        "is measured for each, which takes as long every time until it is cached",
+        help="tensor-parallel ranks, of one node: one number, or several to compare (default: 1, and with one sequence "
+        "per group 2, 4 and 8). The model is measured for each until that is cached",
     )
     plan.add_argument(
         "--pp-size",
@@ -212,27 +214,28 @@ def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     memory = hardware.device.memory
     if arguments.gpu_memory:
         memory = parse_size("--gpu-memory", arguments.gpu_memory)
-    measured = _measured(arguments, rest)
-    _, config = measured[0]
-    hardware = products_in(hardware, config.bf16, arguments.tf32, config.in_fp8)
-    cluster = Cluster(hardware, arguments.gpus_per_node, memory)
     # a sweep compares like with like: one number of tokens a GPU
     default = (1,) if arguments.sweep else MICRO_BATCHES
     micro_batches = default if arguments.micro_batch is None else (arguments.micro_batch,)
+    measured = _measured(arguments, rest, micro_batches)
+    measure, config, _ = measured[0]
+    hardware = products_in(hardware, config.bf16, arguments.tf32, config.in_fp8)
+    cluster = Cluster(hardware, arguments.gpus_per_node, memory)
     console = open_console()
     if arguments.sweep:
-        ((measure, config),) = measured
         return _sweep(arguments, measure, _base(arguments, measure, config), micro_batches, cluster, console)
     begun = time.perf_counter()
-    tried = Tried(
-        micro_batches,
-        arguments.global_batch_size,
-        *(arguments.pp_size, arguments.pipeline_chunks, arguments.pipeline_schedule),
-    )
     plans: list[Plan] = []
-    for measure, config in measured:
-        with _naming(arguments.model):
-            plans += search(measure, _base(arguments, measure, config), tried, cluster)
+    for measure, config, numbers in measured:
+        pipeline = arguments.pp_size, arguments.pipeline_chunks, arguments.pipeline_schedule
+        tried = Tried(numbers, arguments.global_batch_size, *pipeline)
+        try:
+            with _naming(arguments.model):
+                plans += search(measure, _base(arguments, measure, config), tried, cluster)
+        except ExpertMeshError as error:
+            if not plans:
+                raise
+            print(folded(f"left out: --tp-size {config.tp_size}: {error}"), file=sys.stderr)
         measure.save()
     plans = best_first(plans)
     if arguments.json:
@@ -266,30 +269,53 @@ def _base(arguments: argparse.Namespace, measure: Any, config: Any) -> Setting:
 
 
 def _tp_sizes(asked: str) -> list[int]:
-    if asked == "auto":
-        return [1, 2, 4, 8]
     if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", asked):
-        raise ExpertMeshError(f"--tp-size {asked}: must be a number, several as in 1,2,4, or auto")
+        raise ExpertMeshError(f"--tp-size {asked}: must be a number, or several as in 1,2,4")
     return sorted({int(size) for size in asked.split(",")})
 
 
-def _measured(arguments: argparse.Namespace, rest: Sequence[str]) -> list[tuple[Any, Any]]:
-    """As `_measure`, for each of the tensor-parallel sizes with which the model can be run.
+_Measured = tuple[Any, Any, Sequence[int]]
+"""What `_measure` returns, and the sequences per micro-batch to try."""
+
+
+def _measured(arguments: argparse.Namespace, rest: Sequence[str], micro_batches: Sequence[int]) -> list[_Measured]:
+    """What measures the model for each of the tensor-parallel sizes with which it can be run.
 
     Raises:
         ExpertMeshError: with none of them; says why not with the largest.
     """
+    if arguments.tp_size == "auto":
+        return _measured_where_tp_pays(arguments, rest, micro_batches)
     sizes = _tp_sizes(arguments.tp_size)
     if arguments.sweep and len(sizes) > 1:
         raise ExpertMeshError(f"--tp-size {arguments.tp_size}: --sweep compares layouts with one; give one number")
-    found: list[tuple[Any, Any]] = []
+    found: list[_Measured] = []
     for size in sizes:
         try:
-            found.append(_measure(arguments, rest, size))
+            found.append((*_measure(arguments, rest, size), micro_batches))
         except ExpertMeshError as error:
             if not found and size == sizes[-1]:
                 raise
             print(folded(f"left out: {error}"), file=sys.stderr)
+    return found
+
+
+def _measured_where_tp_pays(
+    arguments: argparse.Namespace, rest: Sequence[str], micro_batches: Sequence[int]
+) -> list[_Measured]:
+    """What measures the model without tensor parallelism, and, with one sequence per micro-batch, for each size that it
+    can have. With two sequences or more half as many ranks per group, or none, compute as many tokens each with fewer
+    exchanges.
+
+    Raises:
+        ExpertMeshError: the model cannot be run without tensor parallelism.
+    """
+    found: list[_Measured] = [(*_measure(arguments, rest, 1), micro_batches)]
+    if not arguments.sweep and 1 in micro_batches:
+        # what a size does not divide, its multiples do not either
+        with suppress(ExpertMeshError):
+            for size in TP_SIZES:
+                found.append((*_measure(arguments, rest, size), (1,)))
     return found
 
 

@@ -57,7 +57,7 @@ def print_plans(
     for plan in plans:
         best_by_tp.setdefault(plan.setting.tp_size, plan)
     for tp_size, plan in best_by_tp.items() if len(best_by_tp) > 1 else ():
-        _say(console, f"best with tp {tp_size}: {summary(plan, cluster.hardware)}")
+        _say(console, f"best with tp {tp_size}, seqs {plan.setting.micro_batch}: {summary(plan, cluster.hardware)}")
     setting = plans[0].setting
     if global_batch is None and setting.accumulation == 1 and setting.world_size > cluster.gpus_per_node:
         _say(console, "pipelines are tried with --global-batch-size, or with 2 or more --gradient-accumulation-steps")

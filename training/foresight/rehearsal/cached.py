@@ -58,6 +58,9 @@ class CachedMeasure:
         said: all that the model's config says. load: returns transformers' config object; called only if there is
             something to measure.
         is_kept: whether figures go to the cache directory, and come from there.
+
+    Raises:
+        ExpertMeshError: the model cannot be built, or not divided by `--tp-size`.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class CachedMeasure:
         self.is_new = False
         self.found_cuts: ModelCuts | str | None = None
         content = {} if self.file is None else _read(self.file)
+        if "refused" in content:
+            raise ExpertMeshError(content["refused"])
         if content:
             self.parameters = _parameters(content["parameters"])
             for each in content["found"]:
@@ -82,7 +87,17 @@ class CachedMeasure:
             told = content["cuts"]
             self.found_cuts = _cuts(told) if isinstance(told, dict) else told
         else:
-            self.parameters = self._measurer.parameters
+            self.parameters = self._measured_parameters()
+
+    def _measured_parameters(self) -> ModelParameters:
+        try:
+            parameters: ModelParameters = self._measurer.parameters
+        except ExpertMeshError as error:
+            # it follows from the config; other refusals may be of what is installed
+            if "--tp-size" in str(error):
+                self._write({"refused": str(error)})
+            raise
+        return parameters
 
     @cached_property
     def _measurer(self) -> Any:
@@ -141,11 +156,19 @@ class CachedMeasure:
                 for workload, found in self.found.items()
             ],
         }
+        if self._write(content):
+            self.is_new = False
+
+    def _write(self, content: dict[str, Any]) -> bool:
+        """Returns whether it is kept."""
+        if self.file is None:
+            return False
         with suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with whole(self.file, writer=str(os.getpid())) as partial:
                 partial.write_text(json.dumps(content), encoding="utf-8")
-            self.is_new = False
+            return True
+        return False
 
 
 def cache_directory() -> Path:
@@ -181,10 +204,13 @@ def _version(package: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What `save` wrote; nothing where there is no such file, or another program's."""
+    """What was written; nothing where there is no such file, or another program's."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) and {"parameters", "cuts", "found"} <= content.keys() else {}
+        is_ours = isinstance(content, dict) and (
+            {"parameters", "cuts", "found"} <= content.keys() or "refused" in content
+        )
+        return content if is_ours else {}
     except (OSError, ValueError):
         return {}
 
