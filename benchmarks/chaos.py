@@ -19,8 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 
@@ -164,7 +166,7 @@ def run_and_kill(directory: Path, out: Path, arguments: argparse.Namespace) -> t
                 wait_until_gone(ranks, deadline)
             process.wait(timeout=max(1.0, deadline - time.monotonic()))
         finally:
-            process.kill()
+            kill(process)
     if process.returncode != 0:
         print(log.read_text()[-4000:], file=sys.stderr)
         raise RuntimeError(f"the disturbed run ended with {process.returncode}")
@@ -187,16 +189,25 @@ def _pause(deadline: float) -> None:
 
 
 def worker_pids(launcher: int) -> list[int]:
-    """The ranks' processes, in order of birth: children of torchrun that run train_ep.py."""
+    """The ranks' processes, in order of birth: children of torchrun that run train_ep.py, or it with a fault put in."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children")
     pids = []
     for pid in children.read_text().split() if children.exists() else []:
         try:
-            if "train_ep.py" in Path(f"/proc/{pid}/cmdline").read_text():
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+            if "train_ep.py" in command or "benchmarks.inject" in command:
                 pids.append(int(pid))
         except OSError:
             continue
     return sorted(pids)
+
+
+def kill(launcher: "subprocess.Popen[Any]") -> None:
+    """Kill torchrun and its ranks, which would outlive it."""
+    for pid in worker_pids(launcher.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    launcher.kill()
 
 
 def wait_until_gone(pids: list[int], deadline: float) -> None:

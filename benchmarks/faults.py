@@ -13,7 +13,6 @@ root, on Linux; elsewhere these are left out and named.
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
@@ -26,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.chaos import ROOT, ROWS, Run, environment, largest_difference, last_step, run_and_kill, worker_pids
+from benchmarks.chaos import ROOT, ROWS, Run, environment, kill, largest_difference, last_step, run_and_kill
 from benchmarks.demo import make_inputs
 from benchmarks.network import Network, can_make_networks
 from expertmesh.moe.base.terminal import ends_with_reader
@@ -53,6 +52,7 @@ class Outcome:
 class Bench:
     """What all faults share.
 
+    timeout: seconds after which a run counts as hung.
     run_whole: makes a run without a fault, on so many ranks with these flags; None: torchrun does.
     undisturbed: for each set of flags, where the weights lie of a run that had nothing but them.
     """
@@ -64,6 +64,7 @@ class Bench:
     cp_size: int = 1
     tp_size: int = 1
     pp_size: int = 1
+    timeout: float = 300
     run_whole: Callable[[int, list[str]], Run] | None = None
     undisturbed: dict[tuple[str, ...], Path] = field(default_factory=dict)
 
@@ -111,7 +112,23 @@ class Bench:
     def run(self, out: Path, *flags: str, fault: tuple[str, int, int] | None = None) -> Run:
         if fault is None and self.run_whole is not None:
             return self.run_whole(self.ranks, self.flags(out, *flags))
-        return finish(self.start(out, *flags, fault=fault))
+        return self.finish(self.start(out, *flags, fault=fault))
+
+    def finish(self, process: "subprocess.Popen[str]") -> Run:
+        try:
+            text, _ = process.communicate(timeout=self.timeout)
+        except subprocess.TimeoutExpired as error:
+            kill(process)
+            raise Unexpected(f"a run hangs: {process.args!r}") from error
+        return Run(process.returncode, text, time.time())
+
+    def wait_for_step(self, out: Path, step: int, process: "subprocess.Popen[str]") -> None:
+        deadline = time.monotonic() + self.timeout
+        while last_step(out) < step:
+            if process.poll() is not None or time.monotonic() > deadline:
+                kill(process)
+                raise Unexpected(f"no step {step}: {self.finish(process).text[-4000:]}")
+            time.sleep(0.02)
 
     def difference(self, out: Path, *flags: str) -> float:
         """Difference of the weights in `out` from those of the undisturbed run with these flags."""
@@ -124,16 +141,6 @@ class Bench:
         """The same command again; the difference at its end."""
         expect(self.run(out, *flags), 0)
         return self.difference(out, *flags)
-
-
-def finish(process: "subprocess.Popen[str]", timeout: float = 300) -> Run:
-    try:
-        text, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired as error:
-        for pid in (process.pid, *worker_pids(process.pid)):
-            os.kill(pid, signal.SIGKILL)
-        raise Unexpected(f"a run hangs: {process.args!r}") from error
-    return Run(process.returncode, text, time.time())
 
 
 def expect(run: Run, code: int | None, *words: str) -> Run:
@@ -152,15 +159,6 @@ def expect(run: Run, code: int | None, *words: str) -> Run:
 def seconds_since_fault(run: Run) -> float:
     (when,) = re.findall(r"^inject: .* at ([\d.]+)$", run.text, re.MULTILINE)
     return run.ended - float(when)
-
-
-def wait_for_step(out: Path, step: int, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 300
-    while last_step(out) < step:
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise Unexpected(f"no step {step}: {finish(process).text[-4000:]}")
-        time.sleep(0.02)
 
 
 # The faults
@@ -191,7 +189,7 @@ def dies_again_and_again(bench: Bench) -> Outcome:
     """Ranks are killed at random moments, during saves included, under --max-restarts."""
     arguments = argparse.Namespace(
         ranks=bench.ranks, ep_size=bench.ep_size, cp_size=bench.cp_size, tp_size=bench.tp_size,
-        pp_size=bench.pp_size, adapter="none", steps=60, seed=bench.rng.random(), kills=5, timeout=1200,
+        pp_size=bench.pp_size, adapter="none", steps=60, seed=bench.rng.random(), kills=5, timeout=4 * bench.timeout,
     )  # fmt: skip
     out, whole = bench.new_output(), bench.new_output()
     kills, _ = run_and_kill(bench.directory, out, arguments)
@@ -289,10 +287,10 @@ def is_asked_to_stop(bench: Bench) -> Outcome:
     """SIGTERM, as a cluster sends before it takes a node away."""
     out = bench.new_output()
     process = bench.start(out)
-    wait_for_step(out, bench.rng.randint(1, bench.steps - 3), process)
+    bench.wait_for_step(out, bench.rng.randint(1, bench.steps - 3), process)
     asked = time.time()
     process.send_signal(signal.SIGTERM)
-    run = expect(finish(process), None, "stopped by a signal")
+    run = expect(bench.finish(process), None, "stopped by a signal")
     return Outcome("it finishes the step, saves, and ends", run.ended - asked, bench.go_on(out))
 
 
@@ -346,11 +344,10 @@ def loses_a_node(bench: Bench) -> Outcome:
     nodes = [node.start(out, *flags, launch=rendezvous)]
     time.sleep(2)  # the first to come holds the store, and is the one that stays
     nodes.append(node.start(out, *flags, launch=rendezvous))
-    wait_for_step(out, bench.rng.randint(5, bench.steps - 2), nodes[0])
-    for pid in (*worker_pids(nodes[1].pid), nodes[1].pid):
-        os.kill(pid, signal.SIGKILL)
-    finish(nodes[1])
-    run = expect(finish(nodes[0]), 0, "resumed from", f"elastic: {bench.ranks // 2} ranks")
+    bench.wait_for_step(out, bench.rng.randint(5, bench.steps - 2), nodes[0])
+    kill(nodes[1])
+    bench.finish(nodes[1])
+    run = expect(bench.finish(nodes[0]), 0, "resumed from", f"elastic: {bench.ranks // 2} ranks")
     if f"{bench.ranks} ranks: {'dp' if bench.pp_size == 1 else 'pp'} " not in run.text:
         raise Unexpected("it did not begin on both nodes")
     # before and after on different parallel layouts
@@ -362,10 +359,10 @@ def cuts_the_link(bench: Bench) -> Outcome:
     out = bench.new_output()
     with Network() as network:
         nodes = start_nodes(bench, network, out, "--ddp-timeout", str(DDP_TIMEOUT))
-        wait_for_step(out, bench.rng.randint(3, bench.steps - 2), nodes[0])
+        bench.wait_for_step(out, bench.rng.randint(3, bench.steps - 2), nodes[0])
         cut = time.time()
         network.cut()
-        runs = [expect(finish(node), None, "has made no progress") for node in nodes]
+        runs = [expect(bench.finish(node), None, "has made no progress") for node in nodes]
     return Outcome(
         f"every rank reports where it hangs, --ddp-timeout {DDP_TIMEOUT}",
         max(run.ended for run in runs) - cut,
@@ -378,10 +375,10 @@ def slows_the_link(bench: Bench) -> Outcome:
     out = bench.new_output()
     with Network() as network:
         nodes = start_nodes(bench, network, out, "--ddp-timeout", "60")
-        wait_for_step(out, 3, nodes[0])
+        bench.wait_for_step(out, 3, nodes[0])
         network.slow(megabits=4)
         for node in nodes:
-            expect(finish(node), 0)
+            expect(bench.finish(node), 0)
     return Outcome("it continues, slower", None, bench.difference(out))
 
 
@@ -454,6 +451,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     parser.add_argument("--pp-size", type=int, default=1, help="parts that the layers are in (pipelines)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds after which a run counts as hung")
     parser.add_argument("--short", action="store_true", help="a selection of faults, once each, on two ranks")
     arguments = parser.parse_args(argv)
     possible = {name: fault for name, fault in FAULTS.items() if arguments.pp_size > 1 or not fault.of_pipelines}
@@ -465,7 +463,7 @@ def main(argv: list[str] | None = None, run_whole: Callable[[int, list[str]], Ru
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         rng = random.Random(arguments.seed)
         layout = (arguments.cp_size, arguments.tp_size, arguments.pp_size)
-        bench = Bench(Path(directory), arguments.ranks, arguments.steps, rng, *layout, run_whole)
+        bench = Bench(Path(directory), arguments.ranks, arguments.steps, rng, *layout, arguments.timeout, run_whole)
         make_inputs(bench.directory / "model", bench.directory / "data.jsonl", num_rows=ROWS)
         print(
             f"{bench.ranks} ranks, pp {bench.pp_size}, ep {bench.ep_size}, cp {bench.cp_size}, tp {bench.tp_size}, "
@@ -484,7 +482,7 @@ def inject_and_check(fault: Fault, times: int, bench: Bench) -> bool:
     for number in range(times):
         try:
             outcomes.append(fault.inject(bench))
-        except (Unexpected, OSError) as error:
+        except (Unexpected, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"| {fault.what} | {number + 1} | NOT AS IT SHOULD: {error} | | |", flush=True)
             return False
     took = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]

@@ -1,12 +1,21 @@
 """benchmarks.faults in its short form: each fault ends as it should, and going on gives the undisturbed weights."""
 
+import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from benchmarks import faults
-from benchmarks.chaos import Run
+from benchmarks.chaos import Run, worker_pids
 from benchmarks.network import can_make_networks
+
+RANK = "import time; time.sleep(60); print('was not ended')"
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+"""As torchrun does: it starts a process, and waits for it."""
 
 
 @pytest.mark.complete
@@ -29,3 +38,18 @@ def test_two_nodes(run_whole: Callable[[int, list[str]], Run], capfd: pytest.Cap
     assert code == 0, printed
     assert "every rank reports where it hangs" in printed
     assert "it continues, slower" in printed
+
+
+@pytest.mark.parametrize("program", ["train_ep.py", "benchmarks.inject"])
+def test_a_run_that_hangs_is_ended_with_its_ranks(tmp_path: Path, program: str) -> None:
+    bench = faults.Bench(tmp_path, 1, 1, random.Random(0), timeout=0.01)
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, RANK, program], text=True, stdout=subprocess.PIPE)
+    while not worker_pids(launcher.pid):
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    with pytest.raises(faults.Unexpected, match="a run hangs"):
+        bench.finish(launcher)
+    # it reaches the end of its pipe once every process that could write to it has ended
+    assert launcher.stdout is not None
+    assert launcher.stdout.read() == ""
+    launcher.wait()
