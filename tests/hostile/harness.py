@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from expertmesh.moe import ExpertMeshError
@@ -30,6 +30,9 @@ from tests.distributed.pool import PRELOAD
 
 MULTIPLIER = int(os.environ.get("HOSTILE_CASES", "1"))
 """So many times the usual number of cases are generated: HOSTILE_CASES=10 pytest tests/hostile."""
+
+SEED = os.environ.get("HOSTILE_SEED")
+"""Other cases than the usual ones: HOSTILE_SEED=1 pytest tests/hostile."""
 
 SECONDS_A_CASE = 60
 HEADROOM = 2**30
@@ -217,6 +220,8 @@ def memory_limit() -> Iterator[None]:
 def fuzz(num_cases: int, strategy: SearchStrategy[Any], body: Callable[[Any], None]) -> None:
     """Call `body` with so many examples; the same ones each time, so that what fails here fails everywhere."""
     run = given(strategy)(body)
+    if SEED:
+        run = seed(SEED)(run)
     settings(
         max_examples=num_cases,
         derandomize=True,
