@@ -55,7 +55,8 @@ MANIFEST = "manifest.json"
 FORMAT = "expertmesh-ep-shards"
 VERSION = 4
 _READ = (3, VERSION)
-"""Before version 4 no parameter beside experts' was held transposed."""
+_FIRST_TRANSPOSED = 4
+"""The first version that says of each tensor whether it is held transposed; before it none beside experts' was."""
 
 SCALES = ".scales"
 """What the name of an encoded tensor's scales ends with."""
@@ -318,7 +319,7 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
             info = _placed(name, listed[name], headers[file])
             if info is None:
                 raise ExpertMeshError(f"{source.path / file}: tensor {name} is not as {MANIFEST} has it")
-            tensors.append(DiskTensor(name, info.shape, (_region_of(entry, info, names),)))
+            tensors.append(DiskTensor(name, info.shape, (_region_of(entry, info, names, manifest["version"]),)))
             infos[name] = info
             row_sums[name] = int(entry["row_sum"], 16)
         _check_coverage(source, tensors, names)
@@ -335,7 +336,7 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
     return Checkpoint(source, tensors, [], infos, exported, carried, row_sums=row_sums, files=files, stored_forms=forms)
 
 
-def _region_of(entry: dict[str, Any], info: TensorInfo, names: Names) -> Region:
+def _region_of(entry: dict[str, Any], info: TensorInfo, names: Names, version: int) -> Region:
     """What a tensor holds. Of a matrix beside experts' that was written by a release, or with a plan of transformers,
     that holds it the other way round, rows are columns.
 
@@ -343,7 +344,10 @@ def _region_of(entry: dict[str, Any], info: TensorInfo, names: Names) -> Region:
         ValueError, LookupError, TypeError: the manifest is not as this version writes it.
     """
     parameter, rows = str(entry["parameter"]), range(*entry["rows"])
-    if entry.get("transposed", False) == (parameter in names.transposed):
+    is_transposed = entry.get("transposed", None if version >= _FIRST_TRANSPOSED else False)
+    if not isinstance(is_transposed, bool):
+        raise ValueError(f"{entry['name']}: transposed is {is_transposed!r:.80}, not true or false")
+    if is_transposed == (parameter in names.transposed):
         return Region(parameter, rows)
     if parameter in names.experts or len(info.shape) != 2 or rows != range(info.shape[0]):
         raise ValueError(f"{entry['name']} is no matrix that could be transposed")

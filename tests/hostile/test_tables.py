@@ -19,6 +19,7 @@ from expertmesh.checkpoints.inspection import describe, describe_model, read_hea
 from expertmesh.checkpoints.opening import open_readable
 from expertmesh.checkpoints.state.marker import MARKER, recorded_transposed
 from expertmesh.checkpoints.storage.checksums import file_checksum, seal
+from expertmesh.moe import ExpertMeshError
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 from tests.hostile.harness import Refused, Watch, fuzz
@@ -64,7 +65,15 @@ def described(path: Path) -> Tensors:
 
 
 def manifests(watch: Watch, num_cases: int, shards: Path) -> None:
-    _tables(watch, num_cases, shards, MANIFEST, described)
+    def transposed(content: bytes) -> set[str]:
+        return {entry["parameter"] for entry in json.loads(content)["tensors"] if entry.get("transposed")}
+
+    own = transposed((shards / MANIFEST).read_bytes())
+
+    def as_said(weights: Tensors, content: bytes) -> Tensors:
+        return turned(weights, transposed(content) ^ own)
+
+    _tables(watch, num_cases, shards, MANIFEST, described, as_said)
 
 
 def markers(watch: Watch, num_cases: int, saved: Path) -> None:
@@ -75,11 +84,14 @@ def markers(watch: Watch, num_cases: int, saved: Path) -> None:
     own = recorded_transposed(saved)
 
     def as_said(weights: Tensors, content: bytes) -> Tensors:
-        """A square matrix is the other way round if the marker says so: whoever can seal it can also write weights."""
-        said = set(json.loads(content).get("transposed", []))
-        return {name: weight.t() if name in said ^ own else weight for name, weight in weights.items()}
+        return turned(weights, set(json.loads(content).get("transposed", [])) ^ own)
 
     _tables(watch, num_cases, saved, MARKER, resumed, as_said)
+
+
+def turned(weights: Tensors, names: set[str]) -> Tensors:
+    """A square matrix is the other way round if a table says so: whoever can seal it can also write weights."""
+    return {name: weight.t() if name in names else weight for name, weight in weights.items()}
 
 
 def _tables(
@@ -194,6 +206,23 @@ def _reseal(path: Path, name: str) -> None:
     file = path / name
     marker["files"][name] = {"bytes": file.stat().st_size, "xxh3_128": file_checksum(file)}
     (path / MARKER).write_bytes(dumped(seal(marker)))
+
+
+@pytest.mark.parametrize("said", ["F32", 0, None])
+def test_manifest_says_which_matrices_are_transposed(shards: Path, tmp_path: Path, said: Any) -> None:
+    """Of a square one the shape does not tell."""
+    shutil.copytree(shards, tmp_path / "ep2")
+    manifest = json.loads((tmp_path / "ep2" / MANIFEST).read_bytes())
+    del manifest["checksum"]
+    (entry,) = [entry for entry in manifest["tensors"] if entry["name"].endswith("o_proj.weight")]
+    entry["transposed"] = said
+    (tmp_path / "ep2" / MANIFEST).write_bytes(dumped(seal(manifest)))
+    with pytest.raises(ExpertMeshError, match=rf"{MANIFEST}: .*o_proj\.weight: transposed is {said!r}, not true"):
+        open_readable(tmp_path / "ep2")
+    del entry["transposed"]
+    (tmp_path / "ep2" / MANIFEST).write_bytes(dumped(seal(manifest)))
+    with pytest.raises(ExpertMeshError, match="transposed is None"):
+        open_readable(tmp_path / "ep2")
 
 
 @pytest.mark.exhaustive
