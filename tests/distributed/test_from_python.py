@@ -230,6 +230,7 @@ def test_loop_of_ones_own(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     assert_same_run(logs, run, tmp_path / "model")
 
 
+@pytest.mark.exhaustive
 @quickly
 def test_transformers_trainer(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     """Killed after its checkpoint and resumed, it ends with the same bits."""

@@ -248,7 +248,7 @@ def _packed(case: Case, topology: Topology, rank: int) -> list[Batch]:
     return [collate(mine[number :: case.accumulation]) for number in range(case.accumulation)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ROWS)
 def test_equals_one_pp_index(ranks: RankPool, tmp_path: Path, name: str) -> None:
     assert_stages_equal_one(ranks, tmp_path, ROWS[name], trained)

@@ -98,7 +98,7 @@ RUNS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 TOLERANCES = {"8-bit": 3e-5, "bf16": 3e-4, "lora": 1e-4}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RUNS)
 def test_every_kind_of_state_is_resumed(ranks: RankPool, tiny_data: Path, tmp_path: Path, name: str) -> None:
     """On the same ranks bit for bit; on one, and on four in other stages, but for rounding."""

@@ -83,7 +83,7 @@ def _our_logits(model: Path, adapter: Path, topology: Topology, case: Case) -> T
     return logits
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "form"), [*((name, "per-expert") for name in PER_EXPERT), *((name, "packed") for name in MODELS)]
 )

@@ -85,7 +85,7 @@ def test_trained_and_exported(
     torch.testing.assert_close(sharded, exported(TOKENS_BS).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "layout"), [("deepseek_v3", ["--ep-size", "4"]), ("gpt_oss", ["--ep-size", "2", "--pp-size", "2"])]
 )

@@ -71,6 +71,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "llama: no causal mixture-of-experts model" in capsys.readouterr().err
 
 
+@pytest.mark.quick(4)
 @pytest.mark.every_family
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:

@@ -66,7 +66,7 @@ FROZEN: dict[str, tuple[Topology, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [name for name in FROZEN if name != "for Muon"])
 def test_frozen_parts_equal_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """Losses, gradient norms and weights; what is frozen has neither gradient nor optimizer state, and stays."""
