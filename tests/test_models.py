@@ -68,6 +68,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("family", ROWS)
 def test_what_is_supported_is_supported_with_every_method(family: str) -> None:
     """As the tests of packing and of parallelism find, which leave out no family."""
+    if written_for() != transformers.__version__:
+        pytest.skip(f"the page is of transformers {written_for()}, in which more families have plans")
     expected = ["no" if family in UNSUPPORTED else "yes"] * len(METHODS)
     if family in test_packing.REFUSED:
         expected[METHODS.index("packing")] = "no"
