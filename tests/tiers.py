@@ -26,7 +26,6 @@ REPRESENTATIVES = (
 """Families that between them have shared experts and their gates, dense layers, groups and correction biases, biases,
 interleaved and clamped experts, and layers that carry a state."""
 
-
 OF_LEFT = 4
 """Of so many cases of a test that are not in the quick tier one is in `make test-rest`."""
 
@@ -42,6 +41,7 @@ def mark_tiers(items: Sequence[pytest.Item]) -> None:
         left = [item for item in same if item.get_closest_marker("exhaustive") is not None]
         if len(left) > 1 and left[0].get_closest_marker("every_family") is None:
             for place, item in enumerate(left):
+                # each test begins one further, so that another family is left out
                 if (number + place) % len(left) % OF_LEFT:
                     item.add_marker("complete")
 
