@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. `make test-rest` runs tests that repeat
-# those of `make test` for more models and settings, `make test-all` both and what neither has. Between two edits: `make check`, which is lint,
-# types and the tests that start no processes; and `make format`. `make test-floor` runs all under the lowest versions
-# supported, in an environment of its own (some 5 GB).
+# those of `make test` for more models and settings, `make test-all` both and what neither has. Between two edits: `make
+# check`, which is lint, types and the tests that start no processes; and `make format`. `make test-floor` runs all under
+# the lowest versions supported, in an environment of its own (some 5 GB).
 
 PYTHON ?= python3
 VENV   ?= .venv

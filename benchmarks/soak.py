@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos import ROOT, environment, last_step, worker_pids
+from benchmarks.chaos import ROOT, environment, kill, last_step, worker_pids
 from benchmarks.demo import make_inputs
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.base.whole import whole
@@ -70,7 +70,7 @@ def main() -> int:
                 print((directory / "log").read_text()[-3000:], file=sys.stderr)
                 raise
             finally:
-                launcher.kill()
+                kill(launcher)
                 launcher.wait()
         said = (directory / "log").read_text()
         left = left_behind(pids, out, temporary)
