@@ -43,17 +43,20 @@ def device_type(use_cpu: bool) -> str:
 
 
 def settle_malloc() -> None:
-    """Have glibc give tensors of 16 MiB and more pages of their own, and keep the heap that the others share.
+    """Have glibc give tensors of 16 MiB and more pages of their own, and keep the two heaps that the others share.
 
     By default it raises that threshold up to 32 MiB over time, which scatters the weights and gradients of experts over
     a heap that they fragment; and it returns the heap's end after each step, to have it zeroed again in the next.
+    As heaps are kept, there must be few: by default there are eight for each core, of which a new thread takes any, so
+    that the threads which write checkpoints would in time leave as much in each of them as a checkpoint needs.
     Useful where computation is on the CPU. Without glibc nothing happens.
     """
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD in malloc.h
+    trim_threshold, mmap_threshold, most_heaps = -1, -3, -8  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(mmap_threshold, 16 * 2**20)
         mallopt(trim_threshold, 2**30)
+        mallopt(most_heaps, 2)
 
 
 def use_own_cores() -> None:

@@ -55,6 +55,39 @@ def test_large_tensors_get_pages_of_their_own(how: str, own_pages: int) -> None:
     assert int(done.stdout) == own_pages
 
 
+HEAPS = """
+import ctypes, os, sys, threading
+import torch
+from expertmesh.sharding import settle_malloc
+
+if sys.argv[1] == "settled":
+    settle_malloc()
+
+together = threading.Barrier(6)
+
+def work():
+    kept = torch.empty(100_000)
+    together.wait()
+
+threads = [threading.Thread(target=work) for _ in range(6)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(libc.fopen(b"/dev/stdout", b"w")))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.quick(1)
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+@pytest.mark.parametrize(("how", "least", "most"), [("settled", 1, 2), ("as it is", 6, 1000)])
+def test_threads_that_come_and_go_share_few_heaps(how: str, least: int, most: int) -> None:
+    """Each heap keeps the most that any thread ever had of it."""
+    done = subprocess.run([sys.executable, "-c", HEAPS, how], capture_output=True, text=True, timeout=300, check=True)
+    assert least <= done.stdout.count("<heap nr=") <= most
+
+
 def ranks_at_one_store(world_size: int) -> list[Ranks]:
     store = dist.HashStore()
     return [Ranks(rank, world_size, torch.device("cpu"), store) for rank in range(world_size)]
