@@ -15,7 +15,7 @@ With activation checkpointing they are the recomputed ones. Weights are not kept
 
 Deferred by the kernels `loop`, `torch-grouped`, `megablocks-grouped` and by GEMMs in fp8. Computed at once: by
 `megablocks-sparse`, whose GEMMs are stk's own autograd functions; biases, a sum; adapters, which are small, and whose
-experts' weights are frozen.
+experts' weights are frozen; and all dense layers, as FSDP reduces a unit's gradients at the end of its backward.
 
 Shape suffixes: R rows, D model width, F expert width.
 """
