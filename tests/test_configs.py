@@ -107,7 +107,7 @@ def test_every_key_is_known(name: str) -> None:
     assert config_of(name).ep_size in (4, 8, 16)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "gpus", "said"),
     [

@@ -25,7 +25,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = rows_in(TEXT)
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", causal_families())
 def test_a_familys_row(family: str) -> None:
     if family not in ROWS and written_for() != transformers.__version__:
@@ -65,6 +65,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("moe: error: llama: no such file or directory")
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("family", ROWS)
 def test_what_is_supported_is_supported_with_every_method(family: str) -> None:
     """As the tests of packing and of parallelism find, which leave out no family."""

@@ -31,6 +31,7 @@ def imported(*command: str) -> tuple[int, str, set[str]]:
     return done.returncode, done.stdout + "\n".join(told), modules & HEAVY
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     "command",
     [

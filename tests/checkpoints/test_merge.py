@@ -130,7 +130,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(16)
+@pytest.mark.quick(8)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_5_moe"])
 @pytest.mark.parametrize("shape", SHAPES)

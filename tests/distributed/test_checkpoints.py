@@ -42,6 +42,7 @@ def round_trip(source: Path, out: Path, topology: Topology, max_shard_size: int 
 
 @pytest.mark.quick(8)
 # of dtype, names and size of files each two together on every parallel layout, though not all three
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("original", "dtype", "max_shard_size"),
     [

@@ -173,7 +173,7 @@ def has_plan(path: Path) -> bool:
     return "ep_dispatch_experts" in (getattr(config.get_text_config(), "base_model_ep_plan", None) or {}).values()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_trains_as_transformers_own(ranks: RankPool, tmp_path: Path, family: str, ep_size: int) -> None:

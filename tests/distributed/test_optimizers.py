@@ -23,7 +23,7 @@ OPTIMIZERS = ["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "sh
 TOLERANCES = {"adamw_torch_8bit": 3e-5, "adamw_bf16": 3e-4, "muon": 1e-5, "shampoo": 1e-5}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("num_experts", "world_size", "ep_size", "dense_shard"),
     [
@@ -148,6 +148,7 @@ def test_another_optimizers_checkpoint_is_refused(
     assert "that run had --optim adamw_torch_fused, this one has muon" in told
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon", "shampoo"])
 def test_offload_changes_nothing(ranks: RankPool, tiny_model: Path, optim: str) -> None:
     """On a CPU FSDP takes the same path through its offload policy; only the copies go nowhere."""

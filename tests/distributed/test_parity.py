@@ -66,7 +66,7 @@ def modes(world_size: int, ep_size: int) -> list[tuple[str, str]]:
     return [*full, *(("hybrid", name) for name in ("aux-grouped", "accumulate-2", "checkpointing"))]
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "dense_shard", "name"),
     [(*topology, *mode) for topology in TOPOLOGIES for mode in modes(*topology)],

@@ -45,7 +45,7 @@ def test_equals_one_process(ranks: RankPool, model: Path, pp: int, dp: int, ep: 
     assert_same(found, expected(), CASE)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("pp", "dp", "ep"), PARTS)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_bits_are_those_without_a_pipeline(

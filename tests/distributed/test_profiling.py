@@ -98,6 +98,7 @@ def test_training_keeps_its_bits(
     assert not (tmp_path / "plain" / "profile").exists()
 
 
+@pytest.mark.exhaustive
 def test_where_time_and_memory_went(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Steps 2 and 3 of two ranks: the trace, the sums made of it, the report and the log."""
     flags = ("--gradient-checkpointing", "selective", "--profile", "2-3", "--profile-ranks", "all")

@@ -108,7 +108,7 @@ def test_resume_on_any_ranks(
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("background", ["--async-save", "--no-async-save"])
 def test_same_ranks_same_bits_with_noise_and_accumulation(
     ranks: RankPool, tiny_data: Path, tmp_path: Path, background: str

@@ -29,6 +29,7 @@ def shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "topology", [Topology(1, 1), Topology(2, 2), Topology(4, 2, "hybrid"), Topology(4, 4), Topology(8, 8)], ids=str
 )

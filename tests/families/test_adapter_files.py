@@ -182,7 +182,7 @@ def test_peft_loads_it_onto_the_named_class(
     assert relative_error(logits_of_class(whole_model(tmp_path / "merged")), want) < 1e-5
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PER_EXPERT)
 def test_merged_bits(
     ranks: RankPool,

@@ -61,7 +61,7 @@ ROTARY = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_equals_whole(ranks: RankPool, family: str) -> None:
     """A sample per row, and several; test_packing.py verifies which families refuse packed samples."""
@@ -198,7 +198,7 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, name: str) -> N
     assert answers["generations"] == expected["generations"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("packing", [False, True], ids=["one row", "packed"])
 def test_compiled(ranks: RankPool, packing: bool) -> None:
     """What is given complete sequences is not compiled, norms are; bit for bit the same."""

@@ -40,6 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("topology", [Topology(4, 2), Topology(4, 4, "hybrid")], ids=str)
 @pytest.mark.parametrize("family", SAVE)
 def test_ranks_read_what_transformers_widens(
@@ -64,7 +65,7 @@ def _logits(path: Path, topology: Topology, family: str) -> tuple[torch.Tensor, 
     return logits, in_full(dict(model.named_parameters()))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", SAVE)
 def test_trained_and_exported(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, family: str

@@ -59,6 +59,7 @@ def test_all_but_few_are_supported() -> None:
     assert len(FAMILIES) >= 45
 
 
+@pytest.mark.exhaustive
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     """`python -m expertmesh.moe families`, of some."""
     known = sorted(UNSUPPORTED.keys() & set(causal_families()))

@@ -94,6 +94,7 @@ def their_choices(path: Path) -> list[Tensor]:
     return choices(experts, lambda: model.train()(**arguments))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("family", "how"),
     [(family, "fp32 masters") for family in FAMILIES if family not in FAILING]

@@ -15,7 +15,7 @@ from tests.families.configs import tiny_model
 from tests.families.test_families import FAMILIES, SAMPLES, TOLERANCE, compare, gradients_of
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_at_every_cut(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Two micro-batches in flight, in three stages: most of these models have three layers, so that each boundary

@@ -31,7 +31,7 @@ def test_most_families_have_a_plan() -> None:
     assert len(PLANNED) >= 30
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", PLANNED)
 def test_gradients(ranks: RankPool, tmp_path: Path, family: str) -> None:
     case = Case(SAMPLES, family=family, changes=two_heads(family))

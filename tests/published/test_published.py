@@ -37,7 +37,7 @@ def as_published(parameters: int, model: Any, figure: Figure) -> bool:
     return written - unit / 2 <= Decimal(parameters) / 10**9 < written + unit
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_config_makes_the_published_model(name: str) -> None:
     model, published = open_source(CONFIGS / name).build(), MODELS[name]

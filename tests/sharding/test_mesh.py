@@ -109,6 +109,7 @@ def test_beside_gemms_nccl_has_few_blocks(topology: Topology, overlaps: bool, mo
     assert len({id(options) for options in found}) == len(found)
 
 
+@pytest.mark.exhaustive
 def test_its_time_limit_and_its_name(ranks: RankPool) -> None:
     for topology in (Topology(4, 4), Topology(4, 2, "hybrid"), Topology(4, 2)):
         told = (timedelta(seconds=77), "all_gather over ep of Float [2]")

@@ -200,7 +200,7 @@ def test_plan_of_several_tensor_parallel_sizes(shallow: Path, capsys: pytest.Cap
     assert "gathers of activations" in told.out
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 def test_tensor_parallelism_is_tried_with_one_sequence(
     shallow: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +240,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
     assert "--tp-size 2: transformers has no plan (base_model_tp_plan) of how to" in capsys.readouterr().err
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

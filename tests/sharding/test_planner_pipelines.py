@@ -43,6 +43,7 @@ def run_of(world_size: int, sizes: dict[str, Any] | None = None, **flags: Any) -
     return tiny_run(world_size, settings, EIGHT_LAYERS | (sizes or {}), "cuda")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 2)])
 def test_each_rank_holds_what_it_does_in_a_run(tied: bool, pp: int, chunks: int) -> None:

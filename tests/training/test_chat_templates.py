@@ -375,6 +375,7 @@ def test_all_are_expected() -> None:
     assert set(EXPECTED) == {(name, conversation) for name in (*TEMPLATES, *OWN) for conversation in CONVERSATIONS}
 
 
+@pytest.mark.quick(156)
 @pytest.mark.parametrize("train_on", ["all", "assistant", "last", "final"])
 @pytest.mark.parametrize(("name", "conversation"), EXPECTED)
 def test_what_is_trained_on(tmp_path: Path, name: str, conversation: str, train_on: str) -> None:
@@ -473,6 +474,7 @@ def random_conversation(seed: int, word: str, has_reasoning: bool, has_tools: bo
     return turns
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
 @pytest.mark.parametrize("word", ["assistant", "<|im_end|"])
 def test_found_by_their_place_and_not_by_their_words(tmp_path: Path, name: str, word: str) -> None:

@@ -94,7 +94,7 @@ def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     assert sum(each.size for each in communicators(run)) == sum(each.size for each in recorded)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", [(3, {}), (1, {}), (8, {"ep_size": 4, "dense_shard": "hybrid"})], ids=str)
 @pytest.mark.parametrize("optim", ["shampoo", "muon"])
 def test_updates_of_matrices(optim: str, layout: tuple[int, dict[str, Any]]) -> None:
@@ -232,6 +232,7 @@ def test_bytes_sent_are_those_of_the_rehearsal() -> None:
     assert rows == pytest.approx(found["all-to-all"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     """A region begins with an all-gather and ends with a reduce-scatter, and its backward with the other: a GPU's, not

@@ -211,6 +211,7 @@ def test_what_fails_is_told_with_its_layer(
     assert said.count("\n") == 1
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

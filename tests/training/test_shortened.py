@@ -149,7 +149,7 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "world_size", "flags"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )
