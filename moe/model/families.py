@@ -8,7 +8,6 @@ from typing import Any
 from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.model.family_exceptions import UNSUPPORTED
 
-
 NOT_MARKED = "transformers does not mark the class of their experts"
 """Why families with mixture-of-experts layers are passed over."""
 
