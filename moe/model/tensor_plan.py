@@ -76,13 +76,11 @@ def regions_of(model: Any) -> list[Region]:
     return regions
 
 
-def _is_fused(linear: dict[str, str], modules: dict[str, nn.Module]) -> bool:
+def _is_fused(linear: dict[str, str], modules: dict[str, Any]) -> bool:
     """Whether an output that a region's code gets in full has several matrices' side by side, as it is wider than what
     the region ends with: that code would cut a part of it as if it were all."""
-    ends = [getattr(modules[path], "in_features") for path, style in linear.items() if style in _ROWWISE]
-    gathered = [
-        getattr(modules[path], "out_features") for path, style in linear.items() if style == "colwise_gather_output"
-    ]
+    ends = [modules[path].in_features for path, style in linear.items() if style in _ROWWISE]
+    gathered = [modules[path].out_features for path, style in linear.items() if style == "colwise_gather_output"]
     return bool(ends) and any(width > max(ends) for width in gathered)
 
 
