@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         is_adapter,
         layers_linear,
         store_frozen,
+        to_quantize,
         unquantized,
         use_fp8,
     )
@@ -116,6 +117,7 @@ __all__ = [
     "suits_fp8",
     "take_logits",
     "take_stats",
+    "to_quantize",
     "training_flops",
     "unquantized",
     "use_fp8",

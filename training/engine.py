@@ -48,6 +48,7 @@ from expertmesh.moe import (
     moe_shape,
     outdate_working_weights,
     store_frozen,
+    to_quantize,
     use_kernel,
 )
 from expertmesh.moe.kernels.c_compiler import check_c_compiler
@@ -166,9 +167,12 @@ def assemble(
     if config.tp_size > 1:
         if config.async_tp:
             check_async(device_type)
-        trained.append(apply_tensor_parallel(model, config.tp_size).line(config.async_tp))
+        trained.append(apply_tensor_parallel(model, config.tp_size).line())
     if config.ranks_per_sequence > 1:
         apply_context_parallel(model, config.cp_size, config.packing, config.tp_size)
+    if config.async_tp:
+        quantized = to_quantize(model).values() if config.base_dtype in ("fp8", "nf4") else ()
+        trained.append(model.tensor_parallel.overlapped_line(set(quantized)))
     kernel = choose(config, model, device_type)
     use_kernel(model, kernel.kernel)
     if compiles and config.compile:

@@ -11,8 +11,8 @@ In a forward whose sequences are complete (generation) all ranks of the group ha
 Shape suffixes: n ranks of the group, B sequences, S positions, L = S/n of them on this rank, D model width.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -52,22 +52,55 @@ class TensorParallel:
         sequences: of the region that is running, where the group splits them; None where they are complete, or none
             is.
         operators: by which matmuls run beside exchanges, with --async-tp, once the model is placed.
+        running: the hooks of each region, in the order of `regions`.
     """
 
     group: TPGroup
     regions: list[Region]
     sequences: int | None = None
     operators: Operators | None = None
+    running: list["_Region"] = field(default_factory=list)
 
-    def line(self, is_async: bool) -> str:
+    def line(self) -> str:
         """For a run's first lines."""
         kinds: dict[str, int] = {}
         for region in self.regions:
             name = region.path.rpartition(".")[2]
             kinds[name] = kinds.get(name, 0) + 1
         divided = ", ".join(f"{number} {name}" for name, number in kinds.items())
-        beside = "; exchanges in parts beside GEMMs (async)" if is_async else ""
-        return f"tensor parallelism over {self.group.size} ranks divides {divided}{beside}"
+        return f"tensor parallelism over {self.group.size} ranks divides {divided}"
+
+    def overlapped_line(self, quantized: Collection[nn.Module]) -> str:
+        """Which exchanges --async-tp does in parts, for a run's first lines; of a model that has been tried with
+        sequences that ranks share (see `apply_context_parallel`).
+
+        Args:
+            quantized: layers whose weights will be quantized when the model is placed.
+
+        Raises:
+            ExpertMeshError: none: every region begins and ends with layers that do more than multiply.
+        """
+        ends = [region.overlapping_ends(quantized) for region in self.running]
+        both = sum(begins and finishes for begins, finishes in ends)
+        begins_alone, last_alone = (ends.count(alone) for alone in ((True, False), (False, True)))
+        found = both + begins_alone + last_alone
+        if not found:
+            raise ExpertMeshError(
+                f"--async-tp: none of the {len(ends)} regions that --tp-size {self.group.size} divides begins or ends "
+                "with layers that only multiply, as those with adapters or quantized weights do not: leave it out"
+            )
+        parts = [
+            f"{number} {what}"
+            for number, what in (
+                (both, "at both ends"),
+                (begins_alone, "at the beginning alone"),
+                (last_alone, "at the end alone"),
+            )
+            if number
+        ]
+        latent = sum(not region.first_layers for region in self.running)
+        why = f"; {latent} begin with layers that are not divided" if latent else ""
+        return f"exchanges of {found} of {len(ends)} regions in parts beside GEMMs (async): {', '.join(parts)}{why}"
 
 
 def apply_tensor_parallel(model: Any, tp_size: int) -> TensorParallel:
@@ -153,6 +186,7 @@ def _divide(model: Any, region: Region, parallel: TensorParallel, is_attention: 
                 "leave out one of them"
             )
     entry = _Attention(parallel, region) if is_attention else _ByToken(parallel, region)
+    parallel.running.append(entry)
     _run_on_part(module, entry)
     for path in region.colwise:
         _run_on_part(model.get_submodule(path), _Colwise(parallel, entry))
@@ -267,7 +301,7 @@ class _Rowwise:
             return None  # it has failed
         parallel, bias = self.parallel, module._parameters.get("bias")
         if "forward" in vars(module):
-            summed = output  # see `_Region.overlap`
+            summed = output  # see `_Region.begin`
         elif parallel.sequences is None:
             summed = parallel.group.all_reduce(output)
         elif self.is_attention:
@@ -324,12 +358,25 @@ class _Region:
     def note_first(self, layer: Any, args: Any) -> None:
         """A layer is called in the forward in which the model is tried."""
         name = self.given.get(id(args[0]))
-        if name is not None and layer not in self.first.setdefault(name, []) and _is_plain(layer):
+        if name is not None and layer not in self.first.setdefault(name, []):
             self.first[name].append(layer)
+
+    @property
+    def first_layers(self) -> list[nn.Linear]:
+        return [layer for taking in self.first.values() for layer in taking]
+
+    def overlapping_ends(self, quantized: Collection[nn.Module]) -> tuple[bool, bool]:
+        """Whether matmuls at its beginning, and at its end, can run beside its exchanges."""
+        begins, ends = (
+            any(_is_plain(layer) and layer not in quantized for layer in layers)
+            for layers in (self.first_layers, self.last)
+        )
+        return begins, ends
 
     def gather(self, name: str, x: Tensor, dim: int) -> Tensor:
         """All ranks' positions of what the region is given, and at once the outputs of layers that take it."""
-        parallel, layers = self.parallel, self.first.get(name)
+        # which of them have been quantized since, shows only now
+        parallel, layers = self.parallel, [layer for layer in self.first.get(name, ()) if _is_plain(layer)]
         if self.kept is None and not is_kept_otherwise():
             self.kept = KeptPositions()
             self.kept.__enter__()
@@ -343,14 +390,14 @@ class _Region:
         gathered, outputs = gather_multiply(parallel.operators, parallel.group, x, weights, dim, note)
         for layer, output in zip(layers, outputs, strict=True):
             vars(layer)["forward"] = partial(_known, layer, output)
-        for last, hooks in self.last.items():
-            if _is_plain(last):
-                vars(last)["forward"] = partial(hooks.overlapped, last)
         return gathered
 
     def begin(self, split: SplitSequences) -> None:
         self.parallel.sequences = len(split.positions_BS)
         self.tokens = split.positions_BS.numel() * self.parallel.group.size // split.cp_group.size
+        for last, hooks in self.last.items():
+            if self.parallel.operators is not None and _is_plain(last):
+                vars(last)["forward"] = partial(hooks.overlapped, last)
 
     def _note(self, x: Tensor, dim: int, gathered: Tensor) -> None:
         if self.kept is not None:
@@ -362,10 +409,7 @@ class _Region:
             self.kept = None
         self.parallel.sequences, self.tokens = None, 0
         self.given.clear()
-        layers: list[nn.Module] = [*self.last]
-        for taking in self.first.values():
-            layers += taking
-        for layer in layers:
+        for layer in (*self.last, *self.first_layers):
             vars(layer).pop("forward", None)
 
 

@@ -153,17 +153,21 @@ def store_frozen(model: Any, kind: Kind) -> None:
     """Quantize the frozen matrices of a model's decoder layers, of linear layers and experts, in place; before it is
     parallelised. Trained parameters, routers, norms, embeddings and head stay as they are, and so do the layers that
     `unquantized` names."""
-    kept = unquantized(model)
     for module in model.modules():
         if isinstance(module, ExpertMLP):
             for part in module.layout.parameters:
                 if part.row:
                     store(module, part.name, kind)
-    for path, module in layers_linear(model).items():
-        if path not in kept:
-            if not isinstance(module, _Frozen):
-                module.__class__ = _FrozenRowwise if isinstance(module, RowwiseLinear) else _FrozenLinear
-            store(module, "weight", kind)
+    for module in to_quantize(model).values():
+        if not isinstance(module, _Frozen):
+            module.__class__ = _FrozenRowwise if isinstance(module, RowwiseLinear) else _FrozenLinear
+        store(module, "weight", kind)
+
+
+def to_quantize(model: Any) -> dict[str, nn.Module]:
+    """The linear layers whose weights `store_frozen` quantizes, by path."""
+    kept = unquantized(model)
+    return {path: module for path, module in layers_linear(model).items() if path not in kept}
 
 
 def unquantized(model: Any) -> list[str]:

@@ -27,6 +27,7 @@ from expertmesh.moe.experts.shared_experts import Beside
 from expertmesh.moe.forward import Forward, current_forward, give_forwards
 from expertmesh.moe.kernels.expert_kernels import ExpertKernel, Needs
 from expertmesh.moe.model.counts import ParameterCounts, active_parameters
+from expertmesh.moe.model.families import NOT_MARKED
 from expertmesh.moe.model.probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs, unmet_by_text
 from expertmesh.moe.model.rope import forget_earlier_rows
 from expertmesh.moe.model.rowwise import hold_transposed
@@ -74,9 +75,9 @@ def _without_experts(model: nn.Module) -> str:
     """Why no layer of a model can be sharded over ep."""
     name = type(model).__name__
     for path, module in model.named_modules():
-        if "experts" in type(module).__name__.lower():
+        if "experts" in type(module).__name__.lower() or type(module).__name__.endswith("MoE"):
             return (
-                f"{name} has mixture-of-experts layers, but transformers does not mark the class of their experts "
+                f"{name} has mixture-of-experts layers, but {NOT_MARKED} "
                 f"({type(module).__name__} at {path}) as one that may be replaced (use_experts_implementation): they "
                 "cannot be sharded over ep. A later release of transformers may mark it; `python -m "
                 "expertmesh.moe families` "

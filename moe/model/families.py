@@ -8,6 +8,12 @@ from typing import Any
 from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.model.family_exceptions import UNSUPPORTED
 
+NOT_MARKED = "transformers does not mark the class of their experts"
+"""Why families with mixture-of-experts layers are passed over."""
+
+_EXPERTS = re.compile(r"^class \w*(?:Expert\w*|MoE)\(nn\.Module\)", re.MULTILINE)
+"""A class that computes experts, in a family's module."""
+
 
 @dataclass(frozen=True)
 class FamilyFacts:
@@ -40,6 +46,31 @@ def causal_families() -> list[str]:
     for model_type, class_name in with_parts.items():
         if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and _has_marked_part(model_type):
             types.setdefault(class_name, model_type)
+    return sorted(types.values())
+
+
+def families_passed_over() -> list[str]:
+    """The model types of classes that predict next tokens, and have experts by the names of their parts, of which
+    transformers marks none."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    classes: dict[str, Any] = {
+        **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    }
+    known = {classes[model_type] for model_type in causal_families()}
+    types: dict[Any, str] = {}
+    for model_type, class_name in classes.items():
+        if class_name in known or not _EXPERTS.search(_source("modeling", model_type)):
+            continue
+        if class_name not in types or CONFIG_MAPPING[model_type].sub_configs:
+            types[class_name] = model_type
     return sorted(types.values())
 
 

@@ -22,8 +22,11 @@ from expertmesh.moe.model.build import decoder_layers, router_prefixes
 
 STEP_PART: StepPart = None
 
-_COLWISE = frozenset({"colwise", "colwise_gather_output", "packed_colwise"})
-_ROWWISE = frozenset({"rowwise", "rowwise_split_input", "packed_rowwise"})
+_COLWISE = frozenset({"colwise", "colwise_gather_output"})
+_ROWWISE = frozenset({"rowwise", "rowwise_split_input"})
+_PACKED = frozenset({"packed_colwise", "packed_rowwise"})
+"""Of layers whose rows, or columns, are several matrices', such as gate and up: of each a rank would need its part. A
+region with one is not divided."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Region:
 
 def regions_of(model: Any) -> list[Region]:
     """The modules of a model's decoder layers that its plan divides, in the model's order; none where the plan has
-    nothing for them, or code of the model's own reads a weight that would be divided.
+    nothing for them, code of the model's own reads a weight that would be divided, or layers of several matrices are
+    not cut into contiguous rows.
 
     Args:
         model: from transformers, with our experts in it, and what `probe` has seen of it.
@@ -56,7 +60,7 @@ def regions_of(model: Any) -> list[Region]:
     inside_experts = tuple(f"{path}." for path, part in model.named_modules() if isinstance(part, DroplessExperts))
     by_parent: dict[str, dict[str, str]] = {}
     for path, style in styles.items():
-        if style in _COLWISE | _ROWWISE and not path.startswith((*inside_experts, *router_prefixes(model))):
+        if style in _COLWISE | _ROWWISE | _PACKED and not path.startswith((*inside_experts, *router_prefixes(model))):
             by_parent.setdefault(path.rpartition(".")[0], {})[path] = style
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     regions = []
@@ -64,11 +68,20 @@ def regions_of(model: Any) -> list[Region]:
         linear = {path: style for path, style in found.items() if isinstance(modules.get(path), nn.Linear)}
         colwise = tuple(path for path, style in linear.items() if style in _COLWISE)
         rowwise = tuple(path for path, style in linear.items() if style in _ROWWISE)
-        if colwise and rowwise and model.read_weights.isdisjoint(linear):
+        is_fused = any(style in _PACKED for style in linear.values()) or _is_fused(linear, modules)
+        if colwise and rowwise and not is_fused and model.read_weights.isdisjoint(linear):
             values = tuple(path for path in found if path in parameters)
             gathers = any(style == "colwise_gather_output" for style in linear.values())
             regions.append(Region(parent, colwise, rowwise, values, gathers))
     return regions
+
+
+def _is_fused(linear: dict[str, str], modules: dict[str, Any]) -> bool:
+    """Whether an output that a region's code gets in full has several matrices' side by side, as it is wider than what
+    the region ends with: that code would cut a part of it as if it were all."""
+    ends = [modules[path].in_features for path, style in linear.items() if style in _ROWWISE]
+    gathered = [modules[path].out_features for path, style in linear.items() if style == "colwise_gather_output"]
+    return bool(ends) and any(width > max(ends) for width in gathered)
 
 
 def _styles(model: Any) -> dict[str, str]:

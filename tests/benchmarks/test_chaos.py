@@ -12,11 +12,15 @@ from benchmarks import chaos
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("axis", ["cp", "tp"])
+@pytest.mark.parametrize(("axis", "num_ranks"), [("cp", 2), ("tp", 2), ("pp", 4)])
 def test_killed_ranks_lose_nothing(
-    run_whole: Callable[[int, list[str]], chaos.Run], tmp_path: Path, capfd: pytest.CaptureFixture[str], axis: str
+    run_whole: Callable[[int, list[str]], chaos.Run],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    axis: str,
+    num_ranks: int,
 ) -> None:
-    flags = ["--kills", "2", f"--{axis}-size", "2", "--steps", "12", "--timeout", "400"]
+    flags = ["--kills", "2", "--ranks", str(num_ranks), f"--{axis}-size", "2", "--steps", "12", "--timeout", "400"]
     code = chaos.main([*flags, "--json", str(tmp_path / "figures.json")], run_whole)
     printed = capfd.readouterr()
     assert code == 0, printed.out + printed.err

@@ -29,6 +29,17 @@ def test_short_form(run_whole: Callable[[int, list[str]], Run], capfd: pytest.Ca
 
 
 @pytest.mark.exhaustive
+def test_between_stages(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that is lost, or hangs, as it exchanges with another stage: the others say in which."""
+    flags = ["--faults", "die-sending", "hang-receiving", "--pp-size", "2", "--times", "1", "--ranks", "2"]
+    code = faults.main([*flags, "--steps", "6"], run_whole)
+    printed = capfd.readouterr().out
+    assert code == 0, printed
+    assert "the others say in which stage they lost it" in printed
+    assert "every rank reports where it hangs, the stage included" in printed
+
+
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not can_make_networks(), reason="needs root and network namespaces")
 def test_two_nodes(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
     """In network namespaces: the link between them is cut, which ends the run within its time limit, or slowed."""

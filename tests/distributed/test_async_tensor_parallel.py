@@ -1,6 +1,7 @@
 """--async-tp by stand-ins for torch's operators: the same figures, and which matmuls run beside which exchange."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from expertmesh.checkpoints import open_source
 from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import Topology, TPGroup
+from expertmesh.training import assemble, engine
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.overlapped_regions import check_async
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, in_full, my_batches, random_samples, sharded_model
+from tests.distributed.reference import Case, config_of, in_full, my_batches, random_samples, sharded_model
 from tests.families.configs import TEXT_IDS, tiny_model
 from tests.tiny import relative_error
 
@@ -75,6 +78,70 @@ def _figures(path: Path, case: Case) -> list[tuple[float, dict[str, Tensor], lis
         grads = in_full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         figures.append((result.loss, grads, stand_ins.calls))
     return figures
+
+
+def adapted(*targets: str, base_dtype: str = "fp32") -> dict[str, Any]:
+    return {"adapter": "lora", "lora_targets": [*targets], "base_dtype": base_dtype}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("settings", "calls"),
+    [
+        # two projections that only multiply, beside one that has an adapter
+        (adapted("q_proj"), ["gather x2", "scatter"]),
+        # adapters where no rank divides anything
+        (adapted("experts"), FORWARD),
+        (adapted("q_proj", "k_proj", "v_proj"), ["scatter"]),
+        (adapted("q_proj", base_dtype="nf4"), []),
+    ],
+    ids=["some adapted", "none adapted", "all first adapted", "quantized"],
+)
+def test_beside_adapters(ranks: RankPool, tmp_path: Path, settings: dict[str, Any], calls: list[str]) -> None:
+    """What only multiplies is overlapped, and nothing else: codes of a quantized weight are no matrix."""
+    tiny_model("mixtral", seed=1).save_pretrained(tmp_path)
+    (loss, grads, none), (our_loss, our_grads, found) = ranks.run(
+        _figures, 2, tmp_path, Case(SAMPLES, settings=settings)
+    )[0]
+    assert our_loss == pytest.approx(loss, rel=1e-6)
+    assert max(relative_error(our_grads[name], grad, 1e-3) for name, grad in grads.items()) < 1e-5
+    assert not none
+    assert found[: len(3 * calls)] == 3 * calls
+    assert bool(found) == bool(calls)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "said"),
+    [
+        ("mixtral", {}, "exchanges of 3 of 3 regions in parts beside GEMMs (async): 3 at both ends"),
+        ("mixtral", adapted("experts"), "3 of 3 regions in parts beside GEMMs (async): 3 at both ends"),
+        ("mixtral", adapted("q_proj", "k_proj", "v_proj"), "(async): 3 at the end alone"),
+        ("mixtral", adapted("o_proj"), "(async): 3 at the beginning alone"),
+        ("mixtral", adapted("attention"), None),
+        ("mixtral", adapted("q_proj", base_dtype="nf4"), None),
+        # its first layer has a dense MLP
+        ("qwen2_moe", adapted("attention"), "exchanges of 1 of 4 regions in parts"),
+        ("deepseek_v2", {}, "3 at both ends, 3 at the end alone; 3 begin with layers that are not divided"),
+    ],
+    ids=str,
+)
+def test_the_first_lines_say_which(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    settings: dict[str, Any],
+    said: str | None,
+) -> None:
+    monkeypatch.setattr(engine, "check_async", lambda device_type: None)
+    tiny_model(family, seed=1).save_pretrained(tmp_path)
+    config = replace(config_of(Case(SAMPLES, family=family, settings=settings), TP_2), async_tp=True)
+    if said is None:
+        with pytest.raises(ExpertMeshError, match="--async-tp: none of the 3 regions that --tp-size 2 divides begins"):
+            assemble(config, open_source(tmp_path), "cpu")
+        return
+    lines = assemble(config, open_source(tmp_path), "cpu").trained
+    (line,) = [line for line in lines if "(async)" in line]
+    assert said in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

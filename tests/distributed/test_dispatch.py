@@ -61,8 +61,10 @@ LAYOUTS: dict[str, tuple[Topology, dict[str, Any], dict[str, Any]]] = {
     "ranks with few sequences": (Topology(4, 4), node(2), dict(samples=SAMPLES[:3])),
     "8 ranks": (Topology(8, 8), RANK, dict(z=0.01)),
     "chunks": (Topology(4, 4), node(2) | {"overlap_chunks": 2}, dict(gradient_checkpointing="selective")),
+    "2 replicas": (Topology(8, 4, "hybrid"), RANK, dict(z=0.01, gradient_checkpointing="full")),
 }
 """A parallel layout, how tokens travel, and what else is switched on."""
+ON_8_RANKS = [name for name, (topology, _, _) in LAYOUTS.items() if topology.world_size == 8]
 
 
 def case_of(family: str, name: str) -> Case:
@@ -87,10 +89,13 @@ def expected(family: str, name: str) -> Figures:
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize(("family", "name"), two_diagonals(REPRESENTATIVES, list(LAYOUTS)))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    list(dict.fromkeys([*two_diagonals(REPRESENTATIVES, list(LAYOUTS)), *product(REPRESENTATIVES, ON_8_RANKS)])),
+)
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
-    """Losses, gradients and, after two clipped updates by AdamW, weights. What is sent are tokens and choices, which
-    are alike in all families: each is tested with two of the layouts."""
+    """Losses, gradients and, after two clipped updates by AdamW, weights: every family with every layout of 8 ranks,
+    and with two of all. What is sent are tokens and choices, which are alike in all families."""
     (topology, dispatch, _), case = LAYOUTS[name], case_of(family, name)
     hf_model(case, seed=1).save_pretrained(tmp_path)
     found = ranks.run(ours, topology.world_size, tmp_path, topology, replace(case, settings=dispatch))[0]
@@ -165,6 +170,24 @@ def test_equals_a_row_for_each_choice(ranks: RankPool, tmp_path: Path, kind: str
             assert [name for name, figure in first.items() if not torch.equal(figure, other[name])] == []
 
 
+@pytest.mark.parametrize("dispatch", ["rank", "node"])
+def test_equals_a_row_for_each_choice_of_few_experts(ranks: RankPool, tmp_path: Path, dispatch: str) -> None:
+    """A whole model on 8 ranks, all of whose tokens go to the experts of the first three: the others have no row."""
+    case = Case(SAMPLES, family="gpt_oss", kernel="torch-grouped")
+    model = hf_model(case, num_local_experts=8, num_experts_per_tok=3, seed=1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.bias"):
+            parameter.data[:3] += 100.0
+    model.save_pretrained(tmp_path)
+    once = node(4) if dispatch == "node" else RANK
+    found = ranks.run(_figures, 8, tmp_path, Topology(8, 8), case, [{"dispatch": "plain"}, once])
+    for rank, (plain, figures) in enumerate(found):
+        compare(figures, plain, CANCELLED * _norm(plain))
+        of_experts = [grad for name, grad in figures.items() if ".experts." in name]
+        assert of_experts
+        assert all(bool(grad.any()) == (rank < 3) for grad in of_experts)
+
+
 def _norm(figures: dict[str, Tensor]) -> float:
     return float(torch.stack([value.float().norm() for value in figures.values()]).norm())
 
@@ -235,21 +258,32 @@ def _begun_and_waited(path: Path, variants: list[dict[str, Any]]) -> list[tuple[
 
 
 @dataclass(frozen=True)
+class Moved:
+    """An exchange: rows to each rank of a group, numbers a row, and bytes that this rank gave and got."""
+
+    rows: list[int]
+    group: list[int]
+    width: int
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True)
 class Routed:
-    """A layer of 8 experts on 4 ranks, and each rank's tokens: out, gradients of tokens and weights, and the rows that
-    were sent over each group in forward and in backward, none of them to the rank itself."""
+    """A layer of 8 experts on 4 ranks, and each rank's tokens: out, gradients of tokens and weights, and all exchanges
+    of forward and of backward, in order."""
 
     out_TD: Tensor
     grad_x_TD: Tensor
     grad_weights_TK: Tensor
-    sent: dict[str, list[list[list[int]]]]
+    moved: dict[str, list[Moved]]
 
 
-def _dispatcher(kind: str, nodes: NodeGroups, sum_dtype: torch.dtype | None = None) -> Any:
+def _dispatcher(kind: str, nodes: NodeGroups, sum_dtype: torch.dtype | None = None, num_parts: int = 1) -> Any:
     world: Any = dist.group.WORLD
     if kind == "plain":
-        return AllToAllDispatcher(8, world)
-    return OnceDispatcher(8, world, 1, nodes if kind == "node" else None, sum_dtype)
+        return AllToAllDispatcher(8, world, num_parts)
+    return OnceDispatcher(8, world, num_parts, nodes if kind == "node" else None, sum_dtype)
 
 
 def _layer(dtype: torch.dtype) -> Any:
@@ -274,32 +308,29 @@ def _route(experts: list[Tensor], dtype: torch.dtype = torch.float64) -> dict[st
         # those of padding may be anything
         weights_TK = weights_TK.masked_fill(experts_TK == 8, torch.nan).requires_grad_()
         is_token_BS = (experts_TK[:, :1] < 8).t()
-        with _sent() as sent:
-            with Forward(is_token_BS=is_token_BS):
-                out_TD = layer(x_TD, experts_TK, weights_TK)
-            sent["forward"] = sent.pop("now")
-            sent["now"] = []
+        with _moved() as forward, Forward(is_token_BS=is_token_BS):
+            out_TD = layer(x_TD, experts_TK, weights_TK)
+        with _moved() as backward:
             out_TD.backward(torch.ones_like(out_TD) * torch.arange(1, size + 1))
-            sent["backward"] = sent.pop("now")
         assert x_TD.grad is not None
         assert weights_TK.grad is not None
-        found[kind] = Routed(out_TD.detach(), x_TD.grad, weights_TK.grad, dict(sent))
+        moved = {"forward": forward, "backward": backward}
+        found[kind] = Routed(out_TD.detach(), x_TD.grad, weights_TK.grad, moved)
     return found
 
 
 @contextmanager
-def _sent() -> Iterator[dict[str, list[list[list[int]]]]]:
-    """Rows that go to each rank of the groups, in order of the exchanges of tokens' width."""
-    told: dict[str, list[list[list[int]]]] = {"now": []}
+def _moved() -> Iterator[list[Moved]]:
+    moved: list[Moved] = []
     original = exchange.UnderWay
 
     def begin(out: Tensor, rows: Tensor, received: Any, sent: Any, group: Any) -> Any:
-        if rows.shape[1] > 16:  # choices and their weights are narrower
-            told["now"].append([list(sent), dist.get_process_group_ranks(group)])
+        ranks = dist.get_process_group_ranks(group)
+        moved.append(Moved(list(sent), ranks, rows.shape[1], rows.nbytes, out.nbytes))
         return original(out, rows, received, sent, group)
 
     with mock.patch.object(exchange, "UnderWay", begin):
-        yield told
+        yield moved
 
 
 ROUTINGS: dict[str, list[list[list[int]]]] = {
@@ -313,46 +344,69 @@ ROUTINGS: dict[str, list[list[list[int]]]] = {
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_results_and_rows_follow_the_routing(ranks: RankPool, routing: str) -> None:
-    """Forward and backward, in fp64; the rows that cross are those the routing implies, one for each token and rank,
-    or token and node."""
+    """Forward and backward, in fp64; the rows that cross, there and back, are those the routing implies, one for each
+    token and rank, or token and node, and so are their bytes. Choices and weights go there with the tokens, and their
+    gradients come back with the tokens'."""
     experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS[routing]]
+    to_ranks = [[{int(e) // 2 for e in row if e < 8} for row in rows] for rows in experts]
+
+    def tokens(sources: list[int], destinations: list[int]) -> int:
+        """How many tokens of some ranks have an expert on some ranks."""
+        return sum(bool(each & {*destinations}) for source in sources for each in to_ranks[source])
+
     for rank, found in enumerate(ranks.run(_route, 4, experts)):
         for kind in ("rank", "node"):
             for name in ("out_TD", "grad_x_TD", "grad_weights_TK"):
                 ours_, theirs = getattr(found[kind], name), getattr(found["plain"], name)
                 torch.testing.assert_close(ours_, theirs, rtol=1e-12, atol=1e-12, msg=f"{kind}, {name}")
-        to_ranks = [{int(e) // 2 for e in row if e < 8} for row in experts[rank]]
-        by_rank = [sum(peer in each for each in to_ranks) for peer in range(4)]
-        by_node = [sum(any(peer // 2 == place for peer in each) for each in to_ranks) for place in range(2)]
-        # there; in backward the gradients of results, which take the same way
-        assert found["rank"].sent["forward"][0] == [by_rank, [0, 1, 2, 3]]
-        assert found["rank"].sent["backward"][0] == [by_rank, [0, 1, 2, 3]]
-        across = [rank % 2, rank % 2 + 2]
-        inside = [rank // 2 * 2, rank // 2 * 2 + 1]
-        # of all ranks of this place, the tokens with experts on each rank of this node
-        onward = [
-            sum(any(int(e) // 2 == peer for e in row if e < 8) for source in across for row in experts[source])
-            for peer in inside
-        ]
-        assert found["node"].sent["forward"][:2] == [[by_node, across], [onward, inside]]
-        assert found["node"].sent["backward"][:2] == [[by_node, across], [onward, inside]]
-        # and back as many as came
-        for direction in ("forward", "backward"):
-            assert len(found["rank"].sent[direction]) == 2
-            assert len(found["node"].sent[direction]) == 4
+        everyone = [0, 1, 2, 3]
+        _assert_moved(
+            found["rank"],
+            [(everyone, [tokens([rank], [peer]) for peer in everyone], [tokens([peer], [rank]) for peer in everyone])],
+        )
+        across, inside = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        to_nodes = [tokens([rank], [0, 1]), tokens([rank], [2, 3])]
+        from_nodes = [tokens([peer], inside) for peer in across]
+        # of all ranks of a place, the tokens with experts on one rank of this node
+        onward = [tokens(across, [peer]) for peer in inside]
+        arriving = [tokens([peer % 2, peer % 2 + 2], [rank]) for peer in inside]
+        _assert_moved(found["node"], [(across, to_nodes, from_nodes), (inside, onward, arriving)])
 
 
-def test_gradients_of_weights_by_finite_differences(ranks: RankPool) -> None:
+def _assert_moved(found: Routed, hops: list[tuple[list[int], list[int], list[int]]]) -> None:
+    """hops: each a group, the rows that go to its ranks, and those that come from them."""
+    there = [(rows, group, sum(come)) for group, rows, come in hops]
+    back = [(come, group, sum(rows)) for group, rows, come in reversed(hops)]
+    size, num_choices = found.out_TD.shape[1], found.grad_weights_TK.shape[1]
+    width = {"tokens": size, "choices": 2 * num_choices, "weights": num_choices}
+    # in backward there go the gradients of results, and back those of tokens
+    want = {
+        ("forward", "tokens"): there + back,
+        ("forward", "choices"): there,
+        ("backward", "tokens"): there + back,
+        ("backward", "weights"): back,
+    }
+    for (direction, what), expected in want.items():
+        assert [moved for moved in found.moved[direction] if moved.width == width[what]] == [
+            Moved(rows, group, width[what], sum(rows) * width[what] * 8, come * width[what] * 8)
+            for rows, group, come in expected
+        ], (direction, what)
+    for direction, moved in found.moved.items():
+        assert len(moved) == sum(len(expected) for key, expected in want.items() if key[0] == direction)
+
+
+@pytest.mark.parametrize(("kind", "num_parts"), product(["rank", "node"], [1, 2]))
+def test_gradients_of_weights_by_finite_differences(ranks: RankPool, kind: str, num_parts: int) -> None:
     experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS["spread"]]
-    for analytic, numeric in ranks.run(_differences, 4, experts):
+    for analytic, numeric in ranks.run(_differences, 4, experts, kind, num_parts):
         torch.testing.assert_close(analytic, numeric, rtol=1e-6, atol=1e-8)
 
 
-def _differences(experts: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _differences(experts: list[Tensor], kind: str, num_parts: int) -> tuple[Tensor, Tensor]:
     """Gradients of the sum of all ranks' squared results, by autograd and by central differences, of every weight of
-    every rank, by node."""
+    every rank."""
     layer, rank = _layer(torch.float64), dist.get_rank()
-    layer.dispatcher = _dispatcher("node", make_node_groups(Topology(4, 4), 2, None))
+    layer.dispatcher = _dispatcher(kind, make_node_groups(Topology(4, 4), 2, None), num_parts=num_parts)
     generator = torch.Generator().manual_seed(rank)
     size = layer.shape.model_width
     x_TD = torch.randn(len(experts[rank]), size, generator=generator, dtype=torch.float64)
@@ -422,19 +476,31 @@ def _sums() -> tuple[dict[str, set[torch.dtype]], dict[str, float]]:
     return dtypes, error
 
 
-@pytest.mark.parametrize(("nodes", "ratio"), [(2, 4.0), (4, 2.2), (8, 1.5)])
-def test_rows_between_nodes_under_uniform_routing(nodes: int, ratio: float) -> None:
-    """Of 8 experts per token: fewer by (N-1)(1 - ((N-1)/N)^K) over K(N-1)/N, to 2 %; each choice drawn by itself."""
-    top_k, ranks_on_node = 8, 2
-    experts_TK = torch.randint(256, (20_000, top_k), generator=torch.Generator().manual_seed(0))
-    by_choice = int((experts_TK // (256 // nodes) != 0).sum())
-    tables = Tables.of(256, nodes, ranks_on_node, [256 // (nodes * ranks_on_node)])
-    once = first_choices(tables.node_E[experts_TK], nodes).destination_TK
-    sent_once = int(((once != 0) & (once != nodes)).sum())
-    rows = (nodes - 1) * (1 - ((nodes - 1) / nodes) ** top_k)
-    assert sent_once / len(experts_TK) == pytest.approx(rows, rel=0.02)
-    assert by_choice / sent_once == pytest.approx(top_k * (nodes - 1) / nodes / rows, rel=0.02)
-    assert by_choice / sent_once == pytest.approx(ratio, abs=0.06)
+@pytest.mark.parametrize("dispatch", ["rank", "node"])
+@pytest.mark.parametrize(
+    ("nodes", "top_k", "ratio"),
+    [(2, 8, 4.02), (4, 8, 2.22), (8, 8, 1.52), (2, 4, 2.13), (4, 4, 1.46), (2, 2, 1.33)],
+)
+def test_rows_sent_under_uniform_routing(nodes: int, top_k: int, ratio: float, dispatch: str) -> None:
+    """Each of N nodes, or of N ranks, gets 1 - ((N-1)/N)^K rows a token, where it gets K/N if each choice has its own:
+    to 2 %, each token's experts drawn alike often, no two the same. By node, its ranks get of them what they get by
+    rank."""
+    ranks_on_node = 1 if dispatch == "rank" else 2
+    num_ranks = nodes * ranks_on_node
+    experts_TK = torch.rand(20_000, 256, generator=torch.Generator().manual_seed(0)).topk(top_k, sorted=False).indices
+    tables = Tables.of(256, nodes, ranks_on_node, [256 // num_ranks])
+
+    def rows(place_E: Tensor, number: int) -> Tensor:
+        """A token's, to each of so many destinations."""
+        destination_TK = first_choices(place_E[experts_TK], number).destination_TK
+        return destination_TK.view(-1).bincount(minlength=number + 1)[:number] / len(experts_TK)
+
+    sent_N = rows(tables.node_E, nodes)
+    assert float(sent_N.mean()) == pytest.approx(1 - ((nodes - 1) / nodes) ** top_k, rel=0.02)
+    by_choice = (experts_TK // (256 // nodes)).view(-1).bincount(minlength=nodes) / len(experts_TK)
+    assert float(by_choice[1:].sum() / sent_N[1:].sum()) == pytest.approx(ratio, rel=0.02)
+    by_rank = Tables.of(256, num_ranks, 1, [256 // num_ranks])
+    assert torch.equal(rows(tables.rank_E, num_ranks), rows(by_rank.node_E, num_ranks))
 
 
 # Which way is taken

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology, check_replicas, local_tensor
+from expertmesh.sharding import CPGroup, Topology, check_replicas, local_tensor
 from expertmesh.sharding.pipeline.stages import layers_here
 from expertmesh.training.change.compiling import compilation
 from expertmesh.training.data import Batch, Sample, collate, pack
@@ -55,6 +55,7 @@ PP_DP_EP = Topology(8, 2, pp_size=2)
 PP_4 = Topology(4, 1, pp_size=4)
 HYBRID = Topology(8, 2, "hybrid", pp_size=2)
 CP = Topology(4, 2, cp_size=2, pp_size=2)
+TP = Topology(4, 2, pp_size=2, tp_size=2)
 
 LORA: dict[str, Any] = {"adapter": "lora", "lora_rank": 4}
 INTERLEAVED: dict[str, Any] = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}
@@ -189,6 +190,12 @@ ROWS = {
     ),
     "zero-bubble, one micro-batch": Row(PP_4, {}, ZERO_BUBBLE, {"accumulation": 1}),
     "zero-bubble, bias update": Row(PP, {"router_bias_update_rate": 0.01}, ZERO_BUBBLE, FAMILY_WITH_BIAS),
+    "tp, adapters": Row(TP, LORA),
+    "tp, adapters in nf4": Row(TP, LORA | {"base_dtype": "nf4"} | SELECTIVE, more=changed(intermediate_size=80)),
+    "tp, 8 bit": Row(TP, {"optim": "adamw_torch_8bit"}, more=changed(hidden_size=256), after=ROUNDED_8BIT),
+    "tp, muon": Row(TP, {"optim": "muon"}),
+    "tp, shampoo": Row(TP, {"optim": "shampoo", "shampoo_start": 2, "shampoo_block_size": 24}),
+    "tp, packing": Row(TP, {"packing": True}),
     "bias update, dp": Row(PP_DP, {"router_bias_update_rate": 0.01}, more=FAMILY_WITH_BIAS),
 }
 
@@ -219,7 +226,8 @@ def trained(path: Path, topology: Topology, case: Case) -> Trained | None:
     rate = config.router_bias_update_rate
     bias_update = BiasUpdate(model, rate) if rate else None
     rank = dist.get_rank()
-    batches = _packed(case, topology, rank) if config.packing else my_batches(case, topology, rank, mesh.cp_group)
+    make = _packed if config.packing else my_batches
+    batches = make(case, topology, rank, mesh.cp_group)
     weights = LossWeights(case.balance, case.z, config.router_aux_loss_per_layer)
     results: list[StepResult] = []
     grads: dict[str, Tensor] = {}
@@ -240,12 +248,12 @@ def trained(path: Path, topology: Topology, case: Case) -> Trained | None:
     return Trained(figures, grads, final, routing, norms)
 
 
-def _packed(case: Case, topology: Topology, rank: int) -> list[Batch]:
+def _packed(case: Case, topology: Topology, rank: int, cp_group: CPGroup | None) -> list[Batch]:
     """Micro-batches of packed rows."""
     lengths = torch.tensor([len(sample.tokens) for sample in case.samples])
     rows: list[list[Sample]] = [[case.samples[i] for i in row] for row in pack(lengths, CAPACITY, seed=0)]
     mine = rows[topology.data_index(rank) :: topology.data_size]
-    return [collate(mine[number :: case.accumulation]) for number in range(case.accumulation)]
+    return [collate(mine[number :: case.accumulation], cp_group) for number in range(case.accumulation)]
 
 
 @pytest.mark.quick(1)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import transformers
 
-from expertmesh.moe.model.families import causal_families
+from expertmesh.moe.model.families import NOT_MARKED, causal_families, families_passed_over
 from expertmesh.moe.model.family_exceptions import UNSUPPORTED
-from expertmesh.training.foresight.support import METHODS, cells_of
+from expertmesh.training.foresight.support import METHODS, support_of
 from tests.families.configs import tiny_config
 from tests.families.test_parity import FAMILIES as TRAINED
 from tests.published.models import CONFIGS, MODELS
@@ -35,13 +35,13 @@ config.json or a hub id.
   (`--tp-size`), by 2 ranks.
 - **tested**: against the family's own class in transformers, on tiny random models, on CPUs. *training*: losses,
   gradients and updated weights over several steps; *gradients*: loss and every gradient.
-- **no**: `train_ep.py` refuses the flag with the reason.
+- **no**: `train_ep.py` refuses the flag with the reason. That of TP is that transformers has no plan for the family's
+  attention; others are below the table.
 - **models**: those whose config.json from the hub is tested (`tests/published`): parameters, active parameters, and
   routing come out as published. Their weights were never loaded here.
 - Families of several parts (`..._vl...`, `..._omni...` and others) are trained on text: the language model in the class
   that transformers has for images and text. Towers hold no memory, and go along into the export.
-- Not supported, as transformers has no class for them that marks its experts: Llama 4. Kimi K2: write `"model_type":
-  "deepseek_v3"` in a copy of its config.json; the error says so.
+- Kimi K2: write `"model_type": "deepseek_v3"` in a copy of its config.json; the error says so.
 
 """
 
@@ -59,11 +59,25 @@ def model_type_of(name: str) -> str:
 
 
 @cache
+def support(family: str) -> dict[str, str]:
+    """By method, why a family is refused, or nothing."""
+    if family in UNSUPPORTED:
+        return dict.fromkeys(METHODS, UNSUPPORTED[family])
+    return support_of(tiny_config(family))
+
+
 def cells(family: str) -> tuple[str, ...]:
     """What the table says of a family, one cell per method."""
+    return tuple("no" if error else "yes" for error in support(family).values())
+
+
+def refusals(family: str) -> str:
+    """What the page says of each method with which a family that is supported is refused, but for TP."""
     if family in UNSUPPORTED:
-        return ("no",) * len(METHODS)
-    return tuple(cells_of(tiny_config(family)))
+        return ""
+    return "".join(
+        f"\n`{family}` is refused: {error}.\n" for method, error in support(family).items() if error and method != "TP"
+    )
 
 
 def row(*entries: str) -> str:
@@ -76,8 +90,12 @@ def introduction(version: str) -> str:
 
 
 def reasons() -> str:
-    """What the page ends with: why families are not supported."""
-    return "".join(f"\n`{family}` is not supported: {reason}.\n" for family, reason in UNSUPPORTED.items())
+    """What the page ends with: why families are not supported, and why others have no row."""
+    without_row = ", ".join(f"`{family}`" for family in families_passed_over())
+    return (
+        "".join(f"\n`{family}` is not supported: {reason}.\n" for family, reason in UNSUPPORTED.items())
+        + f"\nWithout a row: {without_row}. They have mixture-of-experts layers,\nbut {NOT_MARKED}.\n"
+    )
 
 
 def row_of(family: str) -> str:
@@ -90,7 +108,8 @@ def page() -> str:
     """What moe/MODELS.md holds."""
     header = row("family", "models", *METHODS, "tested") + f"|{' --- |' * (len(METHODS) + 3)}\n"
     rows = "".join(map(row_of, causal_families()))
-    return introduction(transformers.__version__) + header + rows + reasons()
+    refused = "".join(map(refusals, causal_families()))
+    return introduction(transformers.__version__) + header + rows + refused + reasons()
 
 
 def rows_in(text: str) -> dict[str, tuple[str, ...]]:

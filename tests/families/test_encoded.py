@@ -18,6 +18,7 @@ from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.hf.encoders import encode
 from expertmesh.checkpoints.hf.encodings import Encoding
 from expertmesh.sharding import Topology
+from tests.checkpoints.test_servers import check_names, headers
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, in_full, sharded_model
 from tests.distributed.test_checkpoints import read
@@ -77,7 +78,9 @@ def test_trained_and_exported(
     results = ranks.run(run_main, 4, [*argv, "--per-device-train-batch-size", "2"], join_group=False)
     assert [code for code, _ in results] == [0] * 4, results
     hf = tmp_path / "hf"
-    assert "quantization_config" not in json.loads((hf / "config.json").read_text())
+    config = json.loads((hf / "config.json").read_text())
+    assert "quantization_config" not in config
+    check_names(family, {name: shape for name, (_, shape, _) in headers(hf).items()}, config)
     assert {tensor.dtype for name, tensor in read(hf).items() if "bias" not in name} == {torch.bfloat16}
     resaved = tmp_path / "checkpoints" / "step-00000002" / "model" / "config.json"
     assert "quantization_config" not in json.loads(resaved.read_text())
@@ -162,6 +165,9 @@ def test_merged_as_it_came(ranks: RankPool, models: dict[str, Path], tiny_data: 
     assert main(merge) == 0
     found, again, base = (read(path) for path in (tmp_path / "hf", tmp_path / "again", source))
     assert found.keys() == again.keys() == base.keys()
+    # of codes the scales are named after them
+    plain = {name: tuple(tensor.shape) for name, tensor in again.items() if not name.endswith("_scale_inv")}
+    check_names("deepseek_v3", plain, json.loads((tmp_path / "again" / "config.json").read_text()))
     for name, tensor in found.items():
         assert torch.equal(tensor.view(torch.uint8), again[name].view(torch.uint8)), name
         assert torch.equal(tensor.view(torch.uint8), base[name].view(torch.uint8)) == ("o_proj" not in name), name

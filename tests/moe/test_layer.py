@@ -20,8 +20,10 @@ from expertmesh.moe import (
 )
 from expertmesh.moe.dispatch.plain import LocalDispatcher, _transpose_blocks
 from expertmesh.moe.experts.router_stats import count_experts, router_stats
+from expertmesh.moe.model.build import _check_alike
 from expertmesh.moe.model.scores import LOG_SCORES, RouterKind
 from expertmesh.sharding import state_of
+from tests.families import configs as families
 from tests.moe.test_kernels import CPU_KERNELS
 from tests.tiny import loaded, our_block, our_experts, our_rows, relative_error, tiny_block, tiny_config, tiny_mixtral
 
@@ -283,11 +285,13 @@ def test_generation_equals_hf() -> None:
 
 
 def test_models_that_cannot_be_built() -> None:
-    from transformers import LlamaConfig, ViTConfig
+    from transformers import DogeConfig, LlamaConfig, ViTConfig
 
     with pytest.raises(ExpertMeshError, match="LlamaForCausalLM has no mixture-of-experts layer with this config"):
         build_model(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=4,
                                 num_attention_heads=2, num_key_value_heads=2))  # fmt: skip
+    with pytest.raises(ExpertMeshError, match=r"does not mark the class of their experts \(DogeCDMoE at"):
+        build_model(DogeConfig(is_moe=True, num_hidden_layers=1, num_experts=16))
     with pytest.raises(ExpertMeshError, match="transformers has no language model of type vit"):
         build_model(ViTConfig())
     with pytest.raises(ExpertMeshError, match=r"cannot build a model of type mixtral .* --attn-implementation nothing"):
@@ -296,6 +300,21 @@ def test_models_that_cannot_be_built() -> None:
         build_model(tiny_config(num_experts_per_tok=0))
     with pytest.raises(ExpertMeshError, match=r"transformers' MixtralForCausalLM does not run: .* not in range"):
         build_model(tiny_config(num_experts_per_tok=9))
+
+
+def test_layers_with_unlike_experts() -> None:
+    """By a family whose config has a list of choices per token; and by experts, of which none has such a list."""
+    unlike = families.tiny_config("hunyuan_v1_moe", moe_topk=[1, 2, 2])
+    with pytest.raises(
+        ExpertMeshError, match="layers with 8 experts, top-1 routing and 8 experts, top-2"
+    ):
+        build_model(unlike)
+    assert len(moe_layers(build_model(families.tiny_config("hunyuan_v1_moe", moe_topk=[2, 2, 2])))) == 3
+    models = torch.nn.ModuleList([build_model(tiny_config(num_local_experts=experts)) for experts in (8, 4)])
+    with pytest.raises(
+        ExpertMeshError, match="layers with 4 experts, top-2 routing and 8 experts, top-2"
+    ):
+        _check_alike(models)
 
 
 def test_buffers_that_cannot_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:

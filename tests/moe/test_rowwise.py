@@ -91,3 +91,32 @@ def test_not_where_other_code_reads_a_weight(read: str, monkeypatch: pytest.Monk
         f"{O_PROJ.replace('0', str(layer))}.weight" for layer in range(1, model.config.num_hidden_layers)
     }
     assert not isinstance(model.get_submodule(O_PROJ), RowwiseLinear)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_divided"),
+    [
+        ({"q_proj": "packed_colwise"}, False),
+        ({"o_proj": "packed_rowwise"}, False),
+        # as of a norm over the full width, and of what is cut in full: q is wider here than what o_proj takes
+        ({"q_proj": "colwise_gather_output"}, True),
+        ({"q_proj": "colwise_gather_output", "width": 128}, False),
+        # a family's own code cuts each head's part, as of queries with their gates
+        ({"q_proj": "colwise", "width": 128}, True),
+    ],
+    ids=str,
+)
+def test_not_where_matrices_lie_side_by_side(
+    changes: dict[str, Any], is_divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contiguous rows would be of gate alone, or of up."""
+    model = build_model(tiny_config("mixtral"), "eager")
+    width = changes.pop("width", 64)
+    for path, module in model.named_modules():
+        if path.endswith("q_proj"):
+            module.out_features = width
+    plan: dict[str, str] = {f"layers.*.self_attn.{name}": style for name, style in changes.items()}
+    text = model.config.get_text_config()
+    monkeypatch.setattr(type(text), "base_model_tp_plan", text.base_model_tp_plan | plan)
+    found = [region.path for region in regions_of(model) if region.path.endswith("self_attn")]
+    assert len(found) == (model.config.num_hidden_layers if is_divided else 0)

@@ -481,6 +481,16 @@ def test_check_measures_tensor_parallel_groups(ranks: RankPool) -> None:
     assert found >= {("tp", (0, 1)), ("tp", (2, 3)), ("cp", (0, 2)), ("cp", (1, 3))}
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_check_measures_the_groups_of_a_pipeline(ranks: RankPool, tp_size: int) -> None:
+    """Those of each stage, and of the ranks that pass micro-batches on to one another."""
+    speeds, _ = ranks.run(measure_groups, 4, Topology(4, 2, pp_size=2, tp_size=tp_size))[0]
+    of_stages = ["all", "ep", *["tp"] * (tp_size > 1)]
+    expected = {("pp", (0, 2)), ("pp", (1, 3)), *((name, ranks) for name in of_stages for ranks in ((0, 1), (2, 3)))}
+    assert {(speed.name, speed.ranks) for speed in speeds} == expected
+
+
 def test_a_slow_group_is_flagged() -> None:
     speeds = [GroupSpeed("ep", (i, i + 1), 1e-6, bandwidth) for i, bandwidth in ((0, 10.0), (2, 4.0), (4, 9.0))]
     assert [speed.is_slow for speed in mark_slow(speeds)] == [False, True, False]

@@ -4,10 +4,10 @@ import pytest
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import Topology, check_sizes, rows_of
-from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED, Layout, check_tp_nodes
+from expertmesh.sharding.topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, check_tp_nodes
 
 
-@pytest.mark.parametrize("layout", [DENSE, EXPERT, REPLICATED])
+@pytest.mark.parametrize("layout", [DENSE, DIVIDED, EXPERT, REPLICATED])
 @pytest.mark.parametrize("num_rows", [8, 24, 56, 328])
 @pytest.mark.parametrize(
     "topology",
@@ -18,16 +18,25 @@ from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED, Layout, chec
         Topology(8, 8),
         Topology(6, 2, "hybrid"),
         Topology(4, 1, "hybrid"),
+        Topology(8, 2, tp_size=2),
+        Topology(8, 4, "hybrid", tp_size=2),
+        Topology(8, 2, pp_size=2, tp_size=2),
     ],
     ids=str,
 )
 def test_every_row_has_one_owner(topology: Topology, num_rows: int, layout: Layout) -> None:
-    owners = list(topology.owners(num_rows, layout))
-    assert [row for _, rows in owners for row in rows] == list(range(num_rows))
-    for rank, rows in owners:
-        assert topology.rows(num_rows, layout, rank) == rows
-    held = {row for rank in range(topology.world_size) for row in topology.rows(num_rows, layout, rank)}
-    assert held == set(range(num_rows))
+    """Of a tensor that every stage has, as a table that two of them use, and of one that the last stage alone has."""
+    last = topology.pp_size - 1
+    for on_stages, pp_ranks in ((layout, range(topology.pp_size)), (layout.on((last,)), range(last, last + 1))):
+        owners = list(topology.owners(num_rows, on_stages))
+        assert [row for _, rows in owners for row in rows] == list(range(num_rows))
+        for rank, rows in owners:
+            assert topology.rows(num_rows, on_stages, rank) == rows
+        # each stage that has a tensor has all of it
+        held = {pp_rank: set[int]() for pp_rank in range(topology.pp_size)}
+        for rank in range(topology.world_size):
+            held[topology.pp_rank(rank)].update(topology.rows(num_rows, on_stages, rank))
+        assert held == {n: set(range(num_rows)) if n in pp_ranks else set() for n in held}
 
 
 def test_context_parallel_leave_parameters_where_they_are() -> None:
@@ -39,6 +48,23 @@ def test_context_parallel_leave_parameters_where_they_are() -> None:
 
 def test_more_ranks_than_rows() -> None:
     assert [len(Topology(4, 1).rows(2, DENSE, rank)) for rank in range(4)] == [1, 1, 0, 0]
+
+
+def test_divided_over_tp_before_the_ranks_of_one_tp_index() -> None:
+    """So that each rank's rows are of one part of the heads, whatever shards them."""
+    full, hybrid, stages = (
+        Topology(8, 2, tp_size=2),
+        Topology(8, 4, "hybrid", tp_size=2),
+        Topology(8, 2, "full", 1, 2, 2),
+    )
+    starts = {
+        full: [0, 8, 2, 10, 4, 12, 6, 14],
+        hybrid: [0, 8, 4, 12, 0, 8, 4, 12],
+        stages: [0, 8, 4, 12, 0, 8, 4, 12],
+    }
+    for topology, expected in starts.items():
+        assert [topology.rows(16, DIVIDED, rank).start for rank in range(8)] == expected, topology
+    assert [rank for rank, _ in stages.owners(16, DIVIDED.on((1,)))] == [4, 6, 5, 7]
 
 
 def test_hybrid_replicas_hold_the_same() -> None:

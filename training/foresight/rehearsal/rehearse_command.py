@@ -19,6 +19,7 @@ from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import Parser
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.whole import whole
+from expertmesh.sharding import Topology, check_sizes
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.foresight.imbalance import add_imbalance_flags, read_imbalance
 from expertmesh.training.foresight.memory import NEAR
@@ -136,14 +137,9 @@ def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
         )
     if arguments.routing is not None and arguments.imbalance is not None:
         raise ExpertMeshError("--routing and --imbalance: both set where tokens go; give one of them")
-    if arguments.gpus % config.pp_size:
-        raise ExpertMeshError(f"--pp-size {config.pp_size} does not divide --gpus {arguments.gpus}")
-    ranks = arguments.gpus // config.pp_size
-    if ranks % config.ep_size:
-        of_stage = f"the {ranks} ranks of a stage (--gpus {arguments.gpus} / --pp-size {config.pp_size})"
-        raise ExpertMeshError(
-            f"--ep-size {config.ep_size} does not divide {of_stage if config.pp_size > 1 else f'--gpus {ranks}'}"
-        )
+    sizes = (config.cp_size, config.pp_size, config.tp_size)
+    # the model's experts are not known yet: against them the dry run checks again
+    check_sizes(Topology(arguments.gpus, config.ep_size, config.dense_shard, *sizes), num_experts=config.ep_size)
     if config.use_cpu:
         raise ExpertMeshError("--use-cpu: a dry run models GPUs; leave it out")
 
