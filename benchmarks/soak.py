@@ -131,7 +131,10 @@ def look(pids: list[int], out: Path, seconds: float) -> Sample:
     memory, files, threads, ports = [], [], [], []
     for pid in pids:
         status = Path(f"/proc/{pid}/status").read_text()
-        memory.append(int(re.search(r"RssAnon:\s+(\d+)", status)[1]) / 1e3)  # type: ignore[index]
+        own = re.search(r"RssAnon:\s+(\d+)", status)
+        if own is None:  # of a process that has ended, and which its parent has not asked about
+            raise RuntimeError(f"rank {len(memory)} ended after {seconds:.0f} s")
+        memory.append(int(own[1]) / 1e3)
         threads.append(int(re.search(r"Threads:\s+(\d+)", status)[1]))  # type: ignore[index]
         targets = open_files(pid)
         files.append(len(targets))
