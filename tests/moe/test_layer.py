@@ -305,15 +305,11 @@ def test_models_that_cannot_be_built() -> None:
 def test_layers_with_unlike_experts() -> None:
     """By a family whose config has a list of choices per token; and by experts, of which none has such a list."""
     unlike = families.tiny_config("hunyuan_v1_moe", moe_topk=[1, 2, 2])
-    with pytest.raises(
-        ExpertMeshError, match="layers with 8 experts, top-1 routing and 8 experts, top-2"
-    ):
+    with pytest.raises(ExpertMeshError, match="layers with 8 experts, top-1 routing and 8 experts, top-2"):
         build_model(unlike)
     assert len(moe_layers(build_model(families.tiny_config("hunyuan_v1_moe", moe_topk=[2, 2, 2])))) == 3
     models = torch.nn.ModuleList([build_model(tiny_config(num_local_experts=experts)) for experts in (8, 4)])
-    with pytest.raises(
-        ExpertMeshError, match="layers with 4 experts, top-2 routing and 8 experts, top-2"
-    ):
+    with pytest.raises(ExpertMeshError, match="layers with 4 experts, top-2 routing and 8 experts, top-2"):
         _check_alike(models)
 
 
