@@ -128,7 +128,8 @@ def look(pids: list[int], out: Path, seconds: float) -> Sample:
     listening = {
         line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
     }
-    memory, files, threads, ports = [], [], [], []
+    memory: list[float] = []
+    files, threads, ports = [], [], []
     for pid in pids:
         status = Path(f"/proc/{pid}/status").read_text()
         own = re.search(r"RssAnon:\s+(\d+)", status)
