@@ -66,7 +66,7 @@ def main() -> int:
                 samples, pids = watch(launcher, out, arguments)
                 launcher.send_signal(signal.SIGTERM)
                 launcher.wait(timeout=120)
-            except RuntimeError:
+            except (RuntimeError, OSError):  # a rank has ended
                 print((directory / "log").read_text()[-3000:], file=sys.stderr)
                 raise
             finally:
@@ -133,7 +133,7 @@ def look(pids: list[int], out: Path, seconds: float) -> Sample:
     for pid in pids:
         status = Path(f"/proc/{pid}/status").read_text()
         own = re.search(r"RssAnon:\s+(\d+)", status)
-        if own is None:  # of a process that has ended, and which its parent has not asked about
+        if own is None:  # it has ended, and torchrun does not know yet
             raise RuntimeError(f"rank {len(memory)} ended after {seconds:.0f} s")
         memory.append(int(own[1]) / 1e3)
         threads.append(int(re.search(r"Threads:\s+(\d+)", status)[1]))  # type: ignore[index]
