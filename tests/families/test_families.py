@@ -47,8 +47,8 @@ features."""
 TOLERANCE = 1e-5
 TOLERANCES = {"muse_spark": 2e-5, "hy_v4_vl": 2e-5, "inkling_text": 2e-5}
 """The first's experts' outputs are normed while they are small: transformers' own ways to compute experts differ by
-9e-6. The second's gradients of connections are 1e-5 from those in fp64 in transformers too, and of the third's global scales,
-each of which is one sum over all tokens, up to 9.7e-6."""
+9e-6. The second's gradients of connections are 1e-5 from those in fp64 in transformers too, and those of the third's
+global scales, each of which is one sum over all tokens, up to 9.7e-6."""
 CANCELLED = 1e-3
 """Gradients below this share of the norm of all are held to the tolerance at that share: they are what is left of
 larger numbers that cancel."""
