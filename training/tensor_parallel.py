@@ -81,23 +81,18 @@ class TensorParallel:
             ExpertMeshError: none: every region begins and ends with layers that do more than multiply.
         """
         ends = [region.overlapping_ends(quantized) for region in self.running]
-        both = sum(begins and finishes for begins, finishes in ends)
-        begins_alone, last_alone = (ends.count(alone) for alone in ((True, False), (False, True)))
-        found = both + begins_alone + last_alone
+        found = sum(map(any, ends))
         if not found:
             raise ExpertMeshError(
                 f"--async-tp: none of the {len(ends)} regions that --tp-size {self.group.size} divides begins or ends "
                 "with layers that only multiply, as those with adapters or quantized weights do not: leave it out"
             )
-        parts = [
-            f"{number} {what}"
-            for number, what in (
-                (both, "at both ends"),
-                (begins_alone, "at the beginning alone"),
-                (last_alone, "at the end alone"),
-            )
-            if number
-        ]
+        named = {
+            (True, True): "at both ends",
+            (True, False): "at the beginning alone",
+            (False, True): "at the end alone",
+        }
+        parts = [f"{ends.count(each)} {what}" for each, what in named.items() if each in ends]
         latent = sum(not region.first_layers for region in self.running)
         why = f"; {latent} begin with layers that are not divided" if latent else ""
         return f"exchanges of {found} of {len(ends)} regions in parts beside GEMMs (async): {', '.join(parts)}{why}"

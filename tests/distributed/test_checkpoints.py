@@ -40,7 +40,6 @@ def round_trip(source: Path, out: Path, topology: Topology, max_shard_size: int 
     export_model(model, checkpoint, topology, out, max_shard_size)
 
 
-@pytest.mark.quick(8)
 # of dtype, names and size of files each two together on every parallel layout, though not all three
 @pytest.mark.quick(4)
 @pytest.mark.parametrize(

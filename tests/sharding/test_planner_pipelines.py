@@ -167,7 +167,6 @@ def tiny_search(tried: Tried, between: float, accumulation: int = 16) -> list[Se
     return [plan.setting for plan in plans]
 
 
-@pytest.mark.quick(2)
 @pytest.mark.exhaustive
 def test_a_slow_network_asks_for_a_pipeline() -> None:
     assert tiny_search(Tried((1,), pp_size=None, chunks=1), between=1e6)[0].pp_size == 2
