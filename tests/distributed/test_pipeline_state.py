@@ -4,7 +4,7 @@ ranks."""
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ from tests.tiny import relative_error, save_model, save_tokenizer
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
 
+Layout = tuple[int, ...]
+Finished = Callable[[Layout], Path]
 
-def spread(pp: int, dp: int, ep: int, cp: int = 1) -> list[str]:
+
+def spread(pp: int, dp: int, ep: int, cp: int = 1, tp: int = 1) -> list[str]:
     """Flags of a parallel layout, for the global batch of 12 sequences that `flags` are about, three a forward."""
-    accumulation = 4 // (dp * ep // cp)
+    accumulation = 4 // (dp * ep // (cp * tp))
     return [
-        "--pp-size", str(pp), "--ep-size", str(ep), "--cp-size", str(cp),
+        "--pp-size", str(pp), "--ep-size", str(ep), "--cp-size", str(cp), "--tp-size", str(tp),
         "--per-device-train-batch-size", "3", "--gradient-accumulation-steps", str(accumulation),
     ]  # fmt: skip
 
@@ -38,40 +41,58 @@ def logged(out: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("deeper")
-    save_model(path, **LAYERS)
+    save_model(path, **LAYERS, num_key_value_heads=4)  # which tensor and context parallelism divide by four
     save_tokenizer(path)
     return path
 
 
 @pytest.fixture(scope="module")
-def finished(ranks: RankPool, model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run at pp 2, ep 2, with a checkpoint at step 4 of 6."""
-    out = tmp_path_factory.mktemp("finished") / "run"
-    run(ranks, 4, [*flags(model, tiny_data, out), *spread(2, 1, 2)])
-    assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-00000004"]
-    return out
+def finished(ranks: RankPool, model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Of a layout, as `spread` takes it, a whole run, with a checkpoint at step 4 of 6; made when first asked for."""
+
+    @cache
+    def made(layout: Layout) -> Path:
+        out = tmp_path_factory.mktemp("finished") / "run"
+        run(ranks, size(layout), [*flags(model, tiny_data, out), *spread(*layout)])
+        assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-00000004"]
+        return out
+
+    return made
 
 
-ARRANGEMENTS = [(2, 1, 2, 1), (1, 1, 1, 1), (4, 1, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (4, 1, 2, 1), (2, 1, 2, 2)]
+def size(layout: Layout) -> int:
+    return layout[0] * layout[1] * layout[2]
+
+
+STAGES, HEADS, POSITIONS = (2, 1, 2, 1, 1), (1, 1, 2, 1, 2), (1, 1, 2, 2, 1)
+"""Two ranks with half of the layers each; two with half of every attention layer's heads; two with half of every
+sequence. As `spread` takes them."""
+
+ARRANGEMENTS: list[tuple[Layout, Layout]] = [
+    (HEADS, STAGES),
+    *((STAGES, layout) for layout in [STAGES, (1, 1, 1, 1, 1), (4, 1, 1, 1, 1), (2, 2, 1, 1, 1), (1, 2, 2, 1, 1)]),
+    *((STAGES, layout) for layout in [(4, 1, 2, 1, 1), (2, 1, 2, 2, 1), HEADS, (2, 1, 2, 1, 2)]),
+    *((HEADS, layout) for layout in [HEADS, (1, 1, 1, 1, 1), POSITIONS, (1, 1, 4, 2, 2), (2, 2, 1, 1, 2)]),
+    *((POSITIONS, layout) for layout in [STAGES, HEADS, (1, 1, 4, 1, 4)]),
+]
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("pp", "dp", "ep", "cp"), ARRANGEMENTS)
+@pytest.mark.parametrize(("saved", "layout"), ARRANGEMENTS, ids=str)
 def test_resume_on_any_ranks(
-    ranks: RankPool, finished: Path, model: Path, tiny_data: Path, tmp_path: Path, pp: int, dp: int, ep: int, cp: int
+    ranks: RankPool, finished: Finished, model: Path, tiny_data: Path, tmp_path: Path, saved: Layout, layout: Layout
 ) -> None:
-    out = tmp_path / "run"
-    stop_at_checkpoint(finished, out)
-    argv = [*flags(model, tiny_data, out), *spread(pp, dp, ep, cp), "--resume", "auto"]
-    run(ranks, pp * dp * ep, argv)
-    before, after = logged(finished), logged(out)
+    whole, out = finished(saved), tmp_path / "run"
+    stop_at_checkpoint(whole, out)
+    run(ranks, size(layout), [*flags(model, tiny_data, out), *spread(*layout), "--resume", "auto"])
+    before, after = logged(whole), logged(out)
     assert [line["step"] for line in after] == list(range(1, STEPS + 1))
     for name in ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "z_loss"):
         assert [line[name] for line in after] == pytest.approx([line[name] for line in before], rel=1e-5), name
     assert [line["expert_tokens"] for line in after] == [line["expert_tokens"] for line in before]
-    weights, expected = read(out / "hf"), read(finished / "hf")
+    weights, expected = read(out / "hf"), read(whole / "hf")
     assert_equal_weights(weights, expected)
-    if (pp, dp, ep, cp) == (2, 1, 2, 1):
+    if layout == saved:
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
