@@ -140,7 +140,7 @@ def test_memory_and_arrangements_that_the_comments_state(name: str, gpus: int, s
     check_sizes(topology_of(config, gpus), moe_shape(model).num_experts)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_its_model(name: str) -> None:
     """What train_ep.py would refuse is not asked for, and what is asked for has an effect."""

@@ -3,8 +3,8 @@
 Of families `make test` takes those that between them have all that is particular to one, of a table a diagonal, and of
 a test with `@pytest.mark.quick(n)` n cases. What repeats others as a whole says so by `@pytest.mark.exhaustive`.
 
-`make test-rest` takes of the cases of a test that are left an eighth, of every family another, and all of a test with
-`@pytest.mark.every_family`. The others are `complete`: for `make test-all` alone.
+`make test-rest` takes of the cases of a test that are left one in twelve, of every family another, and one in n of a
+test with `@pytest.mark.one_in(n)`. The others are `complete`: for `make test-all` alone.
 """
 
 from collections import defaultdict
@@ -26,8 +26,8 @@ REPRESENTATIVES = (
 """Families that between them have shared experts and their gates, dense layers, groups and correction biases, biases,
 interleaved and clamped experts, and layers that carry a state."""
 
-OF_LEFT = 8
-"""Of so many cases of a test that are not in the quick tier one is in `make test-rest`."""
+OF_LEFT = 12
+"""Of so many cases of a test that are not in the quick tier one is in `make test-rest`, if it does not say itself."""
 
 
 def mark_tiers(items: Sequence[pytest.Item]) -> None:
@@ -39,10 +39,12 @@ def mark_tiers(items: Sequence[pytest.Item]) -> None:
         for item in without_quick(same):
             item.add_marker("exhaustive")
         left = [item for item in same if item.get_closest_marker("exhaustive") is not None]
-        if len(left) > 1 and left[0].get_closest_marker("every_family") is None:
+        if len(left) > 1:
+            marker = left[0].get_closest_marker("one_in")
+            step = OF_LEFT if marker is None else marker.args[0]
             for place, item in enumerate(left):
                 # each test begins one further, so that another family is left out
-                if (number + place) % len(left) % OF_LEFT:
+                if (number + place) % len(left) % step:
                     item.add_marker("complete")
 
 

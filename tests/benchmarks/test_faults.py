@@ -28,7 +28,7 @@ def test_short_form(run_whole: Callable[[int, list[str]], Run], capfd: pytest.Ca
         assert (f"| {fault.what} | " in printed) == (fault.in_short and not fault.of_pipelines), name
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_between_stages(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that is lost, or hangs, as it exchanges with another stage: the others say in which."""
     flags = ["--faults", "die-sending", "hang-receiving", "--pp-size", "2", "--times", "1", "--ranks", "2"]

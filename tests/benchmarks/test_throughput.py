@@ -156,7 +156,7 @@ def test_rows_of_a_sweep() -> None:
         divide_rows(300, 256)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_command(tmp_path: Path) -> None:
     sizes = ["--hidden-size=64", "--intermediate-size=64", "--layers=1", "--vocabulary=64", "--seq-length=16"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

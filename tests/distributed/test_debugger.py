@@ -12,7 +12,7 @@ from tests.distributed.test_train_ep import ROOT
 from tests.distributed.test_training import start
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_talks_on_one_rank_while_the_other_waits(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """It opens before training, goes on, opens again where rank 1 meets an error, and ends the run."""
     command = [

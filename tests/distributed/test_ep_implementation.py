@@ -224,7 +224,7 @@ def test_other_settings(ranks: RankPool, tmp_path: Path, family: str, case: Case
         assert_same(ours, theirs)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     [

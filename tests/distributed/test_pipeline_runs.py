@@ -69,6 +69,7 @@ def _bytes(directory: Path, pattern: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.glob(pattern) if file.is_file()}
 
 
+@pytest.mark.exhaustive
 def test_a_whole_run(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Trains, evaluates, saves and exports, as without a pipeline: tokens count once."""
     common = ["--eval-ratio", "0.1", "--eval-steps", "2", "--save-steps", "2", "--max-steps", "4"]

@@ -99,6 +99,7 @@ def test_evaluation_is_that_of_transformers(ranks: RankPool, tiny_model: Path, c
     assert found["eval_perplexity"] == pytest.approx(math.exp(total / targets), rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_early_stop_and_best_checkpoint(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """A rate that makes things worse after a while: training stops, the best checkpoint outlives --save-total-limit,
     its weights are exported, and a restart does not train on."""

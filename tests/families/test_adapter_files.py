@@ -232,7 +232,7 @@ def differing(base: dict[str, Tensor], merged: dict[str, Tensor], adapter: dict[
     return wrong
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_goes_on_from_what_peft_made(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, name: str

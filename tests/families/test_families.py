@@ -74,7 +74,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.quick(4)
-@pytest.mark.every_family
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
     case = Case(SAMPLES, family=family)

@@ -195,6 +195,6 @@ def test_config_files(campaign: Callable[..., None], small: Path) -> None:
     campaign(config_files, small)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_distribution_plans(campaign: Callable[..., None], small: Path) -> None:
     campaign(distribution_plans, small)

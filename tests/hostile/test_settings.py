@@ -165,6 +165,6 @@ def test_model_names(campaign: Callable[..., None]) -> None:
     campaign(model_names)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_plans(campaign: Callable[..., None], small: Path) -> None:
     campaign(plans, small)

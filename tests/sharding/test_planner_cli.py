@@ -77,6 +77,7 @@ def test_16_bytes_a_parameter_need_more_than_8_gpus(
         assert plan["fits"] == (memory["total"] <= 80 * 2**30)
 
 
+@pytest.mark.exhaustive
 def test_memory_decides(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(config_file), "--gpu-memory", "40GiB", *ALONE]) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -84,7 +85,7 @@ def test_memory_decides(config_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert "use at least 18 GPUs, or --optimizer adamw_torch_8bit or adamw_bf16" in out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawing = tmp_path / "sweep.svg"
     assert main(["plan", "--model", str(config_file), "--sweep", "--plot", str(drawing)]) == 0
@@ -156,7 +157,7 @@ def test_plan_with_flags_of_a_run(config_file: Path, shallow: Path, capsys: pyte
         assert (kept[setting]["memory"]["total"] > plan["memory"]["total"]) == (setting[2] == "selective")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_plan_with_shared_rows_and_inputs_in_host_memory(
     config_file: Path, shallow: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,7 +313,7 @@ def test_a_directory_without_config(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has no config.json" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_other_families(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:
     tiny_config(family).save_pretrained(tmp_path)
@@ -456,6 +457,7 @@ def measure_groups(topology: Topology) -> tuple[list[GroupSpeed], Any]:
     return speeds, measured_hardware(speeds, 2, device)
 
 
+@pytest.mark.exhaustive
 def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
     results = ranks.run(measure_groups, 4, Topology(4, 2, "full", 4))
     for speeds, _ in results:
