@@ -40,7 +40,8 @@ def written_for() -> str:
 
 def test_what_stands_around_the_table() -> None:
     assert TEXT.startswith(introduction(written_for()))
-    assert TEXT.endswith(reasons())
+    if written_for() == transformers.__version__:  # another has other families
+        assert TEXT.endswith(reasons())
 
 
 def test_the_root_readme_has_its_short_form() -> None:

@@ -130,7 +130,7 @@ class Saver:
         checkpoint: it is slow to come by. The copies begin when the device has done what it was told so far."""
         is_gpu = _is_on_gpu()
         if self.stager is None:
-            self.stager = DefaultStager(
+            self.stager = _Stager(
                 StagingOptions(
                     use_pinned_memory=is_gpu,
                     use_shared_memory=False,
@@ -286,6 +286,19 @@ class Saver:
                     place_link(self.directory / BEST, Path(name) if found == places[0] else found)
         dist.broadcast_object_list(there, src=0)
         return there[0]
+
+
+class _Stager(DefaultStager):
+    """torch 2.11's closes what copies tensors after each checkpoint, whereupon it can copy nothing more. This one does
+    so when it is closed itself."""
+
+    def _stage(self, state_dict: Any, **settings: Any) -> Any:
+        copier = self._state_dict_stager
+        vars(copier)["close"] = lambda: None  # of this one object, for this call
+        try:
+            return super()._stage(state_dict, **settings)
+        finally:
+            del vars(copier)["close"]
 
 
 def _is_on_gpu() -> bool:

@@ -208,7 +208,8 @@ def run_as_on_a_gpu(argv: list[str]) -> list[int]:
         mock.patch.object(saving, "StagingOptions", options),
         mock.patch.object(torch.cuda, "synchronize"),
     ):
-        assert run_main(argv)[0] == 0
+        code, said = run_main(argv)
+        assert code == 0, said
     return made
 
 
