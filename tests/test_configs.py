@@ -198,7 +198,7 @@ def test_the_recipes_are_those_of_the_table() -> None:
     assert all(f"| `{file.name}` |" in README for file in CONFIGS)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_the_table_states(name: str) -> None:
     """Parameters, the GPUs of 80 and of 192 GB on which it fits, ep size, optimizer, and whether rows are packed."""
@@ -249,7 +249,7 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_torchrun_script(flags: list[str], tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "configs/launch/torchrun.sh"), *flags, "--output-dir", str(tmp_path / "out")]
     port = str(free_port())
@@ -280,7 +280,7 @@ if [ "$1" = show ]; then echo localhost; fi
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_slurm_script(flags: list[str], tmp_path: Path) -> None:
     """With stand-ins for srun and scontrol: it trains, and a run that ends with 75 is put into the queue again."""
     (tmp_path / "bin").mkdir()

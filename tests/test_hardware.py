@@ -30,14 +30,14 @@ def test_gpus_for_all_weights_are_the_recipes(name: str) -> None:
     assert gpus_of(name) == TABLE[name][0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_adapters_fit(name: str, column: int) -> None:
     assert fits(name, TABLE[name][column], METHODS[column - 1])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("column", [1, 2], ids=["bf16", "nf4"])
 def test_adapters_do_not_fit_on_half_as_many(column: int) -> None:
     """Checked on one model: a forecast that accepted everything would pass the test before."""

@@ -53,7 +53,7 @@ def test_the_root_readme_has_its_short_form() -> None:
     assert f"loss and gradients of {supported} families, and updated weights of {trained}, are" in readme
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """The command on a family by its default config, also one that makes no model, and on a directory."""
     directory = str(CONFIGS / "granite-4.0-h-tiny")

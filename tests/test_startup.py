@@ -97,7 +97,7 @@ def test_mesh() -> None:
     assert not heavy
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_a_plan_of_what_was_measured_before(tiny_model: Path) -> None:
     """Only what is not in the cache directory is measured."""
     command = ["-m", "sharding", "plan", "--model", str(tiny_model), "--gpus", "2", "--micro-batch", "1"]

@@ -33,6 +33,16 @@ def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> 
         raise ExpertMeshError(
             f"--resume {path}: that run had --optim {there}, this one has {config.optim}; take the same"
         )
+    if config.optim == "shampoo":
+        # the shapes of its state depend on the one, and whether there are roots yet on the other
+        for flag, number, own in (
+            ("--shampoo-block-size", settings["shampoo_block_size"], config.shampoo_block_size),
+            ("--shampoo-start", settings["shampoo_start"] or settings["shampoo_frequency"], config.first_roots),
+        ):
+            if number != own:
+                raise ExpertMeshError(
+                    f"--resume {path}: that run had {flag} {number}, this one has {own}; take the same"
+                )
     scaling = settings.get("rope_scaling", "")
     if (read_rope_scaling(scaling) if scaling else None) != config.rope:
         there, here = (

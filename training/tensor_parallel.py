@@ -6,11 +6,14 @@ weights, and ends by adding up the parts' results, each rank those of its positi
 layers (norms, rotary positions, projections that the plan does not divide) is computed by every rank alike; what is
 made of it is not, so that each rank's gradients of it are one summand, as they are everywhere.
 
-In a forward whose sequences are complete (generation) all ranks of the group have the same ones.
+In a forward whose sequences are complete (generation) all ranks of the group have the same ones. Attention that is
+computed sample by sample, or with complete sequences of a CP group, has the positions in another order inside: there
+the parts' results are added up for all of them, and each rank takes its positions of what the attention returns.
 
 Shape suffixes: n ranks of the group, B sequences, S positions, L = S/n of them on this rank, D model width.
 """
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,13 +31,16 @@ from expertmesh.moe.experts.lora import A, B
 from expertmesh.moe.experts.quantised import SCALES
 from expertmesh.moe.kernels.fp8_casts import MULTIPLE
 from expertmesh.moe.kernels.fp8_linear import Division, FP8Layer
+from expertmesh.moe.model.build import fp32_parameters
 from expertmesh.moe.model.families import families_with_plan
 from expertmesh.moe.model.rowwise import RowwiseLinear
 from expertmesh.moe.model.tensor_plan import Region, regions_of
 from expertmesh.sharding import TPGroup
 from expertmesh.sharding.place.vocabulary import divided_vocabulary
 from expertmesh.sharding.topology import divisors, either
-from expertmesh.training.attention.complete_sequences import mixers_of
+from expertmesh.training.attention.by_sample import BySample
+from expertmesh.training.attention.complete_sequences import CompleteSequences, mixers_of
+from expertmesh.training.attention.packed_attention import tells_window
 from expertmesh.training.data import SplitSequences
 from expertmesh.training.kept_positions import KeptPositions, is_kept_otherwise
 from expertmesh.training.overlapped_regions import Operators, gather_multiply, multiply_scatter
@@ -51,6 +57,7 @@ class TensorParallel:
         regions: the modules.
         sequences: of the region that is running, where the group splits them; None where they are complete, or none
             is.
+        rearranged: whether that region computes other sequences than it is given.
         operators: by which matmuls run beside exchanges, with --async-tp, once the model is placed.
         running: the hooks of each region, in the order of `regions`.
     """
@@ -58,6 +65,7 @@ class TensorParallel:
     group: TPGroup
     regions: list[Region]
     sequences: int | None = None
+    rearranged: bool = False
     operators: Operators | None = None
     running: list["_Region"] = field(default_factory=list)
 
@@ -149,21 +157,23 @@ def divide_vocabulary(model: Any, cross_entropy: str) -> str:
     return found.line()
 
 
+_HEADS = re.compile(r"(?:^|_)num_(?:\w+_)?(attention|key_value)_heads$")
+
+
 def _check_heads(model: Any, tp_size: int) -> None:
-    text_config = model.config.get_text_config()
-    for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key and value heads")):
-        try:
-            number = getattr(text_config, name, None)
-        except RuntimeError:  # layers have unequally many
-            continue
-        if isinstance(number, int) and number % tp_size:
+    # also those of layers of another kind, as num_global_key_value_heads
+    for name, number in model.config.get_text_config().to_dict().items():
+        if (found := _HEADS.search(name)) and isinstance(number, int) and number % tp_size:
+            what = "attention heads" if found[1] == "attention" else "key and value heads"
             raise ExpertMeshError(
-                f"--tp-size {tp_size} does not divide the {number} {what} of this model; use {either(divisors(number))}"
+                f"--tp-size {tp_size} does not divide the {number} {what} of this model ({name}); use "
+                f"{either(divisors(number))}"
             )
 
 
 def _divide(model: Any, region: Region, parallel: TensorParallel, is_attention: bool) -> set[str]:
-    """Returns the names of the parameters that are divided."""
+    """Returns the names of the parameters that are divided: of what the family keeps in fp32 each rank has all, of
+    which it takes its part in every forward, as of adapters, as it has no FSDP unit with the others of its module."""
     module = model.get_submodule(region.path)
     owned = (*region.colwise, *region.rowwise)
     divided = {f"{path}.weight" for path in owned} | set(region.values)
@@ -198,7 +208,7 @@ def _divide(model: Any, region: Region, parallel: TensorParallel, is_attention: 
             own = list(part.parameters(recurse=False))
             if own and not isinstance(part, nn.Linear) and all(tuple(p.shape) in {(w,) for w in widths} for p in own):
                 _run_on_part(part, _FullWidth(parallel))
-    return divided
+    return divided - fp32_parameters(model).keys()
 
 
 def _run_on_part(module: nn.Module, hooks: Any) -> None:
@@ -299,6 +309,8 @@ class _Rowwise:
             summed = output  # see `_Region.begin`
         elif parallel.sequences is None:
             summed = parallel.group.all_reduce(output)
+        elif parallel.rearranged:
+            summed = parallel.group.sum(output)
         elif self.is_attention:
             by_sequence = output.unflatten(0, (parallel.sequences, -1)) if output.dim() == 2 else output
             summed = parallel.group.reduce_scatter(by_sequence, 1)
@@ -319,13 +331,15 @@ class _FullWidth:
         (x,), group = args, self.parallel.group
         if self.parallel.sequences is None:
             return (group.all_gather(x, -1),), kwargs
+        if self.parallel.rearranged:
+            return (group.gather(x, -1),), kwargs
         return (group.to_positions(x.flatten(0, -2), 0),), kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor):
             return None
         group = self.parallel.group
-        if self.parallel.sequences is None:
+        if self.parallel.sequences is None or self.parallel.rearranged:
             return group.mine(output, -1)
         columns = group.to_columns(output, 0)
         return columns.unflatten(0, (self.parallel.sequences, -1))
@@ -387,11 +401,11 @@ class _Region:
             vars(layer)["forward"] = partial(_known, layer, output)
         return gathered
 
-    def begin(self, split: SplitSequences) -> None:
-        self.parallel.sequences = len(split.positions_BS)
+    def begin(self, split: SplitSequences, rearranged: bool = False) -> None:
+        self.parallel.sequences, self.parallel.rearranged = len(split.positions_BS), rearranged
         self.tokens = split.positions_BS.numel() * self.parallel.group.size // split.cp_group.size
         for last, hooks in self.last.items():
-            if self.parallel.operators is not None and _is_plain(last):
+            if self.parallel.operators is not None and _is_plain(last) and not rearranged:
                 vars(last)["forward"] = partial(hooks.overlapped, last)
 
     def _note(self, x: Tensor, dim: int, gathered: Tensor) -> None:
@@ -402,7 +416,7 @@ class _Region:
         if self.kept is not None:
             self.kept.__exit__()
             self.kept = None
-        self.parallel.sequences, self.tokens = None, 0
+        self.parallel.sequences, self.parallel.rearranged, self.tokens = None, False, 0
         self.given.clear()
         for layer in (*self.last, *self.first_layers):
             vars(layer).pop("forward", None)
@@ -457,16 +471,21 @@ class _Attention(_Region):
             forward.within_tp = Within(_inside(forward), forward.gathered)
         within: Within = forward.within_tp
         args, kwargs = self._gathered(module, (args, kwargs), split, within)
-        self.begin(split)
+        self.begin(split, _rearranges(module, within.forward))
         self.inside = within.forward.__enter__()
         return args, kwargs
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         _hide(module)
+        rearranged = self.parallel.rearranged
         self.end()
         if self.inside is not None:
             self.inside.__exit__()
             self.inside = None
+        if not rearranged or output is None:
+            return None
+        leaves, structure = tree_flatten(output)
+        return tree_unflatten([self.parallel.group.mine(leaves[0], dim=1), *leaves[1:]], structure)
 
     def _gathered(self, module: nn.Module, given: Any, split: SplitSequences, within: "Within") -> Any:
         """The arguments, with the positions of all the group's ranks."""
@@ -487,6 +506,8 @@ class _Attention(_Region):
     def _dim_of_positions(self, module: nn.Module, x: Tensor, split: SplitSequences) -> int | None:
         """Which dim of an argument has this rank's positions, if one has. To be asked in a forward in which no size of
         the model is equal to their number, as the one in which a model is tried."""
+        if tells_window(x):
+            return None
         length = split.positions_BS.shape[1] // split.cp_group.size
         dims = [dim for dim, size in enumerate(x.shape) if size == length]
         if len(dims) > 1:
@@ -519,6 +540,13 @@ class Within:
         if len(self.gathered) > _MOST_GATHERED:
             del self.gathered[next(iter(self.gathered))]
         return known[1]
+
+
+def _rearranges(module: nn.Module, forward: Forward) -> bool:
+    """Whether attention computes other sequences in a `Forward` than it is given."""
+    if isinstance(module.forward, CompleteSequences):
+        return module.forward.rearranges(forward)
+    return isinstance(module.forward, BySample) and forward.segments is not None
 
 
 def _inside(forward: Forward) -> Forward:

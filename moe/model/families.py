@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +28,30 @@ class FamilyFacts:
     top_k: int
 
 
-def causal_families() -> list[str]:
+@cache
+def causal_families() -> tuple[str, ...]:
     """The model type of every class that predicts next tokens, of text alone or of images and more beside it, whose
     module, or that of its language model, marks a class as experts: one type per class, that of complete checkpoints
     (`..._moe`) before that of their text part (`..._moe_text`)."""
-    from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
 
-    types: dict[Any, str] = {}
-    for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if _marks_experts(model_type) and (class_name not in types or CONFIG_MAPPING[model_type].sub_configs):
-            types[class_name] = model_type
-    with_parts = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    for model_type, class_name in with_parts.items():
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and _has_marked_part(model_type):
-            types.setdefault(class_name, model_type)
-    return sorted(types.values())
+    marked = {name: kind for name, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if _marks_experts(name)}
+    several_parts = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    with_parts = {
+        name: kind
+        for name, kind in several_parts.items()
+        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and _has_marked_part(name)
+    }
+    return tuple(sorted({**_type_by_class(with_parts), **_type_by_class(marked)}.values()))
 
 
 def families_passed_over() -> list[str]:
     """The model types of classes that predict next tokens, and have experts by the names of their parts, of which
     transformers marks none."""
-    from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -65,13 +64,21 @@ def families_passed_over() -> list[str]:
         **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     }
     known = {classes[model_type] for model_type in causal_families()}
+    others = {
+        name: kind for name, kind in classes.items() if kind not in known and _EXPERTS.search(_source("modeling", name))
+    }
+    return sorted(_type_by_class(others).values())
+
+
+def _type_by_class(classes: dict[str, Any]) -> dict[Any, str]:
+    """Of each class one of its model types: one whose config has parts before others, and the last of several."""
+    from transformers import CONFIG_MAPPING
+
     types: dict[Any, str] = {}
     for model_type, class_name in classes.items():
-        if class_name in known or not _EXPERTS.search(_source("modeling", model_type)):
-            continue
         if class_name not in types or CONFIG_MAPPING[model_type].sub_configs:
             types[class_name] = model_type
-    return sorted(types.values())
+    return types
 
 
 def _with_parts(kind: Any) -> list[Any]:
@@ -83,7 +90,8 @@ def _with_parts(kind: Any) -> list[Any]:
     return [kind, *(part for own in parts for part in _with_parts(own))]
 
 
-def families_with_plan() -> list[str]:
+@cache
+def families_with_plan() -> tuple[str, ...]:
     """The families whose attention transformers' plans of tensor parallelism (`base_model_tp_plan`) divide."""
     from transformers import CONFIG_MAPPING
 
@@ -92,7 +100,7 @@ def families_with_plan() -> list[str]:
         plans = [getattr(kind, "base_model_tp_plan", None) or {} for kind in _with_parts(CONFIG_MAPPING[family])]
         if any("attn." in name and style.startswith("rowwise") for plan in plans for name, style in plan.items()):
             found.append(family)
-    return found
+    return tuple(found)
 
 
 def _has_marked_part(model_type: str) -> bool:

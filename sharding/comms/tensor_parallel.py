@@ -47,6 +47,11 @@ class TPGroup:
         part: Tensor = _ReduceScatter.apply(self, x, dim)
         return part
 
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' tensors. Differentiable: so is the gradient."""
+        summed: Tensor = _Sum.apply(self, x)
+        return summed
+
     def to_positions(self, x: Tensor, dim: int) -> Tensor:
         """From this rank's columns (of the last dim) of all positions (along `dim`) to all columns of this rank's
         positions. Differentiable."""
@@ -141,6 +146,18 @@ class _ReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         return None, ctx.group.all_gather(grad, ctx.dim), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TPGroup, x: Tensor) -> Tensor:
+        ctx.group = group
+        return group.all_reduce(x.clone())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.group.all_reduce(grad.clone())
 
 
 class _ToPositions(torch.autograd.Function):

@@ -39,7 +39,7 @@ def test_between_stages(run_whole: Callable[[int, list[str]], Run], capfd: pytes
     assert "every rank reports where it hangs, the stage included" in printed
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.skipif(not can_make_networks(), reason="needs root and network namespaces")
 def test_two_nodes(run_whole: Callable[[int, list[str]], Run], capfd: pytest.CaptureFixture[str]) -> None:
     """In network namespaces: the link between them is cut, which ends the run within its time limit, or slowed."""

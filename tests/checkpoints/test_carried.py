@@ -230,6 +230,7 @@ def encoded(deepseek: tuple[Path, dict[str, Tensor]], tmp_path_factory: pytest.T
     return path
 
 
+@pytest.mark.exhaustive
 def test_encoded_predictors_stay_codes_in_shards(
     encoded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

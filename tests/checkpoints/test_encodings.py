@@ -157,7 +157,7 @@ def test_any_rectangle() -> None:
             assert torch.equal(as_tensor(wide, "BF16"), want[rows.start : rows.stop, columns.start : columns.stop])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", SOURCES)
 def test_shards_keep_the_encoding(
     sources: dict[str, Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -318,6 +318,7 @@ DAMAGE: dict[Callable[[Tensors], None], str] = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_damaged_scales_are_named(
     sources: dict[str, Path], tmp_path: Path, damage: Callable[[Tensors], None], load_alone: Callable[[Path], Any]
@@ -336,6 +337,7 @@ def test_damaged_scales_are_named(
 GROUPS = "model.layers.0.mlp.experts.down_proj"
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -185,6 +185,7 @@ def changed_blocks(before: Tensor, after: Tensor) -> Tensor:
     return changed
 
 
+@pytest.mark.exhaustive
 def test_merged_is_quantized_again(
     sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

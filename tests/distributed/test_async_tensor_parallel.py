@@ -49,6 +49,7 @@ class StandIns:
 
 @pytest.mark.quick(1)
 # projections by way of low ranks, which every rank computes alike; MLPs that are divided too
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v2", "qwen2_moe"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_same_in_parts(ranks: RankPool, tmp_path: Path, family: str, checkpointing: Any) -> None:

@@ -83,7 +83,7 @@ class Measured:
     grads: dict[str, Tensor]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("jitter", [0.0, 0.2])
 def test_what_is_repeated_and_held(ranks: RankPool, tmp_path: Path, jitter: float) -> None:
     save_model(tmp_path, num_hidden_layers=LAYERS, router_jitter_noise=jitter)
@@ -141,7 +141,7 @@ def _measure_products(path: Path, ep_size: int) -> list[Measured]:
     return [_measure_mode(path, Topology(2, ep_size), replace(case, gradient_checkpointing=mode)) for mode in MODES]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_experts_of_all_kinds(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     case = Case(SAMPLES, **KINDS[kind])
@@ -151,6 +151,7 @@ def test_gradients_of_experts_of_all_kinds(ranks: RankPool, tmp_path: Path, kind
         assert not _differing(none, selective)
 
 
+@pytest.mark.exhaustive
 @interpreted
 @pytest.mark.parametrize("kernel", ["megablocks-sparse", "megablocks-grouped"])
 def test_gradients_by_megablocks(ranks: RankPool, tmp_path: Path, kernel: str) -> None:

@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("topology", "name"),
     [
@@ -71,7 +71,7 @@ def test_equals_one_process(ranks: RankPool, model: Path, topology: Topology, na
     assert_same(found, expected(name), CASES[name])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_a_run_of_shared_rows(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Packed, evaluated, asked, saved; and resumed by ranks that share no rows, or share them among more."""
     common = (

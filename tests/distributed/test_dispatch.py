@@ -170,6 +170,7 @@ def test_equals_a_row_for_each_choice(ranks: RankPool, tmp_path: Path, kind: str
             assert [name for name, figure in first.items() if not torch.equal(figure, other[name])] == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dispatch", ["rank", "node"])
 def test_equals_a_row_for_each_choice_of_few_experts(ranks: RankPool, tmp_path: Path, dispatch: str) -> None:
     """A whole model on 8 ranks, all of whose tokens go to the experts of the first three: the others have no row."""
@@ -395,6 +396,7 @@ def _assert_moved(found: Routed, hops: list[tuple[list[int], list[int], list[int
         assert len(moved) == sum(len(expected) for key, expected in want.items() if key[0] == direction)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("kind", "num_parts"), product(["rank", "node"], [1, 2]))
 def test_gradients_of_weights_by_finite_differences(ranks: RankPool, kind: str, num_parts: int) -> None:
     experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS["spread"]]

@@ -104,7 +104,7 @@ def test_fewer_rows_than_ranks(ranks: RankPool, models: Any, world_size: int, ep
 TIED = {"num_key_value_heads": 1, "tie_word_embeddings": True}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("topology", "changes"),
     [
@@ -132,7 +132,7 @@ def test_other_shapes(ranks: RankPool, models: Any, topology: Topology, changes:
 NOISY = {"router_jitter_noise": 0.2, "attention_dropout": 0.1}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "changes", "dtype"),
     [

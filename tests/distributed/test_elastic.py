@@ -64,6 +64,7 @@ def test_how_tokens_travel_to_fewer_ranks() -> None:
     assert changes(6, 12, dispatch="node", ranks_per_node=4) == {"ranks_per_node": None}
 
 
+@pytest.mark.exhaustive
 def test_other_ranks_without_it_are_refused(ranks: RankPool, common: list[object], tmp_path: Path) -> None:
     common += ["--output-dir", tmp_path, "--resume", "auto", "--save-steps", 1, "--max-steps", 1]
     assert start(ranks, 4, *common) == [(0, "")] * 4

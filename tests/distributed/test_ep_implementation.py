@@ -247,6 +247,7 @@ def test_in_bf16(ranks: RankPool, tmp_path: Path, family: str, case: Case) -> No
     assert distance(ours, exact) <= 1.25 * distance(theirs, exact)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ep_size", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_ranks_without_rows(ranks: RankPool, tmp_path: Path, ep_size: int) -> None:
     """Routers of zeros tie all experts, and every token takes the same two: of the others' ranks none gets a row."""
@@ -263,6 +264,7 @@ def test_ranks_without_rows(ranks: RankPool, tmp_path: Path, ep_size: int) -> No
     assert sum(bool(grad.any()) for grad in down) == 2
 
 
+@pytest.mark.exhaustive
 def test_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     """Two runs give the same bits, and so does one that recomputes its layers in backward."""
     save(tmp_path, "mixtral")
@@ -295,6 +297,7 @@ def trained_by_trainer(path: Path, implementation: str, output_dir: Path) -> lis
     return [line[key] for line in trainer.state.log_history if "grad_norm" in line for key in ("loss", "grad_norm")]
 
 
+@pytest.mark.exhaustive
 def test_in_trainer(ranks: RankPool, tmp_path: Path) -> None:
     save(tmp_path / "model", "qwen3_moe")
     ours, theirs = (

@@ -69,6 +69,7 @@ def test_arrangements(
 DENSE = Case(SAMPLES, z=0.01, compute_dtype=torch.bfloat16, settings={"dense_precision": "fp8"})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "dense_shard", "checkpointing"), [(2, 2, "full", "selective"), (4, 2, "hybrid", "full")]
 )

@@ -220,10 +220,7 @@ def assert_same_run(found: list[dict[str, Any]], run: Any, written: Path, since:
     assert all(torch.equal(ours[name], weights[name]) for name in weights), "other bits than train_ep.py's"
 
 
-quickly = pytest.mark.quick(1)
-
-
-@quickly
+@pytest.mark.exhaustive
 def test_loop_of_ones_own(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     model, settings, *_ = run
     logs = ranks.run(own_loop, 4, model, settings, tmp_path)[0]
@@ -231,7 +228,6 @@ def test_loop_of_ones_own(run: Any, ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@quickly
 def test_transformers_trainer(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     """Killed after its checkpoint and resumed, it ends with the same bits."""
     model, settings, *_ = run
@@ -245,7 +241,6 @@ def test_transformers_trainer(run: Any, ranks: RankPool, tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive
-@quickly
 def test_trl(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     """Its own collator and its own ideas of a forward."""
     model, settings, *_ = run
@@ -253,7 +248,7 @@ def test_trl(run: Any, ranks: RankPool, tmp_path: Path) -> None:
     assert_same_run(logs, run, tmp_path / "model")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_loop_of_ones_own_through_stages(models: dict[str, Path], data: Path, ranks: RankPool, tmp_path: Path) -> None:
     """Both ranks of a pipeline are given the same batches."""
     settings = settings_of(data, 2, lora=False) | {"pp_size": 2}

@@ -89,7 +89,7 @@ def test_one_ends_early(ranks: RankPool, path: Path, world_size: int, ep_size: i
     assert found == [expected] * world_size
 
 
-@pytest.mark.quick(1)
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "reshard"),
     [(1, 1, True), (4, 2, True), (4, 4, True), (4, 2, False)],

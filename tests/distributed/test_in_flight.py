@@ -67,7 +67,7 @@ class Found:
     grads: dict[str, Tensor]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("family", "way"),
     list(dict.fromkeys([*two_diagonals(REPRESENTATIVES, list(WAYS)), *((STATEFUL, way) for way in WAYS)])),

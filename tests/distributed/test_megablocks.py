@@ -22,6 +22,7 @@ from tests.tiny import relative_error, save_model, tiny_block
 CHANGES: dict[str, Any] = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_local_experts=4)
 
 
+@pytest.mark.quick(1)
 @interpreted
 @pytest.mark.parametrize(
     ("kernel", "layout"), diagonal(["megablocks-sparse", "megablocks-grouped"], [(2, 2), (4, 4), (4, 2)])

@@ -1,14 +1,18 @@
 """Every optimizer, and parameters in host memory: the same weights for every parallel layout, also over a resume."""
 
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import Topology
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.shampoo import inverse_fourth_root
+from expertmesh.training.resume_checks import check_trained
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, ours, random_samples, reference, sharded_model, train_config
 from tests.distributed.test_checkpoints import read
@@ -53,7 +57,7 @@ def test_muon_is_torchs_on_every_experts_matrices(
     assert_same(found, reference(case), case)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("num_experts", "world_size", "ep_size", "dense_shard"),
     [
@@ -146,6 +150,22 @@ def test_another_optimizers_checkpoint_is_refused(
     ((code, told),) = ranks.run(run_main, 1, [*argv, "--resume", "auto", "--optim", "muon"], join_group=False)
     assert code == 2
     assert "that run had --optim adamw_torch_fused, this one has muon" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"shampoo_block_size": 96}, "that run had --shampoo-block-size 1024, this one has 96; take the same"),
+        ({"shampoo_start": 3}, "that run had --shampoo-start 10, this one has 3; take the same"),
+        ({"shampoo_frequency": 5}, "that run had --shampoo-start 10, this one has 5; take the same"),
+        ({"shampoo_frequency": 5, "shampoo_start": 10}, None),
+    ],
+)
+def test_factors_of_other_blocks_and_missing_roots_are_refused(settings: dict[str, Any], said: str | None) -> None:
+    saved = asdict(train_config(optim="shampoo"))
+    refused = nullcontext() if said is None else pytest.raises(ExpertMeshError, match=said)
+    with refused:
+        check_trained(saved, train_config(optim="shampoo", **settings), Path("step-00000002"))
 
 
 @pytest.mark.quick(1)

@@ -139,6 +139,7 @@ def _watching() -> Iterator[list[str]]:
         yield seen
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_what_is_kept_is_not_computed_again(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """Two products a layer that keeps them, of those that are fused and those that are not."""

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("pp", "dp", "ep"), PARTS)
 def test_equals_one_process(ranks: RankPool, model: Path, pp: int, dp: int, ep: int) -> None:
     topology = Topology(pp * dp * ep, ep, pp_size=pp)
@@ -45,7 +45,7 @@ def test_equals_one_process(ranks: RankPool, model: Path, pp: int, dp: int, ep: 
     assert_same(found, expected(), CASE)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.complete
 @pytest.mark.parametrize(("pp", "dp", "ep"), PARTS)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_bits_are_those_without_a_pipeline(
@@ -82,7 +82,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(20))
 def test_random_cuts_and_schedules(ranks: RankPool, deep: Path, seed: int) -> None:
     """Stages of any lengths, however many of them a rank has, and any number of micro-batches."""

@@ -77,7 +77,7 @@ ARRANGEMENTS: list[tuple[Layout, Layout]] = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("saved", "layout"), ARRANGEMENTS, ids=str)
 def test_resume_on_any_ranks(
     ranks: RankPool, finished: Finished, model: Path, tiny_data: Path, tmp_path: Path, saved: Layout, layout: Layout

@@ -213,6 +213,7 @@ def run_as_on_a_gpu(argv: list[str]) -> list[int]:
     return made
 
 
+@pytest.mark.exhaustive
 def test_memory_for_copies_is_made_before_the_first_checkpoint(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -249,6 +250,7 @@ def resumed_logits(argv: list[str]) -> torch.Tensor:
     return found["logits"]
 
 
+@pytest.mark.exhaustive
 def test_export_gives_the_sharded_models_logits(
     ranks: RankPool, finished: Path, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -444,6 +446,7 @@ run_command(train_ep.main)
 """
 
 
+@pytest.mark.exhaustive
 def test_interrupted_while_saving(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Ctrl-C leaves nothing of the checkpoint under way, one line, and the exit code that shells know."""
     argv = flags(tiny_model, tiny_data, tmp_path / "run", *shares(1), "--save-steps", "2")
@@ -526,6 +529,7 @@ def test_what_a_kill_leaves_behind(
     assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
 
 
+@pytest.mark.exhaustive
 def test_going_back_gives_up_what_came_later(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -549,6 +553,7 @@ def _without_facts(checkpoint: Path) -> None:
     (checkpoint / "checkpoint.json").write_text(json.dumps(seal(marker)))
 
 
+@pytest.mark.exhaustive
 def test_other_weights_or_data_are_not_resumed(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
 ) -> None:

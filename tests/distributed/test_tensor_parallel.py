@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from expertmesh.sharding import Topology
 from expertmesh.training.change.compiling import compilation
@@ -50,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
@@ -65,7 +66,7 @@ def test_equals_one_process(ranks: RankPool, model: Path, layout: str, name: str
     assert_same(found, expected(name), CASES[name])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("layout", "name"), [("tp 2", "aux"), ("tp 2 x ep 2", "selective"), ("tp 2 x cp 2", "accumulate")], ids=str
 )
@@ -93,7 +94,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("layout", ["tp 2", "tp 4", "tp 2 x ep 2", "hybrid"])
+@pytest.mark.parametrize("layout", ["tp 2", "tp 4", "tp 2 x ep 2", "hybrid", "tp 2 x cp 2"])
 @pytest.mark.parametrize("name", ["complete logits", "muon", "shampoo"])
 def test_settings_equal_one_process(
     ranks: RankPool, model: Path, monkeypatch: pytest.MonkeyPatch, layout: str, name: str
@@ -119,7 +120,7 @@ def test_settings_equal_one_process(
     ids=" ".join,
 )
 def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """Packed, evaluated, asked, saved; and resumed by ranks that divide nothing, or divide among more."""
+    """Packed, evaluated, asked, saved; and resumed by ranks that divide among more, sequences too, or nothing."""
     save_model(tmp_path / "model", **HEADS)
     save_tokenizer(tmp_path / "model")
     common = (
@@ -130,13 +131,14 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, flags: tuple[st
         *("--per-device-eval-batch-size", 3, "--generate-max-new-tokens", 8, "--check-replicas", 2, *flags),
     )
 
-    def run(out: Path, world_size: int, *more: object, steps: int = 4) -> None:
+    def run(out: Path, world_size: int, *more: object, steps: int = 5) -> None:
         argv = (*common, "--output-dir", out, "--max-steps", steps, *more)
         assert start(ranks, world_size, *argv) == [(0, "")] * world_size
 
     run(tmp_path / "whole", 2, "--ep-size", 2, "--save-steps", 0)
     run(tmp_path / "divided", 4, "--ep-size", 2, "--tp-size", 2, steps=2)
     run(tmp_path / "divided", 4, "--ep-size", 4, "--tp-size", 4, "--resume", "auto", steps=3)
+    run(tmp_path / "divided", 4, "--ep-size", 2, "--tp-size", 2, "--cp-size", 2, "--resume", "auto", steps=4)
     run(tmp_path / "divided", 2, "--ep-size", 1, "--resume", "auto", "--save-steps", 0)
     for key in ("loss", "eval_loss", "grad_norm", "z_loss", "tokens"):
         found, expected = (
@@ -152,6 +154,20 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, flags: tuple[st
     # a B begins at zero: some of its first gradients are noise, of which Adam's step takes the sign
     assert found.keys() == expected.keys()
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-3
+
+
+@pytest.mark.exhaustive
+def test_elastic(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Three ranks in place of four divide nothing."""
+    common = (
+        *("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path, "--per-device-train-batch-size", 2),
+        *("--lr-scheduler-type", "constant", "--ep-size", 2, "--tp-size", 2, "--save-steps", 1),
+    )
+    assert start(ranks, 4, *common, "--max-steps", 1) == [(0, "")] * 4
+    assert start(ranks, 3, *common, "--max-steps", 2, "--resume", "auto", "--elastic") == [(0, "")] * 3
+    settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert (settings["tp_size"], settings["ep_size"], settings["global_batch_size"]) == (1, 1, 4)
+    assert lines(tmp_path, "loss")[-1]["step"] == 2
 
 
 def test_sizes_that_do_not_come_out_even(

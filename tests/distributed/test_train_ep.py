@@ -62,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_same_weights_of_any_shape(ranks: RankPool, tiny_data: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     save_model(tmp_path / "model", **changes)
@@ -177,7 +177,7 @@ def test_all_modes_at_once(ranks: RankPool, tiny_model: Path, tiny_data: Path, t
         assert max(relative_error(found[name], plain[name]) for name in plain) < 2e-2, products
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["same", "fp8"])
 def test_working_weights_that_are_kept(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, precision: str
@@ -192,6 +192,7 @@ def test_working_weights_that_are_kept(
     assert not all(torch.equal(anew[name], before[name]) for name in anew if "experts" in name)
 
 
+@pytest.mark.exhaustive
 def test_config_that_asks_for_router_logits(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     """Models saved after training with HF's balancing loss say so in their config; ours is then on by default."""
     save_model(tmp_path / "model", output_router_logits=True)

@@ -78,6 +78,7 @@ def test_rows_of_any_kind_at_any_arrangement(
         assert other_losses == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_evaluation_is_that_of_transformers(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """The last evaluation against the exported model and tokenizer in transformers, conversation by conversation."""
     train(ranks, 2, tiny_model, chats, tmp_path, "--ep-size", "2", "--eval-dataset", str(chats))
@@ -173,6 +174,7 @@ def test_best_checkpoint_after_going_back(ranks: RankPool, tiny_model: Path, cha
         assert lines(tmp_path / "e", "eval_loss")[0]["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_threshold_stops_but_does_not_choose(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """As in transformers: an evaluation that is better by less than the threshold is still the best."""
     argv = [
@@ -231,6 +233,7 @@ def test_answers_of_plain_text(ranks: RankPool, tiny_model: Path, tmp_path: Path
     assert not (tmp_path / "out" / "hf" / "chat_template.jinja").exists()
 
 
+@pytest.mark.exhaustive
 def test_answers_while_training(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """Every so many steps and at the end, and nothing of training is different for it."""
     plain = train(ranks, 2, tiny_model, chats, tmp_path / "plain", "--ep-size", "2", "--eval-ratio", "0.1")

@@ -34,7 +34,7 @@ def expected(name: str) -> Figures:
     return reference(case_of(name), seed=1)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("topology", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_equals_one_process(ranks: RankPool, tmp_path: Path, name: str, topology: Topology) -> None:

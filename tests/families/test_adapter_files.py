@@ -151,7 +151,7 @@ def logits_of_class(model: Any) -> Tensor:
     return logits
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 @pytest.mark.parametrize("name", WHOLE)
 def test_peft_loads_it_onto_the_named_class(
@@ -260,6 +260,7 @@ def test_goes_on_from_what_peft_made(
     assert 1e-4 < relative_error(logits_by_peft(models[name], further / "adapter"), want) < 1
 
 
+@pytest.mark.exhaustive
 def test_inspect(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,6 +272,7 @@ def test_inspect(
     assert "experts.7.w3.lora_B.weight" in said
 
 
+@pytest.mark.exhaustive
 def test_verify(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,7 +67,7 @@ def test_resumed_runs_end_alike(
     assert all("lora_" in name for name in of_model)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_what_does_not_belong_together_is_refused(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -102,7 +102,7 @@ def test_what_does_not_belong_together_is_refused(
     )[0][1]  # fmt: skip
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize(
     "flags",
     [

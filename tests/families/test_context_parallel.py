@@ -173,7 +173,7 @@ RUNS: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, name: str) -> None:
     """Trained, evaluated and asked: the same on 2 ranks and on 4 that share sequences by twos."""

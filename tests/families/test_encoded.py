@@ -173,6 +173,7 @@ def test_merged_as_it_came(ranks: RankPool, models: dict[str, Path], tiny_data: 
         assert torch.equal(tensor.view(torch.uint8), base[name].view(torch.uint8)) == ("o_proj" not in name), name
 
 
+@pytest.mark.exhaustive
 def test_refused_before_training(ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path) -> None:
     """An encoding that can be read, and has no published encoder."""
     source = tmp_path / "model"

@@ -60,7 +60,7 @@ def test_all_but_few_are_supported() -> None:
     assert len(FAMILIES) >= 45
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     """`python -m expertmesh.moe families`, of some."""
     known = sorted(UNSUPPORTED.keys() & set(causal_families()))
@@ -73,8 +73,8 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "llama: no causal mixture-of-experts model" in capsys.readouterr().err
 
 
-@pytest.mark.quick(4)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:
     case = Case(SAMPLES, family=family)

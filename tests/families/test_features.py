@@ -212,7 +212,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return saved
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("feature", "family"),
     [

@@ -103,7 +103,7 @@ def compare(found: dict[str, Tensor], want: dict[str, Tensor], floor: float, tol
     assert not wrong, wrong
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows(ranks: RankPool, tmp_path: Path, family: str) -> None:
     """The same loss and gradients, whether samples have a row each or share one."""
@@ -133,7 +133,7 @@ SPLIT_PACKED: dict[str, tuple[Topology, dict[str, Any]]] = {
 STATEFUL = ["qwen3_next", "qwen3_5_moe"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "name"), [*zip(cycle(STATEFUL), PACKED, strict=False), *product(STATEFUL, SPLIT_PACKED)]
 )

@@ -105,7 +105,7 @@ STEPS, RATE = 6, 0.001
 BIAS = "e_score_correction_bias"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_bias_moves_alike_on_any_ranks(ranks: RankPool, tiny_data: Path, tmp_path: Path) -> None:
     """After 6 steps every bit is the same: at (1,1), (4,2), (4,4), in one forward a step or several, with layers
     recomputed in backward, and in a run that was resumed. It is exported in fp32 from a model in bf16."""

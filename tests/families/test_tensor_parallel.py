@@ -11,13 +11,24 @@ import torch.distributed as dist
 from expertmesh.moe import ExpertMeshError, build_model
 from expertmesh.moe.model.families import families_with_plan
 from expertmesh.sharding import Topology
+from expertmesh.training.data import collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from expertmesh.training.tensor_parallel import apply_tensor_parallel
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, hf_model, in_full, my_batches, ours, reference, sharded_model
-from tests.families.configs import tiny_config, tiny_model
+from tests.distributed.reference import (
+    Case,
+    hf_model,
+    in_full,
+    my_batches,
+    ours,
+    random_samples,
+    reference,
+    sharded_model,
+)
+from tests.families.configs import skip_if_older, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES, SAMPLES, TOLERANCE, TOLERANCES, compare, gradients_of
+from tests.families.test_packing import REFUSED
 from tests.families.test_parity import CANCELLED, WEIGHT_TOLERANCE, has_auxiliary_loss
 from tests.families.test_parity import SAMPLES as TRAINING_SAMPLES
 from tests.families.test_parity import compare as compare_training
@@ -44,6 +55,48 @@ def test_gradients(ranks: RankPool, tmp_path: Path, family: str) -> None:
     compare(our_grads, grads, "tp 2", TOLERANCES.get(family, TOLERANCE))
     assert divided, "what is divided must be, on every rank"
     assert all(rows == whole // 2 for rows, whole in divided.values()), divided
+
+
+# in rows of two samples and more, of positions that two ranks do not divide between samples
+PACKED = random_samples([13, 4, 5, 16, 11], vocabulary=290)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [family for family in PLANNED if family not in REFUSED])
+def test_packed(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    """Also where attention runs sample by sample, and the ranks of a CP group have each some of the sequences."""
+    skip_if_older("may refuse packed samples of some families")
+    case = Case(PACKED, family=family, changes=two_heads(family), attention="auto", settings={"packing": True})
+    theirs: Any = tiny_model(family, seed=1, **case.changes)
+    theirs.save_pretrained(tmp_path)
+    loss, grads = gradients_of(theirs, case)
+    few_heads = family == "dots3_note"  # in some of its layers
+    for topology in (TP_2, *(() if few_heads else [Topology(4, 2, tp_size=2, cp_size=2)])):
+        our_loss, our_grads = ranks.run(_packed, topology.world_size, tmp_path, topology, case)[0]
+        assert our_loss == pytest.approx(loss, rel=TOLERANCE)
+        compare(our_grads, grads, str(topology), TOLERANCES.get(family, TOLERANCE))
+
+
+def _packed(path: Path, topology: Topology, case: Case) -> tuple[float, dict[str, Any]]:
+    model, mesh, _ = sharded_model(path, topology, case)
+    A, B, C, D, E = case.samples
+    batch = collate([[A, B, C], [D, E]], mesh.cp_group)
+    result = compute_gradients(model.train(), [batch], LossWeights(0.0, 0.0))
+    return result.loss, in_full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_windows_as_wide_as_a_ranks_positions(ranks: RankPool, tmp_path: Path, packing: bool) -> None:
+    """Of more tokens than the model was tried with when it was divided."""
+    samples = random_samples([128, 128], vocabulary=290)
+    changes = {"sliding_window": 64}
+    case = Case(samples, family="mimo_v2_flash", changes=changes, attention="auto", settings={"packing": packing})
+    theirs: Any = tiny_model("mimo_v2_flash", seed=1, **changes)
+    theirs.save_pretrained(tmp_path)
+    loss, grads = gradients_of(theirs, case)
+    _, our_loss, our_grads = ranks.run(_divided, 2, tmp_path, case)[0]
+    assert our_loss == pytest.approx(loss, rel=TOLERANCE)
+    compare(our_grads, grads, "tp 2", TOLERANCE)
 
 
 def two_heads(family: str) -> dict[str, Any]:

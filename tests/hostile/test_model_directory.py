@@ -185,7 +185,7 @@ def test_safetensors_files(campaign: Callable[..., None], small: Path) -> None:
     campaign(safetensors_files, small)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_index_files(campaign: Callable[..., None], in_parts: Path) -> None:
     campaign(index_files, in_parts)
 

@@ -170,6 +170,7 @@ def _without_room_for_the_tokenizer(argv: list[str]) -> tuple[int, str]:
         return run_main(argv)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("flags", "said", "left"),
     [
@@ -318,6 +319,7 @@ def test_conversion_whose_directory_goes_away(
         assert not out.exists()
 
 
+@pytest.mark.exhaustive
 def test_overwriting_clears_what_a_run_writes_and_nothing_else(
     ranks: RankPool, tmp_path: Path, arguments: list[str], tiny_data: Path
 ) -> None:

@@ -212,6 +212,7 @@ def test_hub_cache(campaign: Callable[..., None], in_parts: Path) -> None:
     campaign(hub_cache, in_parts)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("model_campaign", [things_that_are_no_files, code_beside_weights])
 def test_models(campaign: Callable[..., None], small: Path, saved: Path, model_campaign: Callable[..., None]) -> None:
     campaign(model_campaign, small, saved)

@@ -156,7 +156,7 @@ def plans(watch: Watch, num_cases: int, small: Path) -> None:
     fuzz(num_cases, st.one_of(changed_config, changed_rates), lambda case: attempt(f"{case!r:.2000}", *case))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_yaml_files(campaign: Callable[..., None]) -> None:
     campaign(yaml_files)
 

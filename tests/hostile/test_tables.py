@@ -225,17 +225,17 @@ def test_manifest_says_which_matrices_are_transposed(shards: Path, tmp_path: Pat
         open_readable(tmp_path / "ep2")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_manifests(campaign: Callable[..., None], shards: Path) -> None:
     campaign(manifests, shards)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_markers(campaign: Callable[..., None], saved: Path) -> None:
     campaign(markers, saved)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_damaged_shards(campaign: Callable[..., None], shards: Path) -> None:
     campaign(damaged_shards, shards)
 

@@ -81,6 +81,7 @@ def test_fp8(counts: list[int]) -> None:
     assert (all_of_it.products(), less.products()) == (3 * experts, 2 * experts)
 
 
+@pytest.mark.exhaustive
 @interpreted
 @pytest.mark.parametrize("counts", [[3, 0, 130], [0, 0]], ids=str)
 @pytest.mark.parametrize("kernel", ["megablocks-sparse", "megablocks-grouped"])

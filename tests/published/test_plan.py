@@ -75,7 +75,7 @@ def test_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert plan["fits"] == (plan["memory"]["total"] <= 80 * 2**30)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("name", REHEARSED)
 def test_a_rehearsal(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It needs as much as is planned."""

@@ -52,7 +52,7 @@ def test_a_published_config_makes_the_published_model(name: str) -> None:
     assert found == (by_score | {UNKNOWN} if published.has_table and not is_older() else by_score)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_what_transformers_has_under_another_type_says_so(tmp_path: Path) -> None:
     """Kimi-K2: what the message advises makes the model of its card, 1 trillion parameters and 32 billion active."""
     source = open_source(CONFIGS / "kimi-k2")

@@ -138,7 +138,7 @@ def plans(shallow: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dic
     return {(p["ep"], p["dense_shard"], p["gradient_checkpointing"]): p for p in found}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_plan_with_flags_of_a_run(config_file: Path, shallow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Chunked overlap applies where tokens are sent, and GEMM outputs are kept where checkpointing is selective; what
     is recommended says all of it."""
@@ -177,7 +177,7 @@ def test_plan_with_shared_rows_and_inputs_in_host_memory(
         assert any(name.startswith("all-to-all, heads") for name in plan["bytes_a_step"]), plan["bytes_a_step"].keys()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_plan_of_several_tensor_parallel_sizes(shallow: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is measured, those that the model cannot have are left out, and the launch line says which is best."""
     common = ["plan", "--model", str(shallow), "--gpus", "16", "--global-batch-size", "64", "--pp-size", "1"]
@@ -201,7 +201,7 @@ def test_plan_of_several_tensor_parallel_sizes(shallow: Path, capsys: pytest.Cap
     assert "gathers of activations" in told.out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_tensor_parallelism_is_tried_with_one_sequence(
     shallow: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +223,7 @@ def test_tensor_parallelism_is_tried_with_one_sequence(
     assert {plan["tp"] for plan in told("--micro-batch", "2")} == {1}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 def test_tensor_parallelism_that_a_model_cannot_have(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +403,7 @@ def test_plan_fits_the_terminal(
         assert is_whole == (width >= (80 if flags == ["--sweep"] else 200)), width
 
 
+@pytest.mark.exhaustive
 def test_columns_that_are_the_same_in_all_rows_are_told_once(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,13 +478,14 @@ def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
     assert load_measured(tmp_path / "rates.json") == hardware
 
 
+@pytest.mark.exhaustive
 def test_check_measures_tensor_parallel_groups(ranks: RankPool) -> None:
     speeds, _ = ranks.run(measure_groups, 4, Topology(4, 4, cp_size=2, tp_size=2))[0]
     found = {(speed.name, speed.ranks) for speed in speeds}
     assert found >= {("tp", (0, 1)), ("tp", (2, 3)), ("cp", (0, 2)), ("cp", (1, 3))}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_check_measures_the_groups_of_a_pipeline(ranks: RankPool, tp_size: int) -> None:
     """Those of each stage, and of the ranks that pass micro-batches on to one another."""
@@ -503,7 +505,7 @@ def test_check_needs_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--check runs under torchrun" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_a_model_that_fails_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it would in training: decays, buffers in fp32, are multiplied with activations in bf16."""
     skip_if_older("trains this model in bf16")
@@ -516,7 +518,7 @@ def test_a_model_that_fails_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*plan, "--fp32"]) == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_a_model_that_asks_how_many_tokens_a_mask_shows(tmp_path: Path) -> None:
     """All of them, for the forecast: the most that it could be."""
     tiny_config("qwen4_exp").save_pretrained(tmp_path)

@@ -47,7 +47,7 @@ def measure_lasting(world_size: int, flags: dict[str, Any], sizes: dict[str, Any
     )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("world_size", "flags", "sizes"),
     [

@@ -60,6 +60,7 @@ def test_each_rank_holds_what_it_does_in_a_run(tied: bool, pp: int, chunks: int)
     assert len(shared) == tied
 
 
+@pytest.mark.exhaustive
 def test_stages_together_compute_what_one_rank_does() -> None:
     def computed(acts: tuple[Act, ...] | list[Act]) -> list[tuple[int, str, bool]]:
         return [(act.layer, str(act.span), act.is_backward) for act in acts if act.layer is not None]
@@ -130,7 +131,7 @@ def test_without_a_pipeline_nothing_waits() -> None:
     assert not [traffic for traffic in step_traffic(run) if traffic.group in ("pp", "world")]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_memory_grows_with_the_micro_batches_in_flight() -> None:
     def activations(micro_batches: int, **flags: Any) -> float:
         return peak(run_of(4, pp_size=4, gradient_accumulation_steps=micro_batches, **flags)).memory.activations
@@ -167,7 +168,7 @@ def tiny_search(tried: Tried, between: float, accumulation: int = 16) -> list[Se
     return [plan.setting for plan in plans]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_a_slow_network_asks_for_a_pipeline() -> None:
     assert tiny_search(Tried((1,), pp_size=None, chunks=1), between=1e6)[0].pp_size == 2
     tried = tiny_search(Tried((1,), pp_size=None), between=1e12)

@@ -46,7 +46,7 @@ print(mallinfo2().hblks - before)
 """
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
 @pytest.mark.parametrize(("how", "own_pages"), [("settled", 1), ("as it is", 0)])
 def test_large_tensors_get_pages_of_their_own(how: str, own_pages: int) -> None:
@@ -216,7 +216,7 @@ os.read(begun[0], 1)  # until the rank has ended, too
 """
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_a_rank_ends_with_torchrun_but_not_with_a_shell(by_torchrun: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}

@@ -62,6 +62,7 @@ def generate(number: int) -> list[Setting]:
 GENERATED = generate(500)
 
 
+@pytest.mark.exhaustive
 def test_generated_schedules_never_deadlock() -> None:
     """And have each action once, in the micro-batches' order, and are received in the order in which they are sent."""
     for setting in GENERATED:

@@ -523,7 +523,7 @@ def spans_or_refusal(tokenizer: Any, row: dict[str, Any], train_on: str) -> Any:
         return None
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
 def test_few_renderings_find_what_many_do(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans that are taken over from messages of the same kind are those that each message shows by itself."""
@@ -579,6 +579,7 @@ def test_too_much_is_never_taken_for_a_refusal(
         rendered(tokenizer, row, "assistant")
 
 
+@pytest.mark.exhaustive
 def test_time_is_that_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting is none: a machine that others use makes no template a hostile one."""
     monkeypatch.setattr(limits, "SECONDS", 0.05)

@@ -67,7 +67,7 @@ def test_graphs_of_many_lengths(attention: str, graphs: int) -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_evaluation_compiles_nothing() -> None:
     model = built("sdpa", compiled=True)
     gradients(model, batch_of(7, 9))

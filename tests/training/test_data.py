@@ -699,6 +699,7 @@ def adding(tokenizer: Any, template: str) -> Any:
     return tokenizer
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>"])
 @pytest.mark.parametrize(
     ("row", "prompt_template", "bare", "with_bos"),
@@ -1003,6 +1004,7 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
 # Bad data
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize(
     ("content", "said"),
     [

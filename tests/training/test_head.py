@@ -233,7 +233,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["chunked", "full"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_on_ranks(ranks: RankPool, model: Path, kind: str, checkpointing: Checkpointing) -> None:

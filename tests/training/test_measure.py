@@ -147,7 +147,7 @@ def test_memory_and_time_of_full_width(world_size: int, flags: dict[str, Any]) -
     assert time.host == pytest.approx(cost.time.host, rel=0.12)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 @pytest.mark.parametrize(
     "flags",
@@ -172,7 +172,7 @@ def test_memory_and_time_across_nodes(flags: dict[str, Any], checkpointing: str)
     assert sent == ({"ep"} if flags.get("dispatch") == "rank" else {"ep across", "ep inside"})
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("world_size", "flags", "most"),
     [
@@ -208,7 +208,7 @@ def test_a_deep_stack_is_a_shallow_one_repeated() -> None:
     assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.01)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_layers_whose_heads_differ_are_of_two_kinds() -> None:
     """A config with heads that differ by layer refuses to be asked for them without one."""
     model_config = tiny_config("gemma4_text", num_global_key_value_heads=1, attention_k_eq_v=True)
@@ -232,7 +232,7 @@ def test_bytes_sent_are_those_of_the_rehearsal() -> None:
     assert rows == pytest.approx(found["all-to-all"])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     """A region begins with an all-gather and ends with a reduce-scatter, and its backward with the other: a GPU's, not
@@ -260,6 +260,7 @@ def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_agreements_on_scales() -> None:
     """Where dense matmuls run in fp8: before o_proj's forward, and the backward of the three projections before it, a
     number for each token and for each element of the width that is not divided."""
@@ -277,7 +278,7 @@ def test_agreements_on_scales() -> None:
     assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.03)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [64, 256])
 def test_activations_of_a_tensor_parallel_rank(width: int) -> None:
     """A rank has a quarter of the positions between regions, and a quarter of the heads in them; of what a region

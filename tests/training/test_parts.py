@@ -103,7 +103,7 @@ REAL_RUNS: dict[str, tuple[Topology, Case]] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", REAL_RUNS)
 def test_every_module_that_calls_operators_declares_its_part_on_a_cpu(
     ranks: RankPool, tmp_path: Path, name: str

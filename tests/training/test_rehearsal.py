@@ -161,6 +161,7 @@ def parts(step: Rehearsed) -> dict[str, PartCost]:
     return {part.name: part for part in account(step).parts}
 
 
+@pytest.mark.quick(1)
 def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> None:
     rehearsed, model_config = step
     tokens, targets, pairs = 3 * TOKENS, 3 * (TOKENS - 1), [3 * TOKENS * (TOKENS + 1) // 2]

@@ -83,7 +83,7 @@ def test_a_card_that_is_too_small(model: str, capsys: pytest.CaptureFixture[str]
     assert "does not fit: " in told(model, capsys, "--gpu-memory", "512MiB", code=1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_every_stage_of_a_pipeline(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = ["rehearse", "--model", model, *FLAGS, "--pp-size", "2", "--gradient-accumulation-steps", "5"]
     assert main([*command, "--ranks", "all", "--timeline", str(tmp_path / "step.svg")]) == 0
@@ -105,7 +105,7 @@ def test_every_stage_of_a_pipeline(model: str, capsys: pytest.CaptureFixture[str
     assert sent["pp, forward", "send"] == sent["pp, backward", "receive"] == 5
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_ranks_of_a_tensor_parallel_group(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Their collectives have one order; what runs beside them on a GPU is not known."""
     said = told(model, capsys, "--tp-size", "2", "--cp-size", "2", "--ranks", "all", "--async-tp")
@@ -211,7 +211,7 @@ def test_what_fails_is_told_with_its_layer(
     assert said.count("\n") == 1
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -26,6 +26,7 @@ from expertmesh.training.attention.packed_attention import (
     attention_arguments,
     kinds_by_layer,
     seen_by_mask,
+    tells_window,
     told_whether_packed,
 )
 from expertmesh.training.data import Batch, Sample, collate
@@ -156,9 +157,8 @@ def _cut_mask(mask: Tensor, shape: torch.Size, layout: SampleLayout) -> Sequence
     """Within samples it is as it was; padding is unseen by all before it."""
     rows, length = shape
     if mask.shape[-2:] != (length, length):
-        if mask.shape[:3] != (1, 1, 1):
+        if not tells_window(mask):
             raise _UnknownError(f"an argument of shape {tuple(mask.shape)}, in sequences of {tuple(shape)}")
-        # one that only tells the width of a window, see `packed_attention.mask_where_needed`
         return [mask if mask.shape[-1] < longest else None for _, longest in layout.sizes]
     mask_BHQK = mask.expand(rows, *mask.shape[1:])
     cut = []

@@ -16,10 +16,11 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from expertmesh.moe import ExpertMeshError, current_forward
+from expertmesh.moe import ExpertMeshError, Forward, current_forward
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.training.attention.by_heads import SplitFunctions, splitting, without_unnamed
 from expertmesh.training.attention.by_sample import BySample, counts_tokens
+from expertmesh.training.attention.packed_attention import tells_window
 from expertmesh.training.data import SplitSequences
 
 STEP_PART: StepPart = None
@@ -90,6 +91,12 @@ class CompleteSequences:
         forward.layout = complete.layout
         return _ranges(output, split)
 
+    def rearranges(self, forward: Forward) -> bool:
+        """Whether the mixer computes other sequences in a `Forward` than it is given."""
+        if forward.split is not None:
+            return True
+        return isinstance(self.forward, BySample) and forward.segments is not None
+
     def _goes_by_heads(self, split: SplitSequences) -> bool:
         number, length = split.positions_BS.shape
         size = split.cp_group.size
@@ -152,7 +159,9 @@ def _is_by_axes(key: Any, x: Tensor, split: SplitSequences) -> bool:
 def _place(mixer: nn.Module, x: Tensor, split: SplitSequences) -> Place:
     group, (number, full_length) = split.cp_group, split.positions_BS.shape
     length, shape = full_length // group.size, tuple(x.shape)
-    if counts_tokens(x) and shape[:2] == (len(group.sequences_of(group.index, number)), full_length):
+    if tells_window(x) or (
+        counts_tokens(x) and shape[:2] == (len(group.sequences_of(group.index, number)), full_length)
+    ):
         return "all"
     if shape[1:2] == (length,) and shape[0] in (1, number) and length not in shape[2:]:
         return "positions"

@@ -220,6 +220,11 @@ def mask_where_needed(**arguments: Any) -> Tensor | None:
     return sdpa_mask(**arguments, allow_is_causal_skip=False)
 
 
+def tells_window(mask: Tensor) -> bool:
+    """Whether it is a mask that only tells the width of a window: no dim of it is of positions."""
+    return mask.dim() == 4 and mask.shape[:3] == (1, 1, 1)
+
+
 def window_told(mask: Tensor | None, queries: int) -> int | None:
     """Keys that each of a sequence's queries sees, itself among them, by a mask from `mask_where_needed`; None: that is
     no window, but none at all or a mask to be read."""

@@ -140,6 +140,11 @@ class TrainConfig(
         return self.bf16 or self.base_dtype == "bfloat16"
 
     @property
+    def first_roots(self) -> int:
+        """The step with --optim shampoo's first preconditioner."""
+        return self.shampoo_frequency if self.shampoo_start is None else self.shampoo_start
+
+    @property
     def ranks_per_sequence(self) -> int:
         """The ranks of a stage that share sequences."""
         return self.cp_size * self.tp_size

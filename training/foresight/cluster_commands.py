@@ -119,8 +119,8 @@ def build_parser() -> Parser:
         "--tp-size",
         default="auto",
         metavar="N,N...",
-        help="tensor-parallel ranks, of one node: one number, or several to compare (default: 1, and with one sequence "
-        "per group 2, 4 and 8). The model is measured for each until that is cached",
+        help="tensor-parallel ranks, of one node: one number, several to compare, or auto (default): 1, and with one "
+        "sequence per group 2, 4 and 8. The model is measured for each until that is cached",
     )
     plan.add_argument(
         "--pp-size",

@@ -123,6 +123,6 @@ def _of_matrices(model: nn.Module, config: TrainConfig, mesh: Mesh) -> Resumable
         **settings,
         weight_decay=decay,
         frequency=config.shampoo_frequency,
-        start=config.shampoo_frequency if config.shampoo_start is None else config.shampoo_start,
+        start=config.first_roots,
         block_size=config.shampoo_block_size,
     )

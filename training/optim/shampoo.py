@@ -149,6 +149,8 @@ class Shampoo(MatrixOptimizer):
         if name not in state:
             size = matrix.shape[FACTORS.index(side)]
             state[name] = torch.zeros(size, size, device=self.device)
+        # resumed, it is where the parameter is, with --offload in host memory
+        state[name] = state[name].to(self.device)
         return state[name]
 
     def _update(self, matrix: Matrix, change_RD: Tensor) -> None:
