@@ -121,6 +121,7 @@ def test_a_checkout_beside_a_users_folders(theirs: Path) -> None:
     assert all(Path(file).is_relative_to(ROOT) for file in files)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "command",
     [["train_ep.py"], *(["-m", name] for name in ("moe", "sharding", "checkpoints", "training.report"))],

@@ -25,7 +25,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = rows_in(TEXT)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", causal_families())
 def test_a_familys_row(family: str) -> None:
     if family not in ROWS and written_for() != transformers.__version__:

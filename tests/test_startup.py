@@ -31,7 +31,7 @@ def imported(*command: str) -> tuple[int, str, set[str]]:
     return done.returncode, done.stdout + "\n".join(told), modules & HEAVY
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "command",
     [
@@ -61,6 +61,7 @@ def test_help(command: list[str]) -> None:
     assert not heavy
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("command", "said"),
     [

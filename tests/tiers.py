@@ -3,7 +3,7 @@
 Of families `make test` takes those that between them have all that is particular to one, of a table a diagonal, and of
 a test with `@pytest.mark.quick(n)` n cases. What repeats others as a whole says so by `@pytest.mark.exhaustive`.
 
-`make test-rest` takes of the cases of a test that are left one in twelve, of every family another, and one in n of a
+`make test-rest` takes of the cases of a test that are left one in thirty, of every family another, and one in n of a
 test with `@pytest.mark.one_in(n)`. The others are `complete`: for `make test-all` alone.
 """
 
@@ -26,7 +26,7 @@ REPRESENTATIVES = (
 """Families that between them have shared experts and their gates, dense layers, groups and correction biases, biases,
 interleaved and clamped experts, and layers that carry a state."""
 
-OF_LEFT = 12
+OF_LEFT = 30
 """Of so many cases of a test that are not in the quick tier one is in `make test-rest`, if it does not say itself."""
 
 

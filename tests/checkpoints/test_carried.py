@@ -83,6 +83,7 @@ def test_a_vision_tower_and_predictors_go_there_and_back(
     assert_same_bits(model.state_dict(), {n: t for n, t in untrained.items() if n.startswith(VISION)})
 
 
+@pytest.mark.exhaustive
 def test_layers_beyond_the_last_go_there_and_back(
     deepseek: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +248,7 @@ def test_encoded_predictors_stay_codes_in_shards(
         assert run("inspect", path, "--check") == 0, capsys.readouterr().out
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["directly", "via shards", "via bfloat16"])
 def test_encoded_predictors_are_dequantized_in_exports(
     encoded: Path, tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]

@@ -232,6 +232,7 @@ def test_two_floats_of_four_bits_a_byte(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.exhaustive
 def test_verify_across_encodings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model and what FP8 makes of it: the same to a sixteenth of a row's largest value, and not to less."""
     model: Any = tiny_model("deepseek_v3", seed=1)

@@ -134,7 +134,7 @@ def test_which_are_published(encoding: Encoding, there: bool) -> None:
 # ---- what was not trained ----
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", SOURCES)
 def test_untouched_comes_back(
     sources: dict[str, Path], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -202,6 +202,7 @@ def assert_same_logits(found: nn.Module, wanted: nn.Module) -> None:
     torch.testing.assert_close(logits_of(found), logits_of(wanted), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("family", "form"), FORMS)
 def test_peft_gives_the_logits_of_merged_weights(family: str, form: str, tmp_path: Path) -> None:
     model = base_of(family)

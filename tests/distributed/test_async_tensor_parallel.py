@@ -85,7 +85,7 @@ def adapted(*targets: str, base_dtype: str = "fp32") -> dict[str, Any]:
     return {"adapter": "lora", "lora_targets": [*targets], "base_dtype": base_dtype}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("settings", "calls"),
     [
@@ -111,6 +111,7 @@ def test_beside_adapters(ranks: RankPool, tmp_path: Path, settings: dict[str, An
     assert bool(found) == bool(calls)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("family", "settings", "said"),
     [

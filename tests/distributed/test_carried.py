@@ -119,7 +119,7 @@ def test_a_multimodal_model(
     assert (tmp_path / "as-trained" / "config.json").read_text() == (out / "hf" / "config.json").read_text()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_layers_beyond_the_last_from_shards(
     ranks: RankPool, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,7 +83,7 @@ class Measured:
     grads: dict[str, Tensor]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("jitter", [0.0, 0.2])
 def test_what_is_repeated_and_held(ranks: RankPool, tmp_path: Path, jitter: float) -> None:
     save_model(tmp_path, num_hidden_layers=LAYERS, router_jitter_noise=jitter)
@@ -113,6 +113,7 @@ def _measure(path: Path) -> list[Measured]:
     return [_measure_mode(path, Topology(2, 2), replace(case, gradient_checkpointing=mode)) for mode in MODES]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_what_would_be_sent_is_not_computed_again(ranks: RankPool, tmp_path: Path, ep_size: int) -> None:
     """The last of an expert's three GEMMs is not recomputed, as only its all-to-all reads the result; nor are tokens as
@@ -141,7 +142,7 @@ def _measure_products(path: Path, ep_size: int) -> list[Measured]:
     return [_measure_mode(path, Topology(2, ep_size), replace(case, gradient_checkpointing=mode)) for mode in MODES]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_experts_of_all_kinds(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     case = Case(SAMPLES, **KINDS[kind])

@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("topology", "name"),
     [
@@ -100,7 +100,7 @@ def test_a_run_of_shared_rows(ranks: RankPool, tiny_model: Path, tiny_data: Path
     assert_equal_weights(read(tmp_path / "shared" / "hf"), read(tmp_path / "whole" / "hf"))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_elastic(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Three ranks in place of four share no row by fours, nor by twos: each reads rows of its own."""
     common = (

@@ -45,7 +45,7 @@ def run_deterministic(argv: list[str]) -> tuple[int, str, bool]:
             os.environ.pop(name, None)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "more", [["--packing"], ["--bf16", "--gradient-checkpointing", "--expert-kernel=torch-grouped"]]
 )

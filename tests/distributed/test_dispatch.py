@@ -88,7 +88,7 @@ def expected(family: str, name: str) -> Figures:
     return reference(case_of(family, name), seed=1)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("family", "name"),
     list(dict.fromkeys([*two_diagonals(REPRESENTATIVES, list(LAYOUTS)), *product(REPRESENTATIVES, ON_8_RANKS)])),
@@ -134,7 +134,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "dispatch"),
     [
@@ -213,7 +213,7 @@ def _figures(path: Path, topology: Topology, case: Case, variants: list[dict[str
     return found
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dispatch", ["plain", "rank", "node"])
 def test_all_that_begins_is_waited_for(ranks: RankPool, tmp_path: Path, dispatch: str) -> None:
     """Also where recomputation ends before the layer does; and what was kept for it has been taken."""
@@ -396,7 +396,7 @@ def _assert_moved(found: Routed, hops: list[tuple[list[int], list[int], list[int
         assert len(moved) == sum(len(expected) for key, expected in want.items() if key[0] == direction)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "num_parts"), product(["rank", "node"], [1, 2]))
 def test_gradients_of_weights_by_finite_differences(ranks: RankPool, kind: str, num_parts: int) -> None:
     experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS["spread"]]
@@ -556,7 +556,7 @@ def _taken(path: Path) -> list[tuple[int, int] | None]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize(("schedule", "checkpointing"), [("1f1b", "full"), ("zero-bubble", "selective")])
 def test_in_a_pipeline(ranks: RankPool, tmp_path: Path, schedule: str, checkpointing: Checkpointing) -> None:
     """Of stages that span two nodes each, the first without experts."""

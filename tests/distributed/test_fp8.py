@@ -47,7 +47,7 @@ def test_near_fp32(alone: Figures) -> None:
     assert all(grad.dtype == torch.float32 for grad in alone.grads.values())
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("world_size", "ep_size", "dense_shard", "case"),
     [(2, 1, "full", FP8), (2, 2, "full", FP8), (4, 2, "full", FP8), (4, 2, "hybrid", ACCUMULATED)],
@@ -145,7 +145,7 @@ def _multiply_in_fp32(a: Scaled, b: Scaled) -> torch.Tensor:
     return a_wide @ b_wide.t()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tp 2", "tp 2 x cp 2", "tp 2, lora"])
 def test_divided_dense_gemms(ranks: RankPool, unlike_heads: Path, name: str) -> None:
     """Ranks round what one process rounds; what differs is the order of sums. By scales of a rank's own the figures

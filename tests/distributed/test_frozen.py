@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.quick(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("frozen", [["experts"], ["router", "embeddings", "norms", "attention"]], ids=" ".join)
 @pytest.mark.parametrize(
     "flags",

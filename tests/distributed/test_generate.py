@@ -61,7 +61,7 @@ def this_rank() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.HashStore())
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("number_of_prompts", [6, 2, 1])
 @pytest.mark.parametrize(("world_size", "ep_size"), TOPOLOGIES)
 def test_equals_hf(ranks: RankPool, path: Path, world_size: int, ep_size: int, number_of_prompts: int) -> None:

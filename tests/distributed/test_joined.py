@@ -30,7 +30,7 @@ def case_of(way: str) -> Case:
     return Case(samples, kernel="torch-grouped", compute_dtype=torch.bfloat16, steps=2, **WAYS[way])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_that_of_two_gemms(ranks: RankPool, tmp_path: Path, way: str) -> None:
     case = case_of(way)

@@ -200,6 +200,7 @@ def test_which_is_the_first(ranks: RankPool, spoilt: list[tuple[int, int, str]],
     assert ranks.run(first_found, 2, spoilt) == [(f"first non-finite tensor: {said}", 0)] * 2
 
 
+@pytest.mark.exhaustive
 def test_a_norm_that_overflows_is_no_tensors_fault(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -211,7 +212,7 @@ def test_a_norm_that_overflows_is_no_tensors_fault(
     assert "every tensor is finite" in results[0][1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_detecting_changes_nothing(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, mode: str
@@ -307,7 +308,7 @@ def run_with_evaluations(argv: list[str], losses: list[float]) -> tuple[int, str
         return run_poisoned(argv, None)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
 def test_an_evaluation_that_is_not_finite_is_never_the_best(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, schedule: str
@@ -336,6 +337,7 @@ def test_an_evaluation_that_is_not_finite_is_never_the_best(
     ]
 
 
+@pytest.mark.exhaustive
 def test_only_evaluations_that_are_not_finite(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

@@ -86,7 +86,7 @@ def test_shampoo_of_an_expert_that_is_reached_late() -> None:
     assert torch.equal(inverse_fourth_root(torch.zeros(3, 3)), torch.eye(3))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_bf16"])
 def test_low_bit_state_does_not_depend_on_the_arrangement(ranks: RankPool, tmp_path: Path, optim: str) -> None:
     """But for a value here and there that fp32 noise takes to the other side of a rounding."""

@@ -181,7 +181,7 @@ def run_stopped(argv: list[str]) -> tuple[int, str, str]:
         return run_telling(argv)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_a_run_that_is_stopped_leaves_what_it_has(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

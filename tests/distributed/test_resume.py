@@ -553,7 +553,7 @@ def _without_facts(checkpoint: Path) -> None:
     (checkpoint / "checkpoint.json").write_text(json.dumps(seal(marker)))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_other_weights_or_data_are_not_resumed(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
 ) -> None:

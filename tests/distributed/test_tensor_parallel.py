@@ -93,7 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.complete
 @pytest.mark.parametrize("layout", ["tp 2", "tp 4", "tp 2 x ep 2", "hybrid", "tp 2 x cp 2"])
 @pytest.mark.parametrize("name", ["complete logits", "muon", "shampoo"])
 def test_settings_equal_one_process(
@@ -183,7 +183,11 @@ def test_sizes_that_do_not_come_out_even(
         assert code == 2
         assert said in errors
     for path, flags, said in (
-        (tiny_model, ("--tp-size", 4), "does not divide the 2 key and value heads of this model; use 1 or 2"),
+        (
+            tiny_model,
+            ("--tp-size", 4),
+            "does not divide the 2 key and value heads of this model (num_key_value_heads); use 1 or 2",
+        ),
         (model, ("--tp-size", 4, "--cp-size", 2), "attention heads of this model's layers that --tp-size 4 leaves"),
     ):
         code, errors = start(ranks, 4, "--model", path, *argv, *flags)[0]

@@ -174,7 +174,7 @@ def test_best_checkpoint_after_going_back(ranks: RankPool, tiny_model: Path, cha
         assert lines(tmp_path / "e", "eval_loss")[0]["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_threshold_stops_but_does_not_choose(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """As in transformers: an evaluation that is better by less than the threshold is still the best."""
     argv = [
@@ -204,6 +204,7 @@ def test_resumed_run_logs_the_same_intervals(ranks: RankPool, tiny_model: Path, 
     assert [line["step"] for line in whole] == [3, 4, 6]
 
 
+@pytest.mark.exhaustive
 def test_router_collapse_is_warned_of_once(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """No router is quite even: over the second step and the fourth, two windows, the load is above 1."""
     argv = ["--model", tiny_model, "--dataset", chats, "--output-dir", tmp_path, "--ep-size", 2, "--max-steps", 4]
@@ -285,6 +286,7 @@ def test_report_and_trackers(ranks: RankPool, tiny_model: Path, chats: Path, tmp
     assert all([sum(layer) for layer in line["expert_tokens"]] == [2 * line["tokens"]] * 2 for line in logged)
 
 
+@pytest.mark.exhaustive
 def test_preview_trains_and_writes_nothing(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     argv = ["--model", tiny_model, "--dataset", chats, "--output-dir", out, "--packing", "--preview"]

@@ -487,6 +487,7 @@ def test_what_is_divided(which: str) -> None:
     assert found.head == ("head divided" in said)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [scaled_logits, capped_logits])
 def test_logits_that_are_worked_on_are_not_divided(make: Any) -> None:
     model = build_model(make().config)

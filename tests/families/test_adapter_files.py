@@ -232,7 +232,7 @@ def differing(base: dict[str, Tensor], merged: dict[str, Tensor], adapter: dict[
     return wrong
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("name", MODELS)
 def test_goes_on_from_what_peft_made(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, name: str
@@ -260,7 +260,7 @@ def test_goes_on_from_what_peft_made(
     assert 1e-4 < relative_error(logits_by_peft(models[name], further / "adapter"), want) < 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_inspect(
     ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

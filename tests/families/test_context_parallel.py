@@ -115,6 +115,7 @@ def test_heads_that_do_not_divide_are_not_split() -> None:
     assert not any(found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sharers", [2, 4])
 def test_one_row_by_heads(ranks: RankPool, sharers: int) -> None:
     """Of ranks, each has more positions than a convolution reaches."""

@@ -73,7 +73,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "llama: no causal mixture-of-experts model" in capsys.readouterr().err
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(ranks: RankPool, tmp_path: Path, family: str) -> None:

@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_equals_transformers_beyond_the_old_positions(ranks: RankPool, tmp_path: Path, case: str) -> None:
     family, text, parameters, positions = CASES[case]

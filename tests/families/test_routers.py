@@ -87,6 +87,7 @@ def test_frozen_parts_equal_one_process(ranks: RankPool, tmp_path: Path, name: s
     assert all(torch.equal(found.weights[name], want.weights[name]) for name in frozen)
 
 
+@pytest.mark.exhaustive
 def test_muon_leaves_frozen_matrices_alone(ranks: RankPool, tmp_path: Path) -> None:
     topology, settings = FROZEN["for Muon"]
     case = Case(samples=SAMPLES, **settings)

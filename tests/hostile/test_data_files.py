@@ -262,6 +262,7 @@ def test_data_files(campaign: Callable[..., None], tokenizer_directory: Path) ->
     campaign(data_files, tokenizer_directory)
 
 
+@pytest.mark.exhaustive
 def test_data_rows(campaign: Callable[..., None]) -> None:
     campaign(data_rows)
 

@@ -190,7 +190,7 @@ def test_index_files(campaign: Callable[..., None], in_parts: Path) -> None:
     campaign(index_files, in_parts)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_config_files(campaign: Callable[..., None], small: Path) -> None:
     campaign(config_files, small)
 

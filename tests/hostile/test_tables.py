@@ -244,6 +244,6 @@ def test_damaged_states(campaign: Callable[..., None], saved: Path) -> None:
     campaign(damaged_states, saved)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_forged_states(campaign: Callable[..., None], saved: Path) -> None:
     campaign(forged_states, saved)

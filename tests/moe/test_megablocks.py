@@ -40,7 +40,7 @@ def results(kernel: str, counts: list[int], width: int, dtype: torch.dtype, devi
     return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(device, dtype))]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @interpreted
 @pytest.mark.parametrize("kernel", MEGABLOCKS)
 @pytest.mark.parametrize(

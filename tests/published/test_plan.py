@@ -58,7 +58,7 @@ def plans_of(capsys: pytest.CaptureFixture[str], name: str, *flags: str) -> tupl
     return code, json.loads(plans), said
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, plans, said = plans_of(capsys, name)

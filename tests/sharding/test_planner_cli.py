@@ -30,7 +30,7 @@ def config_file() -> Path:
     return CONFIGS / "mixtral-8x7b" / "config.json"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(config_file.parent), "--gpus", "16", "--micro-batch", "2"]) == 0
     out = capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_plan_recommends_what_runs(config_file: Path, capsys: pytest.CaptureFixt
     assert 16 % config.ep_size == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize(("gpus", "fits"), [(8, False), (16, True), (64, True)])
 def test_16_bytes_a_parameter_need_more_than_8_gpus(
     config_file: Path, capsys: pytest.CaptureFixture[str], gpus: int, fits: bool
@@ -95,7 +95,7 @@ def test_sweep(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert ElementTree.fromstring(drawing.read_text()).tag.endswith("svg")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("flags", "rate", "precision", "command"),
     [
@@ -223,7 +223,7 @@ def test_tensor_parallelism_is_tried_with_one_sequence(
     assert {plan["tp"] for plan in told("--micro-batch", "2")} == {1}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_tensor_parallelism_that_a_model_cannot_have(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +241,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
     assert "--tp-size 2: transformers has no plan (base_model_tp_plan) of how to" in capsys.readouterr().err
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -403,7 +403,7 @@ def test_plan_fits_the_terminal(
         assert is_whole == (width >= (80 if flags == ["--sweep"] else 200)), width
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_columns_that_are_the_same_in_all_rows_are_told_once(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,7 +478,7 @@ def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
     assert load_measured(tmp_path / "rates.json") == hardware
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_check_measures_tensor_parallel_groups(ranks: RankPool) -> None:
     speeds, _ = ranks.run(measure_groups, 4, Topology(4, 4, cp_size=2, tp_size=2))[0]
     found = {(speed.name, speed.ranks) for speed in speeds}

@@ -97,6 +97,7 @@ def measure_gathered(flags: dict[str, Any]) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("flags", [{"ep_size": 2}, {"ep_size": 2, "bf16": True}], ids=["fp32", "bf16"])
 def test_gathered_parameters(ranks: RankPool, flags: dict[str, Any]) -> None:
     units = tiny_run(4, flags, ODD_SIZES).units

@@ -43,7 +43,7 @@ def run_of(world_size: int, sizes: dict[str, Any] | None = None, **flags: Any) -
     return tiny_run(world_size, settings, EIGHT_LAYERS | (sizes or {}), "cuda")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 2)])
 def test_each_rank_holds_what_it_does_in_a_run(tied: bool, pp: int, chunks: int) -> None:
@@ -74,6 +74,7 @@ def test_stages_together_compute_what_one_rank_does() -> None:
         assert computed(forward + backward) == computed(whole.acts)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_the_fullest_rank_is_found(schedule: str) -> None:
     """Of ranks with the same layers the first has the most in flight, and the last the most that waits for its weight
@@ -98,7 +99,7 @@ def test_many_rounds_take_as_long_as_all_of_them(schedule: Any, chunks: int, mic
     assert found == [*pipeline_seconds(setting, [costs]), *pipeline_seconds(setting, [slower])]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (4, 2)])
 def test_ranks_wait_as_long_as_the_bubble_says(pp: int, chunks: int) -> None:
     run = run_of(pp, {"vocab_size": 16}, pp_size=pp, pipeline_chunks=chunks)

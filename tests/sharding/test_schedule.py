@@ -198,6 +198,7 @@ def test_bubble_is_that_of_the_papers(pp_size: int, micro_batches: int) -> None:
         assert bubble("interleaved", pp_size, 3, micro_batches) == pytest.approx(after / (3 * work + after))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("of_weights", [1.0, 0.7, 0.3, 0.05])
 def test_zero_bubble_takes_no_longer(of_weights: float) -> None:
     """However much of a backward can wait."""

@@ -375,7 +375,7 @@ def test_all_are_expected() -> None:
     assert set(EXPECTED) == {(name, conversation) for name in (*TEMPLATES, *OWN) for conversation in CONVERSATIONS}
 
 
-@pytest.mark.quick(156)
+@pytest.mark.quick(80)
 @pytest.mark.parametrize("train_on", ["all", "assistant", "last", "final"])
 @pytest.mark.parametrize(("name", "conversation"), EXPECTED)
 def test_what_is_trained_on(tmp_path: Path, name: str, conversation: str, train_on: str) -> None:
@@ -474,7 +474,7 @@ def random_conversation(seed: int, word: str, has_reasoning: bool, has_tools: bo
     return turns
 
 
-@pytest.mark.quick(13)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
 @pytest.mark.parametrize("word", ["assistant", "<|im_end|"])
 def test_found_by_their_place_and_not_by_their_words(tmp_path: Path, name: str, word: str) -> None:
@@ -545,6 +545,7 @@ def test_few_renderings_find_what_many_do(tmp_path: Path, name: str, monkeypatch
     assert take_over.called
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [*TEMPLATES, *OWN])
 def test_renderings_do_not_grow_with_the_conversation(tmp_path: Path, name: str) -> None:
     tokenizer, counts = with_template(tmp_path, name), []
@@ -579,7 +580,7 @@ def test_too_much_is_never_taken_for_a_refusal(
         rendered(tokenizer, row, "assistant")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_time_is_that_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting is none: a machine that others use makes no template a hostile one."""
     monkeypatch.setattr(limits, "SECONDS", 0.05)

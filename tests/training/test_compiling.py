@@ -76,6 +76,7 @@ def test_evaluation_compiles_nothing() -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("attention", "tp_size", "said"),
     [

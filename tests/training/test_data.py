@@ -201,6 +201,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(("name", "kind"), diagonal(FORMATS, ["json", "jsonl", "parquet", "directory"]))
 def test_formats(tmp_path: Path, tokenizer: Any, name: str, kind: str) -> None:
     row, expected = FORMATS[name]
@@ -302,6 +303,7 @@ def read_texts(tokenizer: Any, samples: Samples) -> list[str]:
     return [tokenizer.decode(sample.tokens, skip_special_tokens=True) for sample in samples]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("name", "parent"), diagonal(LAYOUTS, ["plain", "test [1] x", "train"]))
 def test_splits_of_a_directory(tmp_path: Path, tokenizer: Any, name: str, parent: str) -> None:
     """Each split holds its own files alone, whatever the folder above is called."""
@@ -699,7 +701,7 @@ def adding(tokenizer: Any, template: str) -> Any:
     return tokenizer
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>"])
 @pytest.mark.parametrize(
     ("row", "prompt_template", "bare", "with_bos"),
@@ -754,6 +756,7 @@ def test_plain_prompts_have_no_place_for_more(tmp_path: Path, tokenizer: Any) ->
 ENDLESS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("rows", "template", "eos", "endless"),
     [
@@ -1004,7 +1007,7 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
 # Bad data
 
 
-@pytest.mark.quick(16)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(
     ("content", "said"),
     [

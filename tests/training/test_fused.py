@@ -198,7 +198,7 @@ def test_what_is_no_rotation_is_left() -> None:
     assert try_rotary(lambda hidden, position_ids, cos: hidden) is None
 
 
-@pytest.mark.quick(24)
+@pytest.mark.quick(6)
 @interpreted
 @pytest.mark.usefixtures("_on_a_gpu")
 @pytest.mark.parametrize("dtype", INTERPRETED, ids=str)

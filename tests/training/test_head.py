@@ -242,6 +242,7 @@ def test_on_ranks(ranks: RankPool, model: Path, kind: str, checkpointing: Checkp
     assert_same(found, reference(case), case)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["chunked", "full"])
 def test_ranks_with_tokens_and_no_target(ranks: RankPool, model: Path, kind: str) -> None:
     nothing_to_learn = [Sample.of_prompt(sample.tokens, len(sample.tokens)) for sample in SAMPLES[1:4]]

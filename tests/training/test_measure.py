@@ -80,7 +80,7 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SETTINGS)
 def test_memory_is_that_of_the_rehearsal(name: str) -> None:
     family, world_size, flags = SETTINGS[name]
@@ -114,7 +114,7 @@ def test_updates_of_matrices(optim: str, layout: tuple[int, dict[str, Any]]) -> 
     assert sum(event.needed for event in rehearsed.step.events if event.phase == "optimizer step") == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
@@ -201,7 +201,7 @@ def test_memory_and_time_of_a_pipeline(world_size: int, flags: dict[str, Any], m
     assert step_time(run, H100, gpus_per_node=8).total == pytest.approx(max(seconds), rel=0.05)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_a_deep_stack_is_a_shallow_one_repeated() -> None:
     rehearsed, run = both(tiny_mixtral(num_hidden_layers=12), 16, ep_size=8, gradient_checkpointing="selective")
     assert len(run.measured.kinds) == 1
@@ -219,6 +219,7 @@ def test_layers_whose_heads_differ_are_of_two_kinds() -> None:
     assert peak(run).tensors == pytest.approx(rehearsed.memory.peak, rel=0.03)
 
 
+@pytest.mark.exhaustive
 def test_bytes_sent_are_those_of_the_rehearsal() -> None:
     rehearsed, run = both(tiny_mixtral(), 16, ep_size=4, gradient_checkpointing="full")
     found: dict[str, float] = {}
@@ -260,7 +261,7 @@ def test_exchanges_of_a_tensor_parallel_group(checkpointing: str) -> None:
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_agreements_on_scales() -> None:
     """Where dense matmuls run in fp8: before o_proj's forward, and the backward of the three projections before it, a
     number for each token and for each element of the width that is not divided."""
@@ -365,6 +366,7 @@ def test_what_is_measured_of_a_rank_that_divides_has_files_of_its_own() -> None:
     assert len(files) == 4
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"parameters": 1}'])
 def test_a_broken_file_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -82,7 +82,7 @@ DRY_RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", DRY_RUNS)
 def test_every_module_that_calls_operators_declares_its_part_on_a_gpu(name: str) -> None:
     family, world_size, flags = DRY_RUNS[name]

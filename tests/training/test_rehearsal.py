@@ -169,6 +169,7 @@ def test_flops_are_those_of_the_closed_formula(step: tuple[Rehearsed, Any]) -> N
     assert account(rehearsed).needed == pytest.approx(formula, rel=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_a_step_in_fp8() -> None:
     """As many FLOPs, of which the experts' are faster; rows are cast once for all products that take them so."""
     (step, config), hardware = rehearsed("mixtral-8x7b", expert_precision="fp8"), replace(HARDWARE.device, fp8=2e12)
@@ -188,6 +189,7 @@ def test_a_step_in_fp8() -> None:
     assert fast.time.kernels < slow.time.kernels
 
 
+@pytest.mark.exhaustive
 def test_all_to_alls_send_what_they_must(step: tuple[Rehearsed, Any]) -> None:
     rehearsed, config = step
     rows = TOKENS * config.num_experts_per_tok

@@ -66,6 +66,7 @@ def test_it_says_all_of_a_step(model: str, capsys: pytest.CaptureFixture[str], t
     assert {"svg", "polygon", "path", "text"} <= names
 
 
+@pytest.mark.exhaustive
 def test_what_it_needs_is_more_than_tensors(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (account,) = accounts(model, capsys)
     fit, kinds = account["fit"], account["memory"]["kinds"]
@@ -79,6 +80,7 @@ def test_what_it_needs_is_more_than_tensors(model: str, capsys: pytest.CaptureFi
     assert account["fits"]
 
 
+@pytest.mark.exhaustive
 def test_a_card_that_is_too_small(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit: " in told(model, capsys, "--gpu-memory", "512MiB", code=1)
 
@@ -174,6 +176,7 @@ def test_packed_rows_cost_fewer_pairs(model: str, capsys: pytest.CaptureFixture[
     assert flops["4"]["expert GEMMs"] == flops["1"]["expert GEMMs"]
 
 
+@pytest.mark.exhaustive
 def test_offload_leaves_what_lasts_in_host_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (account,) = accounts(model, capsys, "--offload")
     kinds, fit = account["memory"]["kinds"], account["fit"]
@@ -211,7 +214,7 @@ def test_what_fails_is_told_with_its_layer(
     assert said.count("\n") == 1
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

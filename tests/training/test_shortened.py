@@ -64,6 +64,7 @@ def hybrid() -> Any:
     )
 
 
+@pytest.mark.exhaustive
 def test_kinds_are_found_in_the_model_itself() -> None:
     assert kinds_of_layers(build_model(uniform(), "sdpa")) == [0] * 7
     assert kinds_of_layers(build_model(dense_first(), "sdpa")) == [0] * 2 + [1] * 6
