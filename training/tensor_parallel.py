@@ -38,7 +38,7 @@ from expertmesh.moe.model.tensor_plan import Region, regions_of
 from expertmesh.sharding import TPGroup
 from expertmesh.sharding.place.vocabulary import divided_vocabulary
 from expertmesh.sharding.topology import divisors, either
-from expertmesh.training.attention.by_sample import BySample
+from expertmesh.training.attention.by_sample import BySample, counts_tokens
 from expertmesh.training.attention.complete_sequences import CompleteSequences, mixers_of
 from expertmesh.training.attention.packed_attention import tells_window
 from expertmesh.training.data import SplitSequences
@@ -353,7 +353,7 @@ class _Region:
             which the model is tried has shown.
         last: the layers that end it.
         kept: what autograd keeps while it runs, where it does.
-        tokens: that it has gathered, while it runs.
+        tokens: that it has gathered, while it runs; 0 where it computes other sequences than it is given.
     """
 
     def __init__(self, parallel: TensorParallel, region: Region):
@@ -403,7 +403,8 @@ class _Region:
 
     def begin(self, split: SplitSequences, rearranged: bool = False) -> None:
         self.parallel.sequences, self.parallel.rearranged = len(split.positions_BS), rearranged
-        self.tokens = split.positions_BS.numel() * self.parallel.group.size // split.cp_group.size
+        tokens = split.positions_BS.numel() * self.parallel.group.size // split.cp_group.size
+        self.tokens = 0 if rearranged else tokens
         for last, hooks in self.last.items():
             if self.parallel.operators is not None and _is_plain(last) and not rearranged:
                 vars(last)["forward"] = partial(hooks.overlapped, last)
@@ -506,7 +507,8 @@ class _Attention(_Region):
     def _dim_of_positions(self, module: nn.Module, x: Tensor, split: SplitSequences) -> int | None:
         """Which dim of an argument has this rank's positions, if one has. To be asked in a forward in which no size of
         the model is equal to their number, as the one in which a model is tried."""
-        if tells_window(x):
+        # indices of chosen tokens are of all positions
+        if tells_window(x) or counts_tokens(x):
             return None
         length = split.positions_BS.shape[1] // split.cp_group.size
         dims = [dim for dim, size in enumerate(x.shape) if size == length]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -38,6 +39,9 @@ STEP_PART: StepPart = None
 
 class Ranks(Protocol):
     """The ranks that divide a layer; see `sharding.TPGroup`."""
+
+    @property
+    def size(self) -> int: ...
 
     def all_reduce_max(self, x: Tensor) -> Tensor: ...
 
@@ -115,13 +119,17 @@ class _FP8Linear(torch.autograd.Function):
         if division is None or division.of != "nothing":
             return *_gradients(ctx, x_MK, weight, grad_MN.contiguous()), None, None
         # it is the sum that is to be rounded: each rank has that of some of the rows, and nothing of the others
-        mine_mN = division.ranks.sum_scatter(grad_MN, 0)
-        grad_x_mK, grad_weight = _gradients(ctx, division.ranks.mine(x_MK), weight, mine_mN)
+        rows, group = len(x_MK), division.ranks
+        # of samples that are computed one by one there may be any number
+        padding = (0, 0, 0, -rows % group.size)
+        mine_mN = group.sum_scatter(F.pad(grad_MN, padding), 0)
+        x_MK = F.pad(x_MK, padding)
+        grad_x_mK, grad_weight = _gradients(ctx, group.mine(x_MK), weight, mine_mN)
         if grad_x_mK is None:
             return None, grad_weight, None, None
         grad_x_MK = torch.zeros_like(x_MK)
-        division.ranks.mine(grad_x_MK).copy_(grad_x_mK)
-        return grad_x_MK, grad_weight, None, None
+        group.mine(grad_x_MK).copy_(grad_x_mK)
+        return grad_x_MK[:rows], grad_weight, None, None
 
 
 def _gradients(ctx: Any, x_MK: Tensor, weight: Tensor, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None]:

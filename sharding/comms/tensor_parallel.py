@@ -115,6 +115,7 @@ class TPGroup:
     def sum_scatter(self, x: Tensor, dim: int) -> Tensor:
         """`reduce_scatter` without a gradient; summed up in fp32, in the order of the ranks, wherever the backend does
         not do it itself."""
+        dim %= x.dim()
         parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         out = torch.empty_like(parts[0])
         if self.ranks is not None and computes_on_cpu(x):

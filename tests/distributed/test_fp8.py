@@ -16,8 +16,11 @@ from expertmesh.sharding import Topology, TPGroup
 from expertmesh.sharding.topology import DenseShard
 from expertmesh.training import engine, tensor_parallel
 from expertmesh.training.change.dense_precision import multiply_in_fp8
+from expertmesh.training.data import collate
+from expertmesh.training.loss.balance import LossWeights
+from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, Figures, ours, random_samples, reference
+from tests.distributed.reference import Case, Figures, in_full, ours, random_samples, reference, sharded_model
 from tests.families.configs import TEXT_IDS, tiny_model
 from tests.tiny import relative_error, save_model, tiny_config, tiny_mixtral
 
@@ -177,6 +180,35 @@ def test_dense_gemms_that_ranks_compute_alike(ranks: RankPool, tmp_path: Path) -
     last = {name: grad for name, grad in alone.grads.items() if name.startswith("model.layers.2.")}
     assert max(relative_error(found.grads[name], grad) for name, grad in last.items()) < 1e-5
     assert max(relative_error(other.grads[name], grad) for name, grad in last.items()) > 1e-2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_dense_gemms_of_samples_one_by_one(ranks: RankPool, tmp_path: Path, cp_size: int) -> None:
+    """Of numbers of rows that the ranks do not divide."""
+    widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank", "index_head_dim")
+    changes = dict.fromkeys(widths, 16) | {"intermediate_size": 64, "moe_intermediate_size": 32}
+    settings = {"packing": True, "dense_precision": "fp8"}
+    samples = random_samples([13, 4, 5, 16, 11], TEXT_IDS)
+    case = Case(samples, family="deepseek_v32", compute_dtype=torch.bfloat16, settings=settings, changes=changes)
+    tiny_model(case.family, seed=1, **changes).save_pretrained(tmp_path)
+    ((loss, norms),) = ranks.run(_of_packed, 1, tmp_path, Topology(1, 1), case)
+    topology = Topology(2 * cp_size, cp_size, tp_size=2, cp_size=cp_size)
+    found, found_norms = ranks.run(_of_packed, topology.world_size, tmp_path, topology, case)[0]
+    assert found == pytest.approx(loss, rel=5e-3)
+    assert found_norms.keys() == norms.keys()
+    floor = 0.02 * max(norms.values())
+    assert found_norms == pytest.approx(norms, rel=0.2, abs=floor)
+
+
+def _of_packed(path: Path, topology: Topology, case: Case) -> tuple[float, dict[str, float]]:
+    """The loss of packed samples, and the norm of each gradient."""
+    model, mesh, _ = sharded_model(path, topology, case)
+    A, B, C, D, E = case.samples
+    batch = collate([[A, B, C], [D, E]], mesh.cp_group)
+    result = compute_gradients(model.train(), [batch], LossWeights(0.0, 0.0))
+    grads = in_full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return result.loss, {name: float(grad.norm()) for name, grad in grads.items()}
 
 
 def test_parts_that_fp8_does_not_take() -> None:

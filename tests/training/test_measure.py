@@ -361,6 +361,15 @@ def test_flags_that_are_read_are_part_of_a_files_name(name: str) -> None:
     assert NOTED <= cached.READ
 
 
+@pytest.mark.exhaustive
+def test_a_rank_that_takes_its_part_of_what_is_complete() -> None:
+    """Of sinks that are kept in fp32."""
+    config = flags_of(ep_size=2, tp_size=2)
+    measurer = Measurer(build_rehearsed(config, tiny_config("hy_v4"), "cuda"), config)
+    assert measurer.tp is not None
+    measurer(setting_of(config, 4).workload(measurer.parameters))
+
+
 def test_what_is_measured_of_a_rank_that_divides_has_files_of_its_own() -> None:
     files = {measure_of(tp_size=size, loss_parallel=divides).file for size in (1, 2) for divides in (True, False)}
     assert len(files) == 4

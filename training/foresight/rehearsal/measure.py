@@ -261,10 +261,15 @@ class _Measurement:
                 if own and not self.workload.experts_gathered and self.workload.has_gradients and whole.requires_grad:
                     made[whole].grad = torch.empty(shape, dtype=whole.dtype)
             module._parameters[name] = made[whole]
+        self.parts = {own for whole, own in made.items() if whole in self.of.divided}
         for layer in moe_layers(self.model):
             layer.dispatcher = self._dispatcher()
             layer.mlp.working = type(layer.mlp.working)()
             layer.mlp.working.are_kept = self.workload.keeps_casts
+
+    def _part(self, parameter: Tensor, group: TPGroup) -> Tensor:
+        """In place of tensor parallelism's own: what is divided is this rank's part already."""
+        return parameter if parameter in self.parts else group.mine(parameter)
 
     def _dispatcher(self) -> Dispatcher:
         w, num_experts = self.workload, self.of.num_experts
@@ -495,8 +500,7 @@ class _Measurement:
                 telling_rows(exchange, told_once, exchange_all),
                 *(mock.patch.object(dist, name, exchange_at_once(kind)) for name, kind in _AT_ONCE.items()),
                 mock.patch.object(Within, "gather", gather_once),
-                # what is divided is this rank's part already
-                mock.patch.object(expertmesh.training.tensor_parallel, "_part", lambda parameter, group: parameter),
+                mock.patch.object(expertmesh.training.tensor_parallel, "_part", self._part),
                 never_tracing(),
                 *(
                     mock.patch.object(m, "host_counts", counts)
