@@ -177,7 +177,7 @@ def settled(config: TrainConfig, run: PlannedRun) -> Setting:
     return replace(run.setting, schedule=chosen.schedule, stage_layers=chosen.layers)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("name", RECIPES)
 def test_forecasts_that_the_comments_state(name: str) -> None:
     plan = planned_recipe(name, gpus_of(name))

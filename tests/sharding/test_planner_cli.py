@@ -379,7 +379,7 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int, arguments: list[s
     return terminal.lines
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("flags", [["--gpus", "16"], ["--gpus", "16", "--top", "40"], ["--sweep"]], ids=" ".join)
 def test_plan_fits_the_terminal(
     config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
