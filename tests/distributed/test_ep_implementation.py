@@ -264,7 +264,7 @@ def test_ranks_without_rows(ranks: RankPool, tmp_path: Path, ep_size: int) -> No
     assert sum(bool(grad.any()) for grad in down) == 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     """Two runs give the same bits, and so does one that recomputes its layers in backward."""
     save(tmp_path, "mixtral")
@@ -297,7 +297,7 @@ def trained_by_trainer(path: Path, implementation: str, output_dir: Path) -> lis
     return [line[key] for line in trainer.state.log_history if "grad_norm" in line for key in ("loss", "grad_norm")]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_in_trainer(ranks: RankPool, tmp_path: Path) -> None:
     save(tmp_path / "model", "qwen3_moe")
     ours, theirs = (

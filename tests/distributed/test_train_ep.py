@@ -177,7 +177,7 @@ def test_all_modes_at_once(ranks: RankPool, tiny_model: Path, tiny_data: Path, t
         assert max(relative_error(found[name], plain[name]) for name in plain) < 2e-2, products
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("precision", ["same", "fp8"])
 def test_working_weights_that_are_kept(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, precision: str
@@ -417,7 +417,7 @@ def test_results_are_not_overwritten(ranks: RankPool, tiny_model: Path, tiny_dat
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_bad_input_under_torchrun_does_not_hang(tiny_data: Path, tmp_path: Path) -> None:
     """An error met after the process group has formed: the launcher ends, with a code other than 0."""
     save_model(tmp_path)

@@ -46,7 +46,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 @pytest.mark.parametrize("how", ["--packing", "--group-by-length"])
 def test_rows_of_any_kind_at_any_arrangement(
     ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path, how: str
@@ -131,7 +131,7 @@ def test_early_stop_and_best_checkpoint(ranks: RankPool, tiny_model: Path, chats
     assert all(torch.equal(tensor, exported[name]) for name, tensor in read(tmp_path / "hf").items())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_resumed_evaluations_go_on_counting(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     """A run stopped and resumed on other ranks has the same evaluations, best one and end as one that was not."""
     common = [

@@ -257,7 +257,7 @@ def chat_templates(watch: Watch, _: int, tokenizer_directory: Path) -> None:
         watch.refuse(f"{name!r:.50}", functools.partial(set_chat_template, tokenizer, name), "--chat-template")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.complete
 def test_data_files(campaign: Callable[..., None], tokenizer_directory: Path) -> None:
     campaign(data_files, tokenizer_directory)
 
