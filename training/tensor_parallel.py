@@ -507,10 +507,12 @@ class _Attention(_Region):
     def _dim_of_positions(self, module: nn.Module, x: Tensor, split: SplitSequences) -> int | None:
         """Which dim of an argument has this rank's positions, if one has. To be asked in a forward in which no size of
         the model is equal to their number, as the one in which a model is tried."""
-        # indices of chosen tokens are of all positions
-        if tells_window(x) or counts_tokens(x):
+        full_length = split.positions_BS.shape[1]
+        length = full_length // split.cp_group.size
+        # indices of chosen tokens have all positions, as they come from another layer's attention
+        is_complete = counts_tokens(x) and x.shape[1] in (length * self.parallel.group.size, full_length)
+        if tells_window(x) or is_complete:
             return None
-        length = split.positions_BS.shape[1] // split.cp_group.size
         dims = [dim for dim, size in enumerate(x.shape) if size == length]
         if len(dims) > 1:
             raise _unlike(self.parallel, module, f"is given a tensor of shape {tuple(x.shape)}, of {length} positions")
