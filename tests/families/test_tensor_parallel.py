@@ -59,6 +59,8 @@ def test_gradients(ranks: RankPool, tmp_path: Path, family: str) -> None:
 
 # in rows of two samples and more, of positions that two ranks do not divide between samples
 PACKED = random_samples([13, 4, 5, 16, 11], vocabulary=290)
+UNLIKE = {"qwen3_5_moe": 5e-5}
+"""Gradients of its A_log, a sum over all tokens for each head, are 5e-6 off in one process, packed, too."""
 
 
 @pytest.mark.exhaustive
@@ -74,7 +76,7 @@ def test_packed(ranks: RankPool, tmp_path: Path, family: str) -> None:
     for topology in (TP_2, *(() if few_heads else [Topology(4, 2, tp_size=2, cp_size=2)])):
         our_loss, our_grads = ranks.run(_packed, topology.world_size, tmp_path, topology, case)[0]
         assert our_loss == pytest.approx(loss, rel=TOLERANCE)
-        compare(our_grads, grads, str(topology), TOLERANCES.get(family, TOLERANCE))
+        compare(our_grads, grads, str(topology), UNLIKE.get(family) or TOLERANCES.get(family, TOLERANCE))
 
 
 def _packed(path: Path, topology: Topology, case: Case) -> tuple[float, dict[str, Any]]:
