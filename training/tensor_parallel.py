@@ -38,8 +38,8 @@ from expertmesh.moe.model.tensor_plan import Region, regions_of
 from expertmesh.sharding import TPGroup
 from expertmesh.sharding.place.vocabulary import divided_vocabulary
 from expertmesh.sharding.topology import divisors, either
-from expertmesh.training.attention.by_sample import BySample, counts_tokens
-from expertmesh.training.attention.complete_sequences import CompleteSequences, mixers_of
+from expertmesh.training.attention.by_sample import counts_tokens
+from expertmesh.training.attention.complete_sequences import mixers_of, rearranges
 from expertmesh.training.attention.packed_attention import tells_window
 from expertmesh.training.data import SplitSequences
 from expertmesh.training.kept_positions import KeptPositions, is_kept_otherwise
@@ -472,7 +472,7 @@ class _Attention(_Region):
             forward.within_tp = Within(_inside(forward), forward.gathered)
         within: Within = forward.within_tp
         args, kwargs = self._gathered(module, (args, kwargs), split, within)
-        self.begin(split, _rearranges(module, within.forward))
+        self.begin(split, rearranges(module.forward, within.forward))
         self.inside = within.forward.__enter__()
         return args, kwargs
 
@@ -544,13 +544,6 @@ class Within:
         if len(self.gathered) > _MOST_GATHERED:
             del self.gathered[next(iter(self.gathered))]
         return known[1]
-
-
-def _rearranges(module: nn.Module, forward: Forward) -> bool:
-    """Whether attention computes other sequences in a `Forward` than it is given."""
-    if isinstance(module.forward, CompleteSequences):
-        return module.forward.rearranges(forward)
-    return isinstance(module.forward, BySample) and forward.segments is not None
 
 
 def _inside(forward: Forward) -> Forward:

@@ -91,18 +91,19 @@ class CompleteSequences:
         forward.layout = complete.layout
         return _ranges(output, split)
 
-    def rearranges(self, forward: Forward) -> bool:
-        """Whether the mixer computes other sequences in a `Forward` than it is given."""
-        if forward.split is not None:
-            return True
-        return isinstance(self.forward, BySample) and forward.segments is not None
-
     def _goes_by_heads(self, split: SplitSequences) -> bool:
         number, length = split.positions_BS.shape
         size = split.cp_group.size
         if self.functions is None or split.is_packed or number >= size:
             return False
         return length // size >= self.functions.reach
+
+
+def rearranges(mixer: Callable[..., Any], forward: Forward) -> bool:
+    """Whether what is a mixer's forward computes other sequences in a `Forward` than it is given."""
+    if isinstance(mixer, CompleteSequences):
+        return forward.split is not None or rearranges(mixer.forward, forward)
+    return isinstance(mixer, BySample) and forward.segments is not None
 
 
 def _ranges(output: Any, split: SplitSequences) -> Any:
