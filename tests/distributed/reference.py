@@ -21,7 +21,7 @@ from expertmesh.training import TrainConfig, assemble, place
 from expertmesh.training.data import Batch, DataOrder, Sample, collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import train_step
+from expertmesh.training.step import compute_gradients, train_step
 from tests.distributed.shampoo import PlainShampoo
 from tests.families.configs import tiny_model
 from tests.tiny import our_rows, tiny_mixtral
@@ -298,6 +298,15 @@ def my_batches(case: Case, topology: Topology, rank: int, cp_group: CPGroup | No
     order = DataOrder(len(case.samples), topology.data_size, per_device, case.accumulation, seed=0)
     forwards = order.micro_batches(0, topology.data_index(rank))
     return [collate([[case.samples[row]] for row in rows], cp_group) for rows in forwards]
+
+
+def of_packed(path: Path, topology: Topology, case: Case) -> tuple[float, dict[str, Tensor]]:
+    """The loss of five samples in two packed rows, and on rank 0 the gradients, full."""
+    model, mesh, _ = sharded_model(path, topology, case)
+    A, B, C, D, E = case.samples
+    batch = collate([[A, B, C], [D, E]], mesh.cp_group)
+    result = compute_gradients(model.train(), [batch], LossWeights(0.0, 0.0))
+    return result.loss, in_full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def in_full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,11 +16,8 @@ from expertmesh.sharding import Topology, TPGroup
 from expertmesh.sharding.topology import DenseShard
 from expertmesh.training import engine, tensor_parallel
 from expertmesh.training.change.dense_precision import multiply_in_fp8
-from expertmesh.training.data import collate
-from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, Figures, in_full, ours, random_samples, reference, sharded_model
+from tests.distributed.reference import Case, Figures, of_packed, ours, random_samples, reference
 from tests.families.configs import TEXT_IDS, tiny_model
 from tests.tiny import relative_error, save_model, tiny_config, tiny_mixtral
 
@@ -192,23 +189,19 @@ def test_dense_gemms_of_samples_one_by_one(ranks: RankPool, tmp_path: Path, cp_s
     samples = random_samples([13, 4, 5, 16, 11], TEXT_IDS)
     case = Case(samples, family="deepseek_v32", compute_dtype=torch.bfloat16, settings=settings, changes=changes)
     tiny_model(case.family, seed=1, **changes).save_pretrained(tmp_path)
-    ((loss, norms),) = ranks.run(_of_packed, 1, tmp_path, Topology(1, 1), case)
+    ((loss, norms),) = ranks.run(_norms_of_packed, 1, tmp_path, Topology(1, 1), case)
     topology = Topology(2 * cp_size, cp_size, tp_size=2, cp_size=cp_size)
-    found, found_norms = ranks.run(_of_packed, topology.world_size, tmp_path, topology, case)[0]
+    found, found_norms = ranks.run(_norms_of_packed, topology.world_size, tmp_path, topology, case)[0]
     assert found == pytest.approx(loss, rel=5e-3)
     assert found_norms.keys() == norms.keys()
     floor = 0.02 * max(norms.values())
     assert found_norms == pytest.approx(norms, rel=0.2, abs=floor)
 
 
-def _of_packed(path: Path, topology: Topology, case: Case) -> tuple[float, dict[str, float]]:
+def _norms_of_packed(path: Path, topology: Topology, case: Case) -> tuple[float, dict[str, float]]:
     """The loss of packed samples, and the norm of each gradient."""
-    model, mesh, _ = sharded_model(path, topology, case)
-    A, B, C, D, E = case.samples
-    batch = collate([[A, B, C], [D, E]], mesh.cp_group)
-    result = compute_gradients(model.train(), [batch], LossWeights(0.0, 0.0))
-    grads = in_full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    return result.loss, {name: float(grad.norm()) for name, grad in grads.items()}
+    loss, grads = of_packed(path, topology, case)
+    return loss, {name: float(grad.norm()) for name, grad in grads.items()}
 
 
 def test_parts_that_fp8_does_not_take() -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from expertmesh.moe import ExpertMeshError, build_model
 from expertmesh.moe.model.families import families_with_plan
 from expertmesh.sharding import Topology
-from expertmesh.training.data import collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from expertmesh.training.tensor_parallel import apply_tensor_parallel
@@ -21,6 +20,7 @@ from tests.distributed.reference import (
     hf_model,
     in_full,
     my_batches,
+    of_packed,
     ours,
     random_samples,
     reference,
@@ -74,17 +74,9 @@ def test_packed(ranks: RankPool, tmp_path: Path, family: str) -> None:
     loss, grads = gradients_of(theirs, case)
     few_heads = family == "dots3_note"  # in some of its layers
     for topology in (TP_2, *(() if few_heads else [Topology(4, 2, tp_size=2, cp_size=2)])):
-        our_loss, our_grads = ranks.run(_packed, topology.world_size, tmp_path, topology, case)[0]
+        our_loss, our_grads = ranks.run(of_packed, topology.world_size, tmp_path, topology, case)[0]
         assert our_loss == pytest.approx(loss, rel=TOLERANCE)
         compare(our_grads, grads, str(topology), UNLIKE.get(family) or TOLERANCES.get(family, TOLERANCE))
-
-
-def _packed(path: Path, topology: Topology, case: Case) -> tuple[float, dict[str, Any]]:
-    model, mesh, _ = sharded_model(path, topology, case)
-    A, B, C, D, E = case.samples
-    batch = collate([[A, B, C], [D, E]], mesh.cp_group)
-    result = compute_gradients(model.train(), [batch], LossWeights(0.0, 0.0))
-    return result.loss, in_full({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 @pytest.mark.parametrize("packing", [False, True])
