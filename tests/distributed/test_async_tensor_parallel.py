@@ -1,7 +1,9 @@
-"""--async-tp by stand-ins for torch's operators: the same figures, and which matmuls run beside which exchange."""
+"""--async-tp by stand-ins for torch's operators, and by those with a stand-in for NVLink: the same figures, and which
+matmuls run beside which exchange."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symm_mem
 
 from expertmesh.checkpoints import open_source
 from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import Topology, TPGroup
 from expertmesh.training import assemble, engine
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.overlapped_regions import check_async
+from expertmesh.training.overlapped_regions import SymmetricMemory, check_async
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, config_of, in_full, my_batches, random_samples, sharded_model
@@ -47,15 +50,76 @@ class StandIns:
         return self.group.sum_scatter(torch.cat(parts, dim), dim)
 
 
-@pytest.mark.quick(1)
+class OnGloo(SymmetricMemory):
+    """torch's own operators, but for how they move bytes: blocking here, over gloo."""
+
+    def __init__(self, group: TPGroup):
+        assert group.ranks is not None
+        super().__init__(group.ranks)
+        self.calls = list[str]()
+        _operators_on_cpus()
+
+    def gather_multiply(self, x: Tensor, weights_KN: Sequence[Tensor], dim: int) -> tuple[Tensor, list[Tensor]]:
+        self.calls.append(f"gather x{len(weights_KN)}")
+        return super().gather_multiply(x, weights_KN, dim)
+
+    def multiply_scatter(self, x: Tensor, weight_KN: Tensor, dim: int) -> Tensor:
+        self.calls.append("scatter")
+        return super().multiply_scatter(x, weight_KN, dim)
+
+
+@cache
+def _operators_on_cpus() -> torch.library.Library:
+    """Those that torch declares for CUDA, for CPUs too, as long as what is returned lives."""
+    module: Any = symm_mem
+    module._pipelined_all_gather_and_consume = _all_gather_and_consume
+    module._pipelined_produce_and_all2all = _produce_and_all_to_all
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_matmul", module._fused_all_gather_matmul, "CPU")
+    library.impl("fused_matmul_reduce_scatter", module._fused_matmul_reduce_scatter, "CPU")
+    return library
+
+
+def _all_gather_and_consume(
+    shard: Tensor, consume: Callable[[Tensor, int], None], gathered: Tensor, group_name: str, needed: bool = True
+) -> None:
+    """What the docstring of torch's function of this name says it does."""
+    group = _group(group_name)
+    dist.all_gather_into_tensor(gathered, shard.contiguous(), group=group)
+    for rank, part in enumerate(gathered.chunk(group.size())):
+        consume(part, rank)
+
+
+def _produce_and_all_to_all(
+    produce: Callable[[int, Tensor], None], output: Tensor, group_name: str, out_chunk_dim: int = 0
+) -> None:
+    """What the docstring of torch's function of this name says it does."""
+    assert out_chunk_dim == 0
+    group = _group(group_name)
+    sent = torch.empty_like(output)
+    for rank, part in enumerate(sent.chunk(group.size())):
+        produce(rank, part)
+    dist.all_to_all_single(output, sent, group=group)
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    module: Any = dist.distributed_c10d
+    group: dist.ProcessGroup = module._resolve_process_group(name)
+    return group
+
+
 # projections by way of low ranks, which every rank computes alike; MLPs that are divided too
 @pytest.mark.exhaustive
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v2", "qwen2_moe"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_the_same_in_parts(ranks: RankPool, tmp_path: Path, family: str, checkpointing: Any) -> None:
+@pytest.mark.parametrize("operators", [OnGloo, StandIns])
+def test_the_same_in_parts(
+    ranks: RankPool, tmp_path: Path, family: str, checkpointing: Any, operators: type[StandIns | OnGloo]
+) -> None:
     tiny_model(family, seed=1).save_pretrained(tmp_path)
     case = Case(SAMPLES, family=family, gradient_checkpointing=checkpointing)
-    (loss, grads, none), (our_loss, our_grads, calls) = ranks.run(_figures, 2, tmp_path, case)[0]
+    (loss, grads, none), (our_loss, our_grads, calls) = ranks.run(_figures, 2, tmp_path, case, operators)[0]
     assert our_loss == pytest.approx(loss, rel=1e-6)
     assert max(relative_error(our_grads[name], grad, 1e-3) for name, grad in grads.items()) < 1e-5
     assert not none
@@ -65,13 +129,14 @@ def test_the_same_in_parts(ranks: RankPool, tmp_path: Path, family: str, checkpo
         assert calls == 3 * FORWARD + 3 * (again + BACKWARD)
 
 
-def _figures(path: Path, case: Case) -> list[tuple[float, dict[str, Tensor], list[str]]]:
+def _figures(
+    path: Path, case: Case, operators: type[StandIns | OnGloo] = StandIns
+) -> list[tuple[float, dict[str, Tensor], list[str]]]:
     figures = []
     for is_async in (False, True):
         model, mesh, _ = sharded_model(path, TP_2, case)
         model.train()
-        group = mesh.cp_group.tp
-        stand_ins = StandIns(group)
+        stand_ins = operators(mesh.cp_group.tp)
         if is_async:
             model.tensor_parallel.operators = stand_ins
         batches = my_batches(case, TP_2, dist.get_rank(), mesh.cp_group)
