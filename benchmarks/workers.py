@@ -36,7 +36,7 @@ def measured_by_workers(
     return figures
 
 
-def random_mixtral(arguments: argparse.Namespace, **sizes: Any) -> Any:
+def random_mixtral(arguments: argparse.Namespace, seed: int = 0, **sizes: Any) -> Any:
     """A Mixtral in fp32 of the flags' sizes, and of others that no flag says."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -48,5 +48,5 @@ def random_mixtral(arguments: argparse.Namespace, **sizes: Any) -> Any:
         num_attention_heads=8,
         **sizes,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return MixtralForCausalLM(config)

@@ -18,7 +18,6 @@ def measurer_of(family: str) -> tuple[TrainConfig, Measurer]:
     return config, Measurer(build_rehearsed(config, tiny_config(family), "cuda"), config)
 
 
-@pytest.mark.quick(1)
 # the second one has layers that loop over tokens
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["mixtral", "jamba"])

@@ -1,0 +1,189 @@
+"""How well training learns with some flags and with others: `python -m benchmarks.learning`.
+
+    --arm="--optim adamw_torch_fused" --arm="--optim shampoo" --learning-rates 3e-3 6e-3 --seeds 3
+    --dataset gsm8k.jsonl --columns question answer --arm="--bf16" --arm="--bf16 --dense-precision fp8"
+
+Trains by `train_ep.py` on one rank, once for each arm (flags of it), learning rate and seed: the demo's model on its
+task with `configs/tiny.yaml`, or with --dataset a random Mixtral of the sizes below on that, with a tokenizer made for
+it. Arms take turns, seed after seed. A seed is of the data, the model and the order of training, alike in all arms.
+
+    held-out loss   after the last step, of each seed
+    worst, mean     of the training loss, averaged over every --window steps, relative to the first arm's with the same
+                    learning rate and seed: the largest difference, and the average one
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.demo import ROOT, make_inputs
+from benchmarks.workers import random_mixtral
+from expertmesh.moe.base.terminal import ends_with_reader
+from expertmesh.training.foresight.columns import Column, open_console, print_table
+from expertmesh.training.watch.environment import cpu_model
+
+HELD_OUT = 200
+"""Rows at the end of --dataset that are not trained on."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """model: a directory. flags: of data and sizes, the same in every arm."""
+
+    model: Path
+    flags: list[str]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """losses: of every step. held_out: the loss on held-out rows at the end."""
+
+    losses: list[float]
+    held_out: float
+
+
+Turns = dict[tuple[str, str], list[Learned]]
+"""By arm and learning rate, of each seed."""
+
+
+@ends_with_reader
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--arm", action="append", required=True, metavar="FLAGS", help="in one word, after =; repeatable"
+    )
+    parser.add_argument("--learning-rates", nargs="+", default=["3e-3"], metavar="X")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=None, help="sequences a step (default: the demo's 256; else 8)")
+    parser.add_argument("--window", type=int, default=20, help="steps over which training losses are averaged")
+    parser.add_argument("--dataset", type=Path, default=None, metavar="FILE", help="JSON lines, two fields of each")
+    parser.add_argument(
+        "--columns", nargs=2, default=["prompt", "response"], help="those fields: the text before, and the one to learn"
+    )
+    parser.add_argument("--max-seq-length", type=int, default=512)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--intermediate-size", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--json", type=Path, default=None, help="also write every loss here")
+    arguments = parser.parse_args()
+    if min(arguments.seeds, arguments.steps, arguments.window) < 1 or arguments.steps < arguments.window:
+        parser.error("--seeds, --steps and --window are 1 or more, and --steps no less than --window")
+    turns: Turns = {key: [] for key in itertools.product(arguments.arm, arguments.learning_rates)}
+    with tempfile.TemporaryDirectory() as name:
+        for seed in range(arguments.seeds):
+            directory = Path(name) / str(seed)
+            is_demo = arguments.dataset is None
+            inputs = of_the_demo(directory, seed) if is_demo else of_dataset(directory, seed, arguments)
+            for (flags, rate), learned in turns.items():
+                arm = [*shlex.split(flags), "--learning-rate", rate]
+                print(f"seed {seed}: {shlex.join(arm)}", file=sys.stderr, flush=True)
+                learned.append(train(inputs, directory / "run", seed, arm, arguments))
+    print_figures(turns, arguments)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({" ".join(key): [vars(one) for one in of] for key, of in turns.items()}))
+    return 0
+
+
+def of_the_demo(directory: Path, seed: int) -> Inputs:
+    model, data, held_out = directory / "model", directory / "train.jsonl", directory / "held-out.jsonl"
+    directory.mkdir(parents=True)
+    rows = itertools.chain.from_iterable(make_inputs(model, data, seed).values())
+    held_out.write_text("".join(json.dumps({"prompt": prompt, "response": answer}) + "\n" for prompt, answer in rows))
+    flags = ["--config", "configs/tiny.yaml", "--ep-size", "1", "--per-device-train-batch-size", "256"]
+    return Inputs(model, [*flags, "--dataset", str(data), "--eval-dataset", str(held_out)])
+
+
+def of_dataset(directory: Path, seed: int, arguments: argparse.Namespace) -> Inputs:
+    """Another seed is another model and another order; the rows are the same, the last ones held out."""
+    model, data, held_out = directory / "model", directory / "train.jsonl", directory / "held-out.jsonl"
+    directory.mkdir(parents=True)
+    before, trained = arguments.columns
+    rows = [json.loads(line) for line in arguments.dataset.read_text(encoding="utf-8").splitlines()]
+    texts = [{"prompt": row[before], "response": row[trained]} for row in rows]
+    for file, some in ((data, texts[:-HELD_OUT]), (held_out, texts[-HELD_OUT:])):
+        file.write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
+    save_tokenizer(model, [f"{row['prompt']}\n{row['response']}" for row in texts], arguments.vocabulary)
+    random_mixtral(arguments, seed=seed, num_key_value_heads=4, num_local_experts=8).save_pretrained(model)
+    flags = ["--prompt-template", "{prompt}\n", "--max-seq-length", str(arguments.max_seq_length)]
+    flags += ["--per-device-train-batch-size", "8", "--router-aux-loss-coef", "0.02"]
+    return Inputs(model, [*flags, "--dataset", str(data), "--eval-dataset", str(held_out)])
+
+
+def save_tokenizer(path: Path, texts: list[str], vocabulary: int) -> None:
+    """Byte pairs of the texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
+
+
+def train(inputs: Inputs, run: Path, seed: int, flags: list[str], arguments: argparse.Namespace) -> Learned:
+    command = [sys.executable, "train_ep.py", *inputs.flags, "--model", str(inputs.model), "--seed", str(seed)]
+    command += ["--output-dir", str(run), "--overwrite-output-dir", "--no-export", "--logging-steps", "1"]
+    command += ["--max-steps", str(arguments.steps), "--eval-steps", str(arguments.steps), "--report-to", "none"]
+    command += [] if arguments.batch is None else ["--per-device-train-batch-size", str(arguments.batch)]
+    environment = {"OMP_NUM_THREADS": "2", **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        print(done.stderr, file=sys.stderr)
+        raise SystemExit(done.returncode)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == arguments.steps
+    return Learned(losses, next(record["eval_loss"] for record in reversed(records) if "eval_loss" in record))
+
+
+def differences(ours: list[float], first: list[float], window: int) -> list[float]:
+    """Of the means of every so many steps, relative to the first's."""
+    means = [
+        [statistics.mean(losses[at : at + window]) for at in range(0, len(losses) - window + 1, window)]
+        for losses in (ours, first)
+    ]
+    return [(mean - of_first) / of_first for mean, of_first in zip(*means, strict=True)]
+
+
+def print_figures(turns: Turns, arguments: argparse.Namespace) -> None:
+    what = "the demo's task" if arguments.dataset is None else arguments.dataset.name
+    print(f"{what}, {arguments.steps} steps, seeds: {arguments.seeds}; {cpu_model()}, torch {torch.__version__}")
+    found = {
+        (flags, rate): [
+            difference
+            for ours, first in zip(learned, turns[arguments.arm[0], rate], strict=True)
+            for difference in differences(ours.losses, first.losses, arguments.window)
+        ]
+        for (flags, rate), learned in turns.items()
+    }
+    columns = {
+        "flags": [flags for flags, _ in turns],
+        "learning rate": [rate for _, rate in turns],
+        "held-out loss": [" ".join(f"{one.held_out:.4f}" for one in learned) for learned in turns.values()],
+        "worst": [f"{max(of_arm, key=abs):+.2%}" for of_arm in found.values()],
+        "mean": [f"{statistics.mean(of_arm):+.2%}" for of_arm in found.values()],
+    }
+    print_table(open_console(), [Column(name, cells, is_text=name == "flags") for name, cells in columns.items()])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
