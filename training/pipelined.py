@@ -35,9 +35,10 @@ from expertmesh.sharding.pipeline.schedule import (
 )
 from expertmesh.sharding.pipeline.shared import adding_to_shared
 from expertmesh.sharding.pipeline.stages import Stages
+from expertmesh.sharding.pipeline.survey import Size
 from expertmesh.sharding.place.parallelize import forget_forwards
 from expertmesh.sharding.place.weight_gradients import weight_gradients
-from expertmesh.training.data import Batch
+from expertmesh.training.data import Batch, SplitSequences
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.loss.head import loss_head
 from expertmesh.training.micro_batch import StepCounts, forward_of, run_model, weigh_losses
@@ -121,11 +122,11 @@ def _last_logits(model: Any, pipeline: Pipeline, run_stage: Callable[..., Any], 
     """
     forward, stages, ranks = current_forward(), pipeline.stages, pipeline.groups.ranks
     tokens_BS = arguments["input_ids"]
-    size, device = (tokens_BS.shape[0], tokens_BS.shape[1]), tokens_BS.device
+    assert forward is not None
+    size, device = size_of(tokens_BS, forward.split), tokens_BS.device
     index, messages = pipeline.groups.index, Messages(pipeline.groups.forward, device)
     following, preceding = ranks[(index + 1) % len(ranks)], ranks[index - 1]
-    logits_B1V = torch.empty(size[0], 1, loss_head(model).out_features, device=device)
-    assert forward is not None
+    logits_B1V = torch.empty(len(tokens_BS), 1, loss_head(model).out_features, device=device)
     for stage in stages.here:
         received = []
         if stage > 0:
@@ -142,6 +143,15 @@ def _last_logits(model: Any, pipeline: Pipeline, run_stage: Callable[..., Any], 
     messages.wait()
     dist.broadcast(logits_B1V, ranks[-1], group=pipeline.groups.forward)
     return logits_B1V
+
+
+def size_of(tokens_BS: Tensor, split: SplitSequences | None) -> Size:
+    """Of a micro-batch, by this rank's tokens of it."""
+    number, length = tokens_BS.shape
+    if split is None:
+        return Size((number, length), (number, length))
+    group, (number_of_all, full_length) = split.cp_group, split.positions_BS.shape
+    return Size((number, length), (len(group.sequences_of(group.index, number_of_all)), full_length))
 
 
 @dataclass(frozen=True)
@@ -248,10 +258,9 @@ class _Run:
         if exchange.receive is not None:
             self.received[exchange.receive] = tensors
 
-    def size(self, micro_batch: int) -> tuple[int, int]:
-        """(B, S) of a micro-batch."""
-        batch_size, length = self.batches[micro_batch].tokens_BS.shape
-        return batch_size, length
+    def size(self, micro_batch: int) -> Size:
+        batch = self.batches[micro_batch]
+        return size_of(batch.tokens_BS, batch.split)
 
     def given_shapes(self, action: Action) -> Shapes:
         """Of what the layer before a stage gives."""

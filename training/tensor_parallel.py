@@ -35,10 +35,10 @@ from expertmesh.moe.model.build import fp32_parameters
 from expertmesh.moe.model.families import families_with_plan
 from expertmesh.moe.model.rowwise import RowwiseLinear
 from expertmesh.moe.model.tensor_plan import Region, regions_of
+from expertmesh.moe.model.trial import counts_tokens
 from expertmesh.sharding import TPGroup
 from expertmesh.sharding.place.vocabulary import divided_vocabulary
 from expertmesh.sharding.topology import divisors, either
-from expertmesh.training.attention.by_sample import counts_tokens
 from expertmesh.training.attention.complete_sequences import mixers_of, rearranges
 from expertmesh.training.attention.packed_attention import tells_window
 from expertmesh.training.data import SplitSequences
@@ -510,8 +510,10 @@ class _Attention(_Region):
         full_length = split.positions_BS.shape[1]
         length = full_length // split.cp_group.size
         # indices of chosen tokens have all positions, as they come from another layer's attention
-        is_complete = counts_tokens(x) and x.shape[1] in (length * self.parallel.group.size, full_length)
-        if tells_window(x) or is_complete:
+        is_complete = counts_tokens(x.dtype, x.dim()) and x.shape[1] in (length * self.parallel.group.size, full_length)
+        # and so have masks, which may be left out of short sequences as those that a model is tried with
+        is_mask = x.dim() == 4 and x.shape[-1] == full_length
+        if tells_window(x) or is_complete or is_mask:
             return None
         dims = [dim for dim, size in enumerate(x.shape) if size == length]
         if len(dims) > 1:

@@ -89,3 +89,8 @@ def _values(shape: torch.Size) -> nn.Parameter:
 def _known(buffer: Tensor) -> Tensor:
     """A buffer whose values only a checkpoint has is not a number until then."""
     return buffer.nan_to_num(nan=0.5) if buffer.is_floating_point() else buffer
+
+
+def counts_tokens(dtype: torch.dtype, num_dims: int) -> bool:
+    """Whether a tensor that layers give one another holds indices of a sequence's tokens, several per position."""
+    return num_dims > 2 and dtype in (torch.int32, torch.int64)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from expertmesh.moe import current_forward, decoder_layers
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.sharding.pipeline.stages import Stages
+from expertmesh.sharding.pipeline.survey import Size
 
 STEP_PART: StepPart = None
 
@@ -37,7 +38,7 @@ class StageForward:
     Attributes:
         stages: of the model.
         number: of the stage.
-        size: (B, S) of the micro-batch.
+        size: of the micro-batch.
         device: of the stage.
         received: what the layer before the stage gave; none on the first stage.
         micro_batch: which one of its step.
@@ -47,7 +48,7 @@ class StageForward:
 
     stages: Stages
     number: int
-    size: tuple[int, int]
+    size: Size
     device: torch.device
     received: Sequence[Tensor] = ()
     micro_batch: int = 0
@@ -78,8 +79,9 @@ class StageForward:
         Raises:
             StageEnds: always.
         """
-        self.gave = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        gave = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         expected = self.stages.survey.given[self.layers.stop - 1].tensors
+        self.gave = [leaf.filled(x, self.size) for leaf, x in zip(expected, gave, strict=True)]
         found = [(tuple(leaf.shape), leaf.dtype) for leaf in self.gave]
         awaited = [(leaf.shape(self.size), leaf.dtype) for leaf in expected]
         assert found == awaited, f"layer {self.layers.stop - 1} gave {found}, and the next stage awaits {awaited}"

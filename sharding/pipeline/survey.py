@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from expertmesh.moe import ExpertMeshError, decoder_layers, moe_layers, without_computing
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.model.build import fp32_parameters
+from expertmesh.moe.model.trial import counts_tokens
 from expertmesh.sharding.pipeline.balance import crossing
 
 STEP_PART: StepPart = "pipeline"
@@ -50,14 +51,35 @@ class Dim:
 
 
 @dataclass(frozen=True)
+class Size:
+    """Of a micro-batch, as one rank sees it: (B, S).
+
+    here: of its part of the sequences, where a group shares them. complete: of those that it computes at all positions.
+    """
+
+    here: tuple[int, int]
+    complete: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Leaf:
     """A tensor that a module gives."""
 
     dims: tuple[Dim, ...]
     dtype: torch.dtype
 
-    def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
-        return tuple(dim.of(size) for dim in self.dims)
+    def shape(self, size: Size) -> tuple[int, ...]:
+        # indices of chosen tokens stay with the sequences that they were chosen in
+        is_complete = counts_tokens(self.dtype, len(self.dims))
+        return tuple(dim.of(size.complete if is_complete else size.here) for dim in self.dims)
+
+    def filled(self, x: Tensor, size: Size) -> Tensor:
+        """What was given, with as many indices of chosen tokens as are awaited: there are fewer where samples that are
+        packed into a sequence have fewer tokens than it has. A token that is chosen twice is no other choice."""
+        if not counts_tokens(x.dtype, x.dim()) or x.dim() != len(self.dims):
+            return x
+        missing = self.shape(size)[-1] - x.shape[-1]
+        return x if missing <= 0 else torch.cat([x, x[..., :1].expand(*x.shape[:-1], missing)], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -81,8 +103,8 @@ class Given:
         leaves = [c if leaf is None else next(following) for leaf, c in zip(self.leaves, self.constants, strict=True)]
         return tree_unflatten(leaves, self.spec)
 
-    def blank(self, size: tuple[int, int], device: torch.device) -> Any:
-        """The pytree for a batch of this (B, S) with NaN for every number, so that none is used unnoticed."""
+    def blank(self, size: Size, device: torch.device) -> Any:
+        """The pytree for a batch of this size with NaN for every number, so that none is used unnoticed."""
         return self.tree([_blank(leaf.shape(size), leaf.dtype, device) for leaf in self.tensors])
 
 

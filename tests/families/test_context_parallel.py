@@ -31,7 +31,7 @@ from tests.distributed.reference import Case, hf_model, ours, random_samples, re
 from tests.distributed.test_training import lines, start
 from tests.families.configs import is_older, skip_if_older, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES
-from tests.families.test_packing import REFUSED
+from tests.families.test_packing import REFUSED, few_choices
 from tests.families.test_parity import SAMPLES, WEIGHT_TOLERANCE, compare
 from tests.families.test_pipeline import four_layers
 from tests.tiny import loaded, relative_error, save_tokenizer
@@ -68,6 +68,20 @@ def test_shared_equals_whole(ranks: RankPool, family: str) -> None:
     _compare(ranks, family, ALONE, packing=False, changes={})
     if family not in REFUSED:
         _compare(ranks, family, [PACKED], packing=True, changes={})
+
+
+CHOOSING = [family for family in FAMILIES if few_choices(family)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("family", CHOOSING)
+def test_layers_that_choose_tokens(ranks: RankPool, family: str) -> None:
+    """Fewer than sequences have: the choice is to come about in complete sequences, and to be a mask for attention."""
+    changes = few_choices(family)
+    _compare(ranks, family, ALONE, packing=False, changes=changes)
+    if family not in REFUSED:
+        _compare(ranks, family, [PACKED], packing=True, changes=changes)
 
 
 @pytest.mark.quick(2)

@@ -65,12 +65,9 @@ def test_packed_equals_alone(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_that_choose_tokens(family: str) -> None:
     """Each sample's own, by fewer choices than it has tokens."""
-    named = tiny_config(family).get_text_config().to_dict()
-    changes = {name: value for name, value in FEW.items() if name in named}
+    changes = few_choices(family)
     if not changes or family in REFUSED:
         return
-    if "index_topk_blocks" not in changes:
-        changes |= {name: value for name, value in MANY_HEADS.items() if name in named}
     config, theirs = tiny_config(family, **changes), tiny_model(family, seed=1, **changes)
     attention = choose_attention("auto", True, config)
     model = packable(config, attention, theirs)
@@ -79,6 +76,15 @@ def test_layers_that_choose_tokens(family: str) -> None:
     all_chosen = packable(tiny_config(family, **scored_alike), attention, theirs)
     few, many = (loss_of(one, collate(ALONE)) for one in (model, all_chosen))
     assert abs(few - many) > LEAK * many, "choices are to matter"
+
+
+def few_choices(family: str) -> dict[str, Any]:
+    """Changes to the tiny config by which layers choose fewer tokens than samples have; none where they choose none."""
+    named = tiny_config(family).get_text_config().to_dict()
+    changes = {name: value for name, value in FEW.items() if name in named}
+    if changes and "index_topk_blocks" not in changes:
+        changes |= {name: value for name, value in MANY_HEADS.items() if name in named}
+    return changes
 
 
 def packable(config: Any, attention: str, theirs: Any) -> Any:

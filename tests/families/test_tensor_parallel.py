@@ -28,7 +28,7 @@ from tests.distributed.reference import (
 )
 from tests.families.configs import skip_if_older, tiny_config, tiny_model
 from tests.families.test_families import FAMILIES, SAMPLES, TOLERANCE, TOLERANCES, compare, gradients_of
-from tests.families.test_packing import REFUSED
+from tests.families.test_packing import REFUSED, few_choices
 from tests.families.test_parity import CANCELLED, WEIGHT_TOLERANCE, has_auxiliary_loss
 from tests.families.test_parity import SAMPLES as TRAINING_SAMPLES
 from tests.families.test_parity import compare as compare_training
@@ -77,6 +77,26 @@ def test_packed(ranks: RankPool, tmp_path: Path, family: str) -> None:
         our_loss, our_grads = ranks.run(of_packed, topology.world_size, tmp_path, topology, case)[0]
         assert our_loss == pytest.approx(loss, rel=TOLERANCE)
         compare(our_grads, grads, str(topology), UNLIKE.get(family) or TOLERANCES.get(family, TOLERANCE))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("family", [family for family in PLANNED if few_choices(family) and family not in REFUSED])
+@pytest.mark.parametrize("packing", [False, True])
+def test_layers_that_choose_tokens(ranks: RankPool, tmp_path: Path, family: str, packing: bool) -> None:
+    """Fewer than sequences have."""
+    skip_if_older("may refuse packed samples of some families")
+    changes = two_heads(family) | few_choices(family)
+    case = Case(PACKED, family=family, changes=changes, attention="auto", settings={"packing": packing})
+    theirs: Any = tiny_model(family, seed=1, **changes)
+    theirs.save_pretrained(tmp_path)
+    loss, grads = gradients_of(theirs, case)
+    if packing:
+        our_loss, our_grads = ranks.run(of_packed, 2, tmp_path, TP_2, case)[0]
+    else:
+        _, our_loss, our_grads = ranks.run(_divided, 2, tmp_path, case)[0]
+    assert our_loss == pytest.approx(loss, rel=TOLERANCE)
+    compare(our_grads, grads, "tp 2", TOLERANCES.get(family, TOLERANCE))
 
 
 @pytest.mark.parametrize("packing", [False, True])

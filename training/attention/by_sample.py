@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expertmesh.moe import DroplessExperts, ExpertMeshError, Forward, current_forward, decoder_layers
 from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.model.trial import standing_in_for_weights
+from expertmesh.moe.model.trial import counts_tokens, standing_in_for_weights
 from expertmesh.training.attention.packed_attention import (
     attention_arguments,
     kinds_by_layer,
@@ -142,15 +142,10 @@ def _cut(leaf: Any, shape: torch.Size, layout: SampleLayout) -> Sequence[Any]:
         return [leaf] * len(layout.sizes)
     parts = leaf.flatten(0, 1).index_select(0, layout.place_M).split([n * longest for n, longest in layout.sizes])
     together = [part.unflatten(0, size) for part, size in zip(parts, layout.sizes, strict=True)]
-    if not counts_tokens(leaf):
+    if not counts_tokens(leaf.dtype, leaf.dim()):
         return together
     # of indices of chosen tokens there are at most as many as tokens
     return [part[..., : part.shape[1]] for part in together]
-
-
-def counts_tokens(x: Tensor) -> bool:
-    """Whether it holds indices of a sample's tokens, several per position."""
-    return x.dim() > 2 and x.dtype in (torch.int32, torch.int64)
 
 
 def _cut_mask(mask: Tensor, shape: torch.Size, layout: SampleLayout) -> Sequence[Any]:
@@ -179,7 +174,7 @@ def _put_back(parts: Sequence[Any], shape: torch.Size, layout: SampleLayout) -> 
         return parts[0]
     if any(part.shape[:2] != size for part, size in zip(parts, layout.sizes, strict=True)):
         return None
-    if counts_tokens(parts[0]):
+    if counts_tokens(parts[0].dtype, parts[0].dim()):
         width = max(part.shape[-1] for part in parts)
         # a token that is chosen twice is no other choice
         parts = [torch.cat([p, p[..., :1].expand(*p.shape[:-1], width - p.shape[-1])], dim=-1) for p in parts]

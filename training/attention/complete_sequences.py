@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unfla
 
 from expertmesh.moe import ExpertMeshError, Forward, current_forward
 from expertmesh.moe.base.declared import StepPart
+from expertmesh.moe.model.trial import counts_tokens
 from expertmesh.training.attention.by_heads import SplitFunctions, splitting, without_unnamed
-from expertmesh.training.attention.by_sample import BySample, counts_tokens
+from expertmesh.training.attention.by_sample import BySample
 from expertmesh.training.attention.packed_attention import tells_window
 from expertmesh.training.data import SplitSequences
 
@@ -113,7 +114,7 @@ def _ranges(output: Any, split: SplitSequences) -> Any:
     leaves, structure = tree_flatten(output)
     # indices of chosen tokens stay complete, for the mixers of later layers: ranks may have different numbers of them
     complete = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:2] == (here, length)]
-    of_positions = [i for i in complete if not counts_tokens(leaves[i])]
+    of_positions = [i for i in complete if not counts_tokens(leaves[i].dtype, leaves[i].dim())]
     ranges = iter(split.cp_group.to_ranges(number, *(leaves[i] for i in of_positions)))
     for i, leaf in enumerate(leaves):
         if i in of_positions:
@@ -161,12 +162,14 @@ def _place(mixer: nn.Module, x: Tensor, split: SplitSequences) -> Place:
     group, (number, full_length) = split.cp_group, split.positions_BS.shape
     length, shape = full_length // group.size, tuple(x.shape)
     if tells_window(x) or (
-        counts_tokens(x) and shape[:2] == (len(group.sequences_of(group.index, number)), full_length)
+        counts_tokens(x.dtype, x.dim()) and shape[:2] == (len(group.sequences_of(group.index, number)), full_length)
     ):
         return "all"
+    # a mask may be left out of short sequences, as those that a model is tried with: so it may be of any length
+    is_mask = x.dim() == 4 and shape[-1] == full_length
     if shape[1:2] == (length,) and shape[0] in (1, number) and length not in shape[2:]:
         return "positions"
-    if length in shape:
+    if length in shape and not is_mask:
         raise _unknown(mixer, "is given a tensor", x, split)
     return "sequences" if shape[:1] == (number,) else "all"
 

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import count
 from math import gcd, lcm
 from typing import Any
 
@@ -66,11 +67,11 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool, tp_size: int
         ExpertMeshError: `cp_size` does not divide the heads; or a layer sees other tokens by what is neither attention
             that goes through transformers' interface nor a module that takes a cache.
     """
+    inner = model.config._attn_implementation
     for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True):
         is_by_sample = any(isinstance(part.forward, BySample) for part in layer.children())
         if is_by_sample or _convolves(layer) or not seen_by_mask(kind):
-            _mix_complete(model, layer, kind or type(layer).__name__)
-    inner = model.config._attn_implementation
+            _mix_complete(model, inner, layer, kind or type(layer).__name__)
     AttentionInterface.register(CP_PREFIX + inner, partial(cp_attention, inner))
     if inner in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(CP_PREFIX + inner, partial(full_sequence_mask, inner))
@@ -82,7 +83,7 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool, tp_size: int
     group = _shape_of_group(cp_size, tp_size)
     if silent := _try(model, inner, group, packing):
         for layer in silent:
-            _mix_complete(model, layer, type(layer).__name__)
+            _mix_complete(model, inner, layer, type(layer).__name__)
         _try(model, inner, group, packing)
     tried: dict[Any, SplitFunctions | None] = {}
     for part in model.modules():
@@ -133,8 +134,10 @@ def _convolves(part: nn.Module) -> bool:
     return any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in part.modules())
 
 
-def _mix_complete(model: Any, layer: nn.Module, which: str) -> None:
-    """
+def _mix_complete(model: Any, inner: str, layer: nn.Module, which: str) -> None:
+    """Have a layer's mixers compute complete sequences, by the attention within. They are to see its name: by that,
+    modules that select tokens decide whether their attention gets a mask of these or, as a kernel would, indices.
+
     Raises:
         ExpertMeshError: nothing in the layer takes a cache, or it convolves beside what does.
     """
@@ -148,6 +151,9 @@ def _mix_complete(model: Any, layer: nn.Module, which: str) -> None:
         )
     for mixer in mixers:
         mixer.forward = CompleteSequences(mixer)
+        for module in mixer.modules():
+            if "config" in vars(module):
+                vars(module)["config"] = _Seen(module.config, _attn_implementation=inner)
 
 
 def looks_for_longest(module: nn.Module) -> bool:
@@ -245,10 +251,11 @@ def _try(model: Any, inner: str, cp_group: CPGroup, packing: bool) -> list[nn.Mo
 
 
 def _unlike_sizes(model: Any, cp_size: int) -> int:
-    """Positions per rank for a trial, which no size of the model is equal to: tensors' shapes tell them apart."""
+    """Positions per rank for a trial, such that no size of the model is equal to them or to those of some of the ranks:
+    tensors' shapes tell them apart."""
     sizes = {size for parameter in model.parameters() for size in parameter.shape}
     sizes |= {leaf for leaf in tree_leaves(model.config.to_dict()) if isinstance(leaf, int)}
-    return next(length for length in (5, 7, 11, 13, 17, 19, 23, 29, 31) if sizes.isdisjoint({length, length * cp_size}))
+    return next(length for length in count(5, 2) if sizes.isdisjoint(length * ranks for ranks in divisors(cp_size)))
 
 
 def full_sequence_mask(inner: str, **arguments: Any) -> Any:
@@ -330,6 +337,9 @@ class _Seen:
         vars(self).update(changed)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_itself" or name.startswith("__"):
+            # asked for by what copies it, before it has anything
+            raise AttributeError(name)
         return getattr(self._itself, name)
 
 
