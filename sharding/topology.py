@@ -200,12 +200,17 @@ def check_tp_nodes(topology: Topology, nodes: Sequence[str]) -> None:
     size = topology.tp_size
     for first in range(0, topology.world_size, size):
         if _spans(nodes, first, size):
-            fits = [n for n in divisors(size) if not any(_spans(nodes, at, n) for at in range(0, len(nodes), n))]
+            fits = tp_sizes_on_nodes(size, nodes)
             raise ExpertMeshError(
                 f"--tp-size {size}: a group has {nodes_of(range(first, first + size), nodes)}; its ranks exchange "
                 f"activations in every layer, and must be on one node: use --tp-size {either(fits)}. Where nodes have "
                 "fast links between them, --ranks-per-node says of how many ranks"
             )
+
+
+def tp_sizes_on_nodes(size: int, nodes: Sequence[str]) -> list[int]:
+    """The divisors of a size of which tensor-parallel groups can be that have their ranks on one node each."""
+    return [n for n in divisors(size) if not any(_spans(nodes, at, n) for at in range(0, len(nodes), n))]
 
 
 def nodes_of_equal_size(world_size: int, ranks_per_node: int) -> list[str]:

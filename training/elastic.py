@@ -11,7 +11,7 @@ import torch.distributed as dist
 from expertmesh.checkpoints import recorded_order, whole_checkpoints
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import flag_of
-from expertmesh.sharding import Ranks, raise_together
+from expertmesh.sharding import Ranks, largest_tp_size, raise_together
 from expertmesh.sharding.place.choices import ranks_of_equal_nodes
 from expertmesh.sharding.topology import divisors
 from expertmesh.training.config.train_config import TrainConfig
@@ -26,8 +26,9 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     experts and the ranks of a pp index and is no larger than was asked for. A larger one never takes more memory (a
     rank's part of the experts depends on all ranks alone, what is gathered for a layer falls with it), so if this one
     does not fit, none does. `tp_size`, and `cp_size` beside it, become the largest divisors of what was asked for that
-    divide these ranks. The global batch stays what the run began with, in as many micro-batches of
-    `per_device_train_batch_size` sequences as it takes. (A balancing loss depends on how it is cut.)
+    divide these ranks and, of `tp_size`, leave each group on one node. The global batch stays what the run began with,
+    in as many micro-batches of `per_device_train_batch_size` sequences as it takes. (A balancing loss depends on how it
+    is cut.)
 
     Returns:
         It, and what is not as it was asked for, in words. All ranks call it together and get the same.
@@ -37,12 +38,13 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     """
     pp_size = max(size for size in divisors(ranks.world_size) if size <= config.pp_size)
     of_stage = ranks.world_size // pp_size
-    tp_size = gcd(config.tp_size, of_stage)
-    cp_size = gcd(config.cp_size, of_stage // tp_size)
     ep_size = max(size for size in divisors(of_stage) if size <= config.ep_size and num_experts % size == 0)
-    pipeline, dispatch = _pipeline(config, pp_size), _dispatch(config, ep_size, ranks.world_size)
+    tp_size = gcd(config.tp_size, of_stage)
     if config.dense_shard == "hybrid":
         tp_size = gcd(tp_size, ep_size)
+    tp_size = largest_tp_size(tp_size, ranks.world_size, config.ranks_per_node)
+    cp_size = gcd(config.cp_size, of_stage // tp_size)
+    pipeline, dispatch = _pipeline(config, pp_size), _dispatch(config, ep_size, tp_size, ranks.world_size)
     is_async = config.async_tp and tp_size > 1
     layout = replace(
         config, ep_size=ep_size, cp_size=cp_size, tp_size=tp_size, async_tp=is_async, **pipeline, **dispatch
@@ -95,16 +97,19 @@ def _pipeline(config: TrainConfig, pp_size: int) -> dict[str, Any]:
     return {"pp_size": pp_size} | {name: value for name, value in without.items() if getattr(config, name) != value}
 
 
-def _dispatch(config: TrainConfig, ep_size: int, world_size: int) -> dict[str, Any]:
-    """Settings of how tokens travel, where those that were asked for are for other ep ranks."""
-    if ep_size == config.ep_size:
+def _dispatch(config: TrainConfig, ep_size: int, tp_size: int, world_size: int) -> dict[str, Any]:
+    """Settings of how tokens travel, and between which ranks links are fast, where those that were asked for are for
+    other ep and tp ranks."""
+    if (ep_size, tp_size) == (config.ep_size, config.tp_size):
         return {}
     without: dict[str, Any] = {}
     if ep_size == 1:
         without |= {"dispatch": "auto", "dispatch_sums": "same", "overlap_chunks": 1}
-    asked = config.ranks_per_node
-    if asked is not None and (ep_size == 1 or ranks_of_equal_nodes(world_size, asked, ep_size) is None):
-        without |= {"ranks_per_node": None}
+    goes_by_nodes = ep_size > 1 and config.dispatch in ("auto", "node")
+    if asked := config.ranks_per_node:
+        is_of_no_use = not goes_by_nodes and tp_size == 1
+        if is_of_no_use or (goes_by_nodes and ranks_of_equal_nodes(world_size, asked, ep_size) is None):
+            without |= {"ranks_per_node": None}
     return {name: value for name, value in without.items() if getattr(config, name) != value}
 
 

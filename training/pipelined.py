@@ -150,8 +150,10 @@ def size_of(tokens_BS: Tensor, split: SplitSequences | None) -> Size:
     number, length = tokens_BS.shape
     if split is None:
         return Size((number, length), (number, length))
-    group, (number_of_all, full_length) = split.cp_group, split.positions_BS.shape
-    return Size((number, length), (len(group.sequences_of(group.index, number_of_all)), full_length))
+    # mixers are in regions of tensor parallelism, if there are any
+    group = split.cp_group if split.cp_group.tp is None else split.cp_group.within_tp
+    complete = number if group is None else len(group.sequences_of(group.index, number))
+    return Size((number, length), (complete, split.positions_BS.shape[1]))
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,10 @@ def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> 
             ("--shampoo-start", settings["shampoo_start"] or settings["shampoo_frequency"], config.first_roots),
         ):
             if number != own:
+                is_default = flag == "--shampoo-start" and config.shampoo_start is None
+                also = ", by default its --shampoo-frequency" if is_default else ""
                 raise ExpertMeshError(
-                    f"--resume {path}: that run had {flag} {number}, this one has {own}; take the same"
+                    f"--resume {path}: that run had {flag} {number}, this one has {own}{also}; use {flag} {number}"
                 )
     scaling = settings.get("rope_scaling", "")
     if (read_rope_scaling(scaling) if scaling else None) != config.rope:

@@ -33,6 +33,7 @@ from expertmesh.moe.kernels.fp8_casts import MULTIPLE
 from expertmesh.moe.kernels.fp8_linear import Division, FP8Layer
 from expertmesh.moe.model.build import fp32_parameters
 from expertmesh.moe.model.families import families_with_plan
+from expertmesh.moe.model.family_exceptions import UNDIVIDED
 from expertmesh.moe.model.rowwise import RowwiseLinear
 from expertmesh.moe.model.tensor_plan import Region, regions_of
 from expertmesh.moe.model.trial import counts_tokens
@@ -122,10 +123,16 @@ def apply_tensor_parallel(model: Any, tp_size: int) -> TensorParallel:
     mixing = {mixer for layer in decoder_layers(model) for mixer in mixers_of(layer)}
     mixers = {path for path, part in model.named_modules() if part in mixing}
     regions = regions_of(model)
+    model_type = model.config.model_type
+    if model_type in UNDIVIDED:
+        raise ExpertMeshError(
+            f"--tp-size {tp_size}: the attention of {model_type} cannot be divided: {UNDIVIDED[model_type]}; leave it "
+            "out, or use --cp-size"
+        )
     if not any(region.path in mixers for region in regions):
         raise ExpertMeshError(
             f"--tp-size {tp_size}: transformers has no plan (base_model_tp_plan) of how to divide the attention of "
-            f"{model.config.model_type}; leave it out, or use --cp-size. It has one for "
+            f"{model_type}; leave it out, or use --cp-size. It has one for "
             f"{', '.join(families_with_plan())}"
         )
     _check_heads(model, tp_size)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+from expertmesh.moe.model.family_exceptions import UNDIVIDED, UNSUPPORTED
 
 NOT_MARKED = "transformers does not mark the class of their experts"
 """Why families with mixture-of-experts layers are passed over."""
@@ -92,11 +92,14 @@ def _with_parts(kind: Any) -> list[Any]:
 
 @cache
 def families_with_plan() -> tuple[str, ...]:
-    """The families whose attention transformers' plans of tensor parallelism (`base_model_tp_plan`) divide."""
+    """The families whose attention transformers' plans of tensor parallelism (`base_model_tp_plan`) divide; without
+    those of which `family_exceptions` says that it cannot be."""
     from transformers import CONFIG_MAPPING
 
     found = []
     for family in causal_families():
+        if family in UNDIVIDED:
+            continue
         plans = [getattr(kind, "base_model_tp_plan", None) or {} for kind in _with_parts(CONFIG_MAPPING[family])]
         if any("attn." in name and style.startswith("rowwise") for plan in plans for name, style in plan.items()):
             found.append(family)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from expertmesh.moe import ExpertMeshError
+from expertmesh.sharding.topology import tp_sizes_on_nodes
 from expertmesh.training import TrainConfig
 from expertmesh.training.elastic import _dispatch, recorded_sequences_per_step
 from tests.distributed.pool import RankPool
@@ -52,9 +53,9 @@ def test_same_batch_before_the_first_checkpoint(tmp_path: Path) -> None:
 def test_how_tokens_travel_to_fewer_ranks() -> None:
     """What was chosen stays, but for what fewer ranks cannot have."""
 
-    def changes(ep_size: int, world_size: int, **settings: Any) -> dict[str, Any]:
-        config = TrainConfig(model="-", dataset=["-"], ep_size=8, **settings)
-        return _dispatch(config, ep_size, world_size)
+    def changes(given_ep: int, world_size: int, given_tp: int = 1, of_tp: int = 1, **settings: Any) -> dict[str, Any]:
+        values: dict[str, Any] = {"model": "-", "dataset": ["-"], "ep_size": 8, "tp_size": of_tp} | settings
+        return _dispatch(TrainConfig(**values), given_ep, given_tp, world_size)
 
     assert changes(8, 16, dispatch="rank") == {}
     assert changes(4, 8, dispatch="rank") == {}
@@ -62,6 +63,17 @@ def test_how_tokens_travel_to_fewer_ranks() -> None:
     assert changes(1, 8, dispatch="plain", overlap_chunks=2) == {"dispatch": "auto", "overlap_chunks": 1}
     assert changes(4, 8, dispatch="node", ranks_per_node=2) == {}
     assert changes(6, 12, dispatch="node", ranks_per_node=4) == {"ranks_per_node": None}
+    # given for the sake of tensor parallelism
+    assert changes(1, 2, 2, ep_size=1, ranks_per_node=4, of_tp=4) == {}
+    assert changes(1, 1, ep_size=1, ranks_per_node=4, of_tp=4) == {"ranks_per_node": None}
+    assert changes(3, 3, ep_size=3, ranks_per_node=4, of_tp=4, dispatch="rank") == {"ranks_per_node": None}
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "fits"), [(4, "aaaaaabbbbbb", [1, 2]), (2, "aaabbb", [1]), (4, "aaaabbbb", [1, 2, 4])]
+)
+def test_tensor_parallel_groups_stay_on_a_node(size: int, nodes: str, fits: list[int]) -> None:
+    assert tp_sizes_on_nodes(size, nodes) == fits
 
 
 @pytest.mark.exhaustive

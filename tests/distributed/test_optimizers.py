@@ -155,9 +155,9 @@ def test_another_optimizers_checkpoint_is_refused(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"shampoo_block_size": 96}, "that run had --shampoo-block-size 1024, this one has 96; take the same"),
-        ({"shampoo_start": 3}, "that run had --shampoo-start 10, this one has 3; take the same"),
-        ({"shampoo_frequency": 5}, "that run had --shampoo-start 10, this one has 5; take the same"),
+        ({"shampoo_block_size": 96}, "had --shampoo-block-size 1024, this one has 96; use --shampoo-block-size 1024"),
+        ({"shampoo_start": 3}, "that run had --shampoo-start 10, this one has 3; use --shampoo-start 10"),
+        ({"shampoo_frequency": 5}, "this one has 5, by default its --shampoo-frequency; use --shampoo-start 10"),
         ({"shampoo_frequency": 5, "shampoo_start": 10}, None),
     ],
 )

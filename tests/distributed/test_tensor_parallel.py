@@ -161,12 +161,13 @@ def test_elastic(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: P
     """Three ranks in place of four divide nothing."""
     common = (
         *("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path, "--per-device-train-batch-size", 2),
-        *("--lr-scheduler-type", "constant", "--ep-size", 2, "--tp-size", 2, "--save-steps", 1),
+        *("--lr-scheduler-type", "constant", "--ep-size", 2, "--tp-size", 2, "--save-steps", 1, "--ranks-per-node", 2),
     )
     assert start(ranks, 4, *common, "--max-steps", 1) == [(0, "")] * 4
     assert start(ranks, 3, *common, "--max-steps", 2, "--resume", "auto", "--elastic") == [(0, "")] * 3
     settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert (settings["tp_size"], settings["ep_size"], settings["global_batch_size"]) == (1, 1, 4)
+    assert settings["ranks_per_node"] is None
     assert lines(tmp_path, "loss")[-1]["step"] == 2
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import transformers
 
 from expertmesh.moe.model.families import NOT_MARKED, causal_families, families_passed_over
-from expertmesh.moe.model.family_exceptions import UNSUPPORTED
+from expertmesh.moe.model.family_exceptions import UNDIVIDED, UNSUPPORTED
 from expertmesh.training.foresight.support import METHODS, support_of
 from tests.families.configs import tiny_config
 from tests.families.test_parity import FAMILIES as TRAINED
@@ -35,8 +35,8 @@ config.json or a hub id.
   (`--tp-size`), by 2 ranks.
 - **tested**: against the family's own class in transformers, on tiny random models, on CPUs. *training*: losses,
   gradients and updated weights over several steps; *gradients*: loss and every gradient.
-- **no**: `train_ep.py` refuses the flag with the reason. That of TP is that transformers has no plan for the family's
-  attention; others are below the table.
+- **no**: `train_ep.py` refuses the flag with the reason. That of TP is, where none is below the table, that
+  transformers has no plan for the family's attention.
 - **models**: those whose config.json from the hub is tested (`tests/published`): parameters, active parameters, and
   routing come out as published. Their weights were never loaded here.
 - Families of several parts (`..._vl...`, `..._omni...` and others) are trained on text: the language model in the class
@@ -72,12 +72,11 @@ def cells(family: str) -> tuple[str, ...]:
 
 
 def refusals(family: str) -> str:
-    """What the page says of each method with which a family that is supported is refused, but for TP."""
+    """What the page says of each method with which a family that is supported is refused, but for TP without a plan."""
     if family in UNSUPPORTED:
         return ""
-    return "".join(
-        f"\n`{family}` is refused: {error}.\n" for method, error in support(family).items() if error and method != "TP"
-    )
+    told = [error for method, error in support(family).items() if error and (method != "TP" or family in UNDIVIDED)]
+    return "".join(f"\n`{family}` is refused: {error}.\n" for error in told)
 
 
 def row(*entries: str) -> str:

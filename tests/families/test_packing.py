@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from expertmesh.moe import ExpertMeshError, build_model
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.packed_attention import OWN, choose_attention
-from expertmesh.training.data import Batch, collate
+from expertmesh.training.data import Batch, Sample, collate
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.reference import random_samples
@@ -78,6 +78,16 @@ def test_layers_that_choose_tokens(family: str) -> None:
     assert abs(few - many) > LEAK * many, "choices are to matter"
 
 
+def test_padding_reaches_nothing() -> None:
+    """Behind a short sample it may be long enough for what compresses tokens, where no sample is: weights that have a
+    gradient of zeros decay, those that have none do not."""
+    changes = {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12}}
+    theirs = tiny_model("deepseek_v4", seed=1, **changes)
+    model = packable(tiny_config("deepseek_v4", **changes), "eager", theirs)
+    samples = random_samples([9, 9, 3], vocabulary=290)
+    _compare(model, "padded", [samples[:2], samples[2:]])
+
+
 def few_choices(family: str) -> dict[str, Any]:
     """Changes to the tiny config by which layers choose fewer tokens than samples have; none where they choose none."""
     named = tiny_config(family).get_text_config().to_dict()
@@ -95,9 +105,10 @@ def packable(config: Any, attention: str, theirs: Any) -> Any:
     return model
 
 
-def _compare(model: Any, what: str) -> None:
+def _compare(model: Any, what: str, rows: list[list[Sample]] = ROWS) -> None:
     """Of packed samples, and of the same in a row each."""
-    (packed, packed_grads), (alone, grads) = (_loss_and_gradients(model, collate(rows)) for rows in (ROWS, ALONE))
+    by_itself = [[sample] for row in rows for sample in row]
+    (packed, packed_grads), (alone, grads) = (_loss_and_gradients(model, collate(some)) for some in (rows, by_itself))
     assert packed == pytest.approx(alone, rel=TOLERANCE), what
     assert packed_grads.keys() == grads.keys()
     floor = CANCELLED * float(torch.stack([grad.norm() for grad in grads.values()]).norm())

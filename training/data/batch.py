@@ -3,6 +3,7 @@
 Shape suffixes: B sequences, S positions, N target tokens.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -369,7 +370,11 @@ def _spans(lengths: Sequence[Sequence[int]], run: slice) -> tuple[range, ...]:
 
 
 def _segments(lengths: Sequence[Sequence[int]], length: int) -> tuple[int, ...]:
+    """Padding in segments no longer than the longest sample, so that it reaches nothing that no sample does, such as
+    what compresses so many tokens to one."""
+    longest = max(itertools.chain([1], *lengths))
     segments: list[int] = []
     for row in lengths:
-        segments += [*row] + [length - sum(row)] * (sum(row) < length)
+        padding = length - sum(row)
+        segments += [*row, *[longest] * (padding // longest), *[padding % longest] * (padding % longest > 0)]
     return tuple(segments)
