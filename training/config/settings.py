@@ -482,12 +482,6 @@ class OptimizerSettings:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ExpertMeshError(f"{flag_of(name)} {getattr(self, name)}: must be in [0, 1)")
-        for name in ("shampoo_frequency", "shampoo_start", "shampoo_block_size"):
-            value = getattr(self, name)
-            if self.optim != "shampoo" and value != getattr(OptimizerSettings, name):
-                raise ExpertMeshError(
-                    f"{flag_of(name)} {value}: is for --optim shampoo, not {self.optim}; leave it out"
-                )
 
 
 @dataclass
