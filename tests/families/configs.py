@@ -8,6 +8,7 @@ show every kind of entry. What a family needs beyond that stands in `KINDS` and 
 import dataclasses
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,19 +177,33 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """
     if model_type not in CONFIG_MAPPING:
         skip_if_older(f"has no {model_type}")
-    config_class = CONFIG_MAPPING[model_type]
-    default = config_class()
-    tiny = _shrink(default)
+    return _tiny(CONFIG_MAPPING[model_type](), lambda part: tiny_config(part.model_type, **changes), changes)
+
+
+def tiny_like(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config as small as `tiny_config`'s that has the settings of another one, but for its sizes."""
+    return _tiny(config, tiny_like, {})
+
+
+def _tiny(
+    config: PreTrainedConfig, of_text: Callable[[PreTrainedConfig], PreTrainedConfig], changes: dict[str, Any]
+) -> PreTrainedConfig:
+    """
+    Args:
+        of_text: makes a tiny config of the part for text, of a config that has parts.
+    """
+    config_class = type(config)
+    tiny = _shrink(config)
     for part in config_class.sub_configs:
-        found = getattr(default, part)
+        found = getattr(config, part)
         if found is None:
             tiny[part] = None
-        elif found.get_text_config() is default.get_text_config():
-            tiny[part] = tiny_config(found.model_type, **changes).to_dict()
+        elif found.get_text_config() is config.get_text_config():
+            tiny[part] = of_text(found).to_dict()
         else:
             tiny[part] = _shrink_all(found)
     own = {_declared_name(config_class, name): value for name, value in changes.items()}
-    if default.get_text_config() is not default:
+    if config.get_text_config() is not config:
         own = {name: value for name, value in own.items() if name in tiny}
     return config_class(**{**tiny, **own})
 
@@ -277,8 +292,12 @@ def tiny_model(model_type: str, seed: int, **changes: Any) -> PreTrainedModel:
     Matrices are small and random, vectors (norms, biases, decays) near what transformers starts them with, and so are
     the buffers in floating point that checkpoints hold: none has one value throughout, so that a lost one shows.
     """
+    return random_model(tiny_config(model_type, **changes), seed)
+
+
+def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """The model of a tiny config, as `tiny_model` makes it."""
     torch.manual_seed(seed)
-    config = tiny_config(model_type, **changes)
     model = running_text(auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager"))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
