@@ -111,6 +111,8 @@ def of_dataset(directory: Path, seed: int, arguments: argparse.Namespace) -> Inp
     directory.mkdir(parents=True)
     before, trained = arguments.columns
     rows = [json.loads(line) for line in arguments.dataset.read_text(encoding="utf-8").splitlines()]
+    if len(rows) <= HELD_OUT or any(column not in row for row in rows for column in arguments.columns):
+        raise SystemExit(f"--dataset {arguments.dataset}: needs more than {HELD_OUT} rows, with {before} and {trained}")
     texts = [{"prompt": row[before], "response": row[trained]} for row in rows]
     for file, some in ((data, texts[:-HELD_OUT]), (held_out, texts[-HELD_OUT:])):
         file.write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
