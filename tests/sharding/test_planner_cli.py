@@ -266,7 +266,7 @@ def test_tensor_parallelism_that_a_model_cannot_have(
         ),
         (
             ["--model", "CONFIG", "--gpus", "16", "--gpus-per-node", "16", "--tp-size", "16"],
-            "--tp-size 16 does not divide the 8 key and value heads of this model; use 1, 2, 4 or 8",
+            "16 does not divide the 8 key and value heads of this model (num_key_value_heads); use 1, 2, 4 or 8",
         ),
         (
             ["--model", "CONFIG", "--cp-size", "4", "--tp-size", "4"],
