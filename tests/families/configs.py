@@ -277,7 +277,10 @@ def _tiny_layers(settings: dict[str, Any], tiny: dict[str, Any], per_layer: dict
     if overrides:
         # in proportion, so that what differs from the rest of the layers still does
         layers["per_layer_config"] = {
-            place: {name: value * tiny[name] // settings[name] for name, value in overrides[layer].items()}
+            place: {
+                name: max(value * tiny[name] // settings[name], min(value, 2))
+                for name, value in overrides[layer].items()
+            }
             for place, layer in enumerate(chosen)
             if layer in overrides
         }
