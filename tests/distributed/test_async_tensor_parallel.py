@@ -15,6 +15,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 from expertmesh.checkpoints import open_source
 from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.torch_private import _resolve_process_group
 from expertmesh.sharding import Topology, TPGroup
 from expertmesh.training import assemble, engine
 from expertmesh.training.loss.balance import LossWeights
@@ -81,31 +82,25 @@ def _operators_on_cpus() -> torch.library.Library:
 
 
 def _all_gather_and_consume(
-    shard: Tensor, consume: Callable[[Tensor, int], None], gathered: Tensor, group_name: str, needed: bool = True
+    shard: Tensor, consume: Callable[[Tensor, int], None], gathered: Tensor, group_name: Any, needed: bool = True
 ) -> None:
     """What the docstring of torch's function of this name says it does."""
-    group = _group(group_name)
+    group = _resolve_process_group(group_name)
     dist.all_gather_into_tensor(gathered, shard.contiguous(), group=group)
     for rank, part in enumerate(gathered.chunk(group.size())):
         consume(part, rank)
 
 
 def _produce_and_all_to_all(
-    produce: Callable[[int, Tensor], None], output: Tensor, group_name: str, out_chunk_dim: int = 0
+    produce: Callable[[int, Tensor], None], output: Tensor, group_name: Any, out_chunk_dim: int = 0
 ) -> None:
     """What the docstring of torch's function of this name says it does."""
     assert out_chunk_dim == 0
-    group = _group(group_name)
+    group = _resolve_process_group(group_name)
     sent = torch.empty_like(output)
     for rank, part in enumerate(sent.chunk(group.size())):
         produce(rank, part)
     dist.all_to_all_single(output, sent, group=group)
-
-
-def _group(name: str) -> dist.ProcessGroup:
-    module: Any = dist.distributed_c10d
-    group: dist.ProcessGroup = module._resolve_process_group(name)
-    return group
 
 
 # projections by way of low ranks, which every rank computes alike; MLPs that are divided too
