@@ -106,12 +106,7 @@ def test_windows_as_wide_as_a_ranks_positions(ranks: RankPool, tmp_path: Path, p
     samples = random_samples([128, 128], vocabulary=290)
     changes = {"sliding_window": 64}
     case = Case(samples, family="mimo_v2_flash", changes=changes, attention="auto", settings={"packing": packing})
-    theirs: Any = tiny_model("mimo_v2_flash", seed=1, **changes)
-    theirs.save_pretrained(tmp_path)
-    loss, grads = gradients_of(theirs, case)
-    _, our_loss, our_grads = ranks.run(_divided, 2, tmp_path, case)[0]
-    assert our_loss == pytest.approx(loss, rel=TOLERANCE)
-    compare(our_grads, grads, "tp 2", TOLERANCE)
+    _compare_divided(ranks, tmp_path, case)
 
 
 @pytest.mark.exhaustive
@@ -119,10 +114,15 @@ def test_as_many_sequences_as_a_ranks_positions(ranks: RankPool, tmp_path: Path)
     """Under a mask that sdpa needs not, and has not, in the short sequences that the model is tried with."""
     changes = {"sliding_window": 20}
     case = Case(random_samples([32] * 16, vocabulary=290), changes=changes, attention="sdpa")
-    theirs: Any = tiny_model("mixtral", seed=1, **changes)
-    theirs.save_pretrained(tmp_path)
+    _compare_divided(ranks, tmp_path, case)
+
+
+def _compare_divided(ranks: RankPool, path: Path, case: Case) -> None:
+    """Loss and gradients of two tensor-parallel ranks with those of one process."""
+    theirs: Any = tiny_model(case.family, seed=1, **case.changes)
+    theirs.save_pretrained(path)
     loss, grads = gradients_of(theirs, case)
-    _, our_loss, our_grads = ranks.run(_divided, 2, tmp_path, case)[0]
+    _, our_loss, our_grads = ranks.run(_divided, 2, path, case)[0]
     assert our_loss == pytest.approx(loss, rel=TOLERANCE)
     compare(our_grads, grads, "tp 2", TOLERANCE)
 
