@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from expertmesh.moe.base.errors import ExpertMeshError
@@ -42,7 +42,7 @@ class Switch(argparse.Action):
 
     def __init__(self, option_strings: Sequence[str], dest: str, default: bool = False, **arguments: Any):
         negations = [f"--no-{flag[2:]}" for flag in option_strings] if default else []
-        super().__init__([*option_strings, *negations], dest, "?", type=_as_bool, default=default, **arguments)
+        super().__init__([*option_strings, *negations], dest, "?", type=truth_of, default=default, **arguments)
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
@@ -94,13 +94,56 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """What to say of a name that is not known: one that is and was probably meant."""
+    near = nearest(name, known)
+    return f"unknown {kind} {name}; " + (f"did you mean {near}?" if near else "--help lists what there is")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was meant by one with a typing error or a missing end; None if none is that near.
+
+    As much as a letter in six may be wrong, missing, too many or exchanged with its neighbour. What merely shares
+    letters is not near: a hint at something else is worse than none.
+    """
+    plain = name.strip("-").replace("_", "-").lower()
+    names = {other: other.strip("-").replace("_", "-").lower() for other in known}
+    most = max(1, len(plain) // 6)
+    alike = {other: written for other, written in names.items() if abs(len(written) - len(plain)) <= most}
+    distances = {other: _typing_errors(plain, written) for other, written in alike.items()}
+    near = min(distances, key=distances.__getitem__, default=None)
+    if near is not None and distances[near] <= most:
+        return near
+    begun = [other for other, written in names.items() if plain and written.startswith(f"{plain}-")]
+    return begun[0] if len(begun) == 1 else None
+
+
+def _typing_errors(a: str, b: str) -> int:
+    """Letters to replace, insert, delete, or exchange with the next, to make one word of the other."""
+    two_before: list[int] = []
+    before = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        row = [i]
+        for j, other in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
+            if i > 1 and j > 1 and (a[i - 2], letter) == (other, b[j - 2]):
+                row[j] = min(row[j], two_before[j - 2] + 1)
+        two_before, before = before, row
+    return before[-1]
+
+
 def _with_dashes(word: str) -> str:
     """A word of a command line, in which a flag has dashes for underscores."""
     flag, equals, value = word.partition("=")
     return flag.replace("_", "-") + equals + value if _FLAG.fullmatch(flag) else word
 
 
-def _as_bool(text: str) -> bool:
+def truth_of(text: str) -> bool:
+    """A switch's value.
+
+    Raises:
+        ArgumentTypeError: it is neither true nor false.
+    """
     if text.lower() not in _TRUE + _FALSE:
         raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
     return text.lower() in _TRUE

@@ -1,14 +1,17 @@
 """Flags from a dataclass of settings, as transformers' `HfArgumentParser` makes them, which takes as long to import as
 the rest of transformers."""
 
-from argparse import _ArgumentGroup
+import sys
+from argparse import Action, ArgumentError, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
+from itertools import takewhile
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import Parser, Switch, flag_of
+from expertmesh.moe.base.parser import Parser, Switch, flag_of, nearest
+from expertmesh.training.config.other_tools import answer, answer_to_value
 
 
 class FlagParser(Parser):
@@ -18,6 +21,9 @@ class FlagParser(Parser):
     a list takes one value or more. A field's metadata go to `add_argument`, but for "group", the title in `--help`
     under which the flag is printed (groups come in the order of their first fields), "aliases", its other names, and
     "scope", which says nothing to a parser.
+
+    Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
+    anyway is passed over.
 
     Attributes:
         names: the field that each name is of, aliases included, all with underscores.
@@ -50,6 +56,54 @@ class FlagParser(Parser):
                 alias, other = (first, flag) if name in self.names.values() else (flag, first)
                 raise ExpertMeshError(f"{alias} is another name of {other}: give one of them")
 
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        words = list(sys.argv[1:] if args is None else args)
+        kept: list[str] = []
+        refused: list[str] = []
+        while words:
+            word = words.pop(0)
+            flag, equals, value = word.partition("=")
+            is_known = flag.replace("_", "-") in self._option_string_actions
+            if is_known or not flag.startswith("--") or " " in flag:
+                kept.append(word)
+                continue
+            values = list(takewhile(lambda word: not word.startswith("--"), words))
+            given = [value] if equals else values or ["true"]
+            instead = self.instead_of(flag[2:], given)
+            if instead is None:
+                kept.append(word)
+                continue
+            if instead:
+                refused.append(f"unknown flag {flag}: {instead}")
+            if not equals:
+                del words[: len(values)]
+        if refused:
+            raise ExpertMeshError("; ".join(refused))
+        return super().parse_known_args(kept, namespace)
+
+    def instead_of(self, name: str, values: Sequence[str]) -> str | None:
+        """What to do instead of giving another tool's flag or key, whose values are as on a command line.
+
+        Returns: None: no known tool has it, or a flag of ours is near; empty: it asks only for what is done anyway.
+        """
+        name = name.replace("-", "_")
+        instead = answer(name, values, exactly=True)
+        if instead is None and nearest(name, self.names) is None:
+            instead = answer(name, values, exactly=False)
+        return instead
+
+    def _get_value(self, action: Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except ArgumentError as error:
+            raise _with_answer(error, action, arg_string) from error
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except ArgumentError as error:
+            raise _with_answer(error, action, str(value)) from error
+
     def takes_list(self, name: str) -> bool:
         """Whether a field has a list of values."""
         return self._option_string_actions[flag_of(name)].nargs == "+"
@@ -69,6 +123,12 @@ class FlagParser(Parser):
         elif get_origin(arguments["type"]) is Literal:
             arguments.update(type=str, choices=get_args(arguments["type"]))
         group.add_argument(*map(flag_of, names), dest=setting.name, **arguments)
+
+
+def _with_answer(error: ArgumentError, action: Action, value: str) -> ArgumentError:
+    """The error with what to give instead, if the value is another tool's."""
+    instead = answer_to_value(action.dest, value)
+    return ArgumentError(action, f"{error.message}; {instead}" if instead else error.message)
 
 
 def _value_type(setting: Field[Any]) -> Any:

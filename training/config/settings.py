@@ -3,13 +3,12 @@
 A flag's name is its field's; what goes beyond a group is in `training.config.train_config`.
 """
 
-import difflib
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from expertmesh.moe import KERNEL_NAMES, ExpertMeshError, Precision, RopeScaling, check_kernel_name, read_rope_scaling
-from expertmesh.moe.base.parser import flag_of
+from expertmesh.moe.base.parser import flag_of, unknown_name
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.sharding import Checkpointing, DenseShard, Dispatch, DispatchSums, ScheduleName
 from expertmesh.sharding.pipeline.schedule import schedule_without_queue
@@ -53,18 +52,17 @@ def _resume(text: str) -> str:
     return {"true": "auto", "false": ""}.get(text.lower(), text)
 
 
+def _optimizer(text: str) -> str:
+    """transformers has the same AdamW under two names, with and without the fused kernel."""
+    return "adamw_torch_fused" if text.lower() == "adamw_torch" else text
+
+
 _MAY_CHANGE = ("model", "data")
 
 
 def split_names(entries: list[str]) -> list[str]:
     """Entries that commas separate; a comma within braces belongs to a regular expression, as in `{1,2}`."""
     return [part for entry in entries for part in re.split(r",(?![^{]*\})", entry) if part]
-
-
-def unknown_name(kind: str, name: str, known: list[str]) -> str:
-    """What to say of a name that is not known: the nearest one that is."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"unknown {kind} {name}; " + (f"did you mean {near[0]}?" if near else "--help lists what there is")
 
 
 @dataclass
@@ -465,6 +463,8 @@ class OptimizerSettings:
         "adamw_torch_fused",
         "AdamW; with 8-bit state; with parameters, gradients and state in bf16 and stochastic rounding; or Muon or "
         "Distributed Shampoo for attention's and the experts' matrices, with AdamW for the rest",
+        type=_optimizer,
+        choices=get_args(Optimizer),
     )
     learning_rate: float = _flag("Optimizer", 5e-5, "Peak learning rate")
     weight_decay: float = _flag("Optimizer", 0.0, "Weight decay; norms and biases are exempt")

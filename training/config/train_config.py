@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import flag_of
+from expertmesh.moe.base.parser import flag_of, unknown_name
 from expertmesh.moe.base.whole import whole
 from expertmesh.sharding import Strategy
 from expertmesh.training.config.flags import FlagParser
@@ -31,7 +31,6 @@ from expertmesh.training.config.settings import (
     PrecisionSettings,
     RoutingSettings,
     ScheduleSettings,
-    unknown_name,
 )
 
 
@@ -239,7 +238,8 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     """The configuration from flags (default: sys.argv), and the YAML file that `--config` names.
 
     Raises:
-        ExpertMeshError: an unknown flag or key (the nearest known one is named), or an invalid value.
+        ExpertMeshError: an unknown flag or key (says what to give instead, if another tool has it or one of ours is
+            near), or an invalid value.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     config = _parse(_parser(), arguments)
@@ -252,7 +252,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     """The configuration from flags by their names, as keyword arguments have them; `config` names a YAML file.
 
     Raises:
-        ExpertMeshError: an unknown name (the nearest known one is named), or an invalid value.
+        ExpertMeshError: an unknown name (as in `parse_config`), or an invalid value.
     """
     parser = _parser()
     given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
@@ -320,10 +320,16 @@ def _arguments(parser: FlagParser, content: Mapping[Any, Any], where: str) -> li
     """
     given: dict[str, str] = {}
     arguments: list[str] = []
+    refused: list[str] = []
     for key, value in content.items():
         name = parser.names.get(str(key).replace("-", "_"))
         if name is None:
-            raise ExpertMeshError(where + unknown_name("key", str(key), list(parser.names)))
+            instead = parser.instead_of(str(key), _written(value))
+            if instead is None:
+                refused.append(unknown_name("key", str(key), parser.names))
+            elif instead:
+                refused.append(f"unknown key {key}: {instead}")
+            continue
         if name in given:
             raise ExpertMeshError(f"{where}{given[name]} and {key} are one setting; give one of them")
         given[name] = str(key)
@@ -339,11 +345,22 @@ def _arguments(parser: FlagParser, content: Mapping[Any, Any], where: str) -> li
             arguments.append(f"--{name}={json.dumps(value)}")
         elif value is not None:
             arguments.append(f"--{name}={value}")
+    if refused:
+        raise ExpertMeshError(where + "; ".join(refused))
     try:
         parser.parse_known_args(arguments)
     except ExpertMeshError as error:
         raise ExpertMeshError(f"{where}{error}") from error
     return arguments
+
+
+def _written(value: Any) -> list[str]:
+    """A value as it would be on a command line."""
+    if isinstance(value, list) and value:
+        return [word for item in value for word in _written(item)]
+    if isinstance(value, dict | list):
+        return [json.dumps(value, default=str)]
+    return ["" if value is None else str(value)]
 
 
 def _is_setting(value: Any) -> bool:
