@@ -19,7 +19,6 @@ from expertmesh.training.data import (
     prompt_tokens,
     set_chat_template,
 )
-from expertmesh.training.data.limits import bounded
 
 _NUM_PROMPTS = 3
 
@@ -154,8 +153,7 @@ def question_tokens(config: TrainConfig, tokenizer: Any, question: str) -> list[
         return prompt_tokens(tokenizer, "{prompt}", question)
     message = {"role": "user", "content": question}
     try:
-        with bounded():
-            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     except Exception as error:
         raise ExpertMeshError(f"--generate-prompts: the chat template refuses {question!r:.80}: {error}") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -3,21 +3,21 @@
 import itertools
 import json
 import random
-import time
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
+import trl
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.training.data import TEMPLATES, Columns, DataOptions, limits, load_samples, set_chat_template
+from expertmesh.training.data import TEMPLATES, Columns, DataOptions, load_samples, set_chat_template
 from expertmesh.training.data import message_spans as spans
 from expertmesh.training.data.chat import render
 from expertmesh.training.data.formats import Conversation, find_format, read_row
-from expertmesh.training.data.limits import TooMuch
 from expertmesh.training.data.turns import Written
 from tests.tiny import save_tokenizer
 
@@ -29,6 +29,8 @@ SPECIAL = {
     "glm": ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
     "mistral": ["</s>"],
     "olmoe": ["<|endoftext|>"],
+    "gemma": ["<turn|>", "<|turn>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"]
+    + ["<|tool_response>", "<tool_response|>"],
 }
 # not special, but in the vocabulary
 ADDED = {"deepseek": ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]}
@@ -252,6 +254,39 @@ MISTRAL = """\
 {%- endfor %}
 """
 
+# Gemma 4: results of tools stand in the turn that calls these, before its text, and the answer goes on in that turn.
+GEMMA_4 = """\
+{%- set ns = namespace(last=-1, follows=false, answered=false, before='') %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{{- bos_token }}
+{%- if tools %}{{- '<|turn>system\n<|tool>' + (tools | tojson) + '<tool|><turn|>\n' }}{% endif %}
+{%- for m in messages %}
+    {%- if m.role != 'tool' %}
+        {%- if m.role != 'assistant' or ns.before != 'assistant' %}
+            {{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}
+        {%- endif %}
+        {%- if m.reasoning_content and loop.index0 > ns.last %}
+            {{- '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}
+        {%- endif %}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<|tool_call>call:' + call.function.name + (call.function.arguments | tojson) + '<tool_call|>' }}
+        {%- endfor %}
+        {%- set ns.follows, ns.answered = m.tool_calls, false %}
+        {%- for later in messages[loop.index:] %}
+            {%- set ns.follows = ns.follows and later.role == 'tool' %}
+            {%- if ns.follows %}
+                {{- '<|tool_response>response:' + later.content + '<tool_response|>' }}
+                {%- set ns.answered = true %}
+            {%- endif %}
+        {%- endfor %}
+        {{- m.content or '' }}
+        {%- if not ns.answered %}{{- '<|tool_response>' if m.tool_calls else '<turn|>\n' }}{% endif %}
+        {%- set ns.before = m.role %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{- '<|turn>model\n' }}{% endif %}
+"""
+
 OWN = {
     "Qwen3": ("chatml", QWEN),
     "Qwen3-Thinking": ("chatml", QWEN_THINKING),
@@ -260,7 +295,9 @@ OWN = {
     "GLM-4.5": ("glm", GLM),
     "GPT-OSS": ("harmony", GPT_OSS),
     "Mixtral-8x22B": ("mistral", MISTRAL),
+    "Gemma 4": ("gemma", GEMMA_4),
 }
+NO_TOOLS = ("generation markers", "DeepSeek-R1", "GPT-OSS")
 
 
 def call(**arguments: Any) -> dict[str, Any]:
@@ -366,8 +403,9 @@ def with_template(directory: Path, name: str) -> Any:
     return tokenizer
 
 
-def row_of(conversation: str) -> dict[str, Any]:
-    tools = {"tools": [TOOL]} if "call" in conversation else {}
+def row_of(conversation: str, name: str) -> dict[str, Any]:
+    """For a template; to some no tools can be told, though they write calls."""
+    tools = {"tools": [TOOL]} if "call" in conversation and name not in NO_TOOLS else {}
     return {"messages": CONVERSATIONS[conversation], **tools}
 
 
@@ -379,7 +417,7 @@ def test_all_are_expected() -> None:
 @pytest.mark.parametrize("train_on", ["all", "assistant", "last", "final"])
 @pytest.mark.parametrize(("name", "conversation"), EXPECTED)
 def test_what_is_trained_on(tmp_path: Path, name: str, conversation: str, train_on: str) -> None:
-    tokenizer, row, expected = with_template(tmp_path, name), row_of(conversation), EXPECTED[name, conversation]
+    tokenizer, row, expected = with_template(tmp_path, name), row_of(conversation, name), EXPECTED[name, conversation]
     if expected.startswith("refused: "):
         with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole message is compared
             rendered(tokenizer, row, train_on)
@@ -403,7 +441,7 @@ def test_what_asks_for_an_answer_comes_before_it(tmp_path: Path, name: str) -> N
     for conversation in CONVERSATIONS:
         expected = EXPECTED[name, conversation]
         if not expected.startswith("refused"):
-            messages, tools = CONVERSATIONS[conversation][:-1], row_of(conversation).get("tools")
+            messages, tools = CONVERSATIONS[conversation][:-1], row_of(conversation, name).get("tools")
             asking = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
             assert asking == "".join(c for c in expected.rpartition("«")[0] if c not in "«»‹›")
 
@@ -413,11 +451,11 @@ def test_tokens(tmp_path: Path, name: str) -> None:
     """The tokens that are trained on are those of the characters that are."""
     tokenizer, conversation = with_template(tmp_path, name), "calls in an earlier turn"
     file = tmp_path / "data.jsonl"
-    file.write_text(json.dumps(row_of(conversation)))
+    file.write_text(json.dumps(row_of(conversation, name)))
     for train_on in ("assistant", "final"):
         options = DataOptions(max_seq_length=4096, train_on=train_on, num_workers=1)
         (sample,) = load_samples("--dataset", [str(file)], tokenizer, options, 0)
-        text, is_trained = rendered(tokenizer, row_of(conversation), train_on)
+        text, is_trained = rendered(tokenizer, row_of(conversation, name), train_on)
         trained = [token for token, inside in zip(sample.tokens, sample.is_trained, strict=True) if inside]
         assert tokenizer.decode(sample.tokens) == text
         assert tokenizer.decode(trained) == "".join(c for c, inside in zip(text, is_trained, strict=True) if inside)
@@ -425,7 +463,7 @@ def test_tokens(tmp_path: Path, name: str) -> None:
 
 def test_markers_and_transformers_own_mask(tmp_path: Path) -> None:
     """Where a template marks what the assistant says, we find the same without the markers."""
-    tokenizer, row = with_template(tmp_path, "generation markers"), row_of("calls with thoughts")
+    tokenizer, row = with_template(tmp_path, "generation markers"), row_of("calls with thoughts", "generation markers")
     theirs = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
     (tmp_path / "data.jsonl").write_text(json.dumps(row))
     options = DataOptions(max_seq_length=4096, num_workers=1)
@@ -443,7 +481,6 @@ INLINE = assistant("<think>\nhm\n</think>\n\nyo")
         ("Qwen3", INLINE, "<|im_start|>assistant\n<think>\nhm\n</think>\n\n«yo<|im_end|>»\n"),
         ("chatml", INLINE, "<|im_start|>assistant\n<think>\nhm\n</think>\n\n«yo<|im_end|>»\n"),
         ("glm", INLINE, "<|assistant|>\n<think></think>\n<think>\nhm\n</think>\n\n«yo<|user|>»"),
-        ("DeepSeek-R1", INLINE, "<｜Assistant｜>«\n\nyo<｜end▁of▁sentence｜>»"),
         ("chatml", assistant("a </think>", "b </think> c"), "</think> c\n</think>\n\n«a </think><|im_end|>»\n"),
     ],
 )
@@ -452,8 +489,11 @@ def test_reasoning_within_the_content(tmp_path: Path, name: str, answer: dict[st
     assert text.endswith(expected)
 
 
-def random_conversation(seed: int, word: str, has_reasoning: bool, has_tools: bool) -> list[dict[str, Any]]:
-    """Turns with tools and reasoning; each word is as long as `word`, and another one if that is empty."""
+def random_conversation(
+    seed: int, word: str, has_reasoning: bool, has_tools: bool, has_text: bool = True
+) -> list[dict[str, Any]]:
+    """Turns with tools and reasoning, perhaps with text beside calls; each word is as long as `word`, and another one
+    if that is empty."""
     chance, number = random.Random(seed), itertools.count()
 
     def says() -> str:
@@ -467,7 +507,7 @@ def random_conversation(seed: int, word: str, has_reasoning: bool, has_tools: bo
         turns.append(user(says()))
         for _ in range(chance.choice([0, 0, 1, 2]) if has_tools else 0):
             thought = thinks()
-            content = says() if chance.random() < 0.5 and not thought else ""
+            content = says() if chance.random() < 0.5 and not thought and has_text else ""
             arguments = {says(): says()} if chance.random() < 0.8 else {}
             turns += [assistant(content, thought, call(**arguments)), result(says())]
         turns.append(assistant(says() if chance.random() < 0.9 else "", thinks()))
@@ -485,7 +525,8 @@ def test_found_by_their_place_and_not_by_their_words(tmp_path: Path, name: str, 
         for conversation in ("thoughts", "calls in an earlier turn")
     )
     for seed in range(8):
-        rows = [{"messages": random_conversation(seed, w, has_reasoning, has_tools)} for w in ("", word)]
+        has_text = name != "Mixtral-8x22B"  # which leaves text beside calls out
+        rows = [{"messages": random_conversation(seed, w, has_reasoning, has_tools, has_text)} for w in ("", word)]
         for train_on in ("assistant", "final"):
             apart, alike = (rendered(tokenizer, row, train_on) for row in rows)
             assert apart[1] == alike[1], shown(*apart) + shown(*alike)
@@ -560,36 +601,6 @@ def test_renderings_do_not_grow_with_the_conversation(tmp_path: Path, name: str)
     assert counts[0] == counts[1] < 60
 
 
-@pytest.mark.parametrize("error", [MemoryError(), TooMuch("3 seconds of CPU time")])
-@pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5])
-def test_too_much_is_never_taken_for_a_refusal(
-    tmp_path: Path, error: BaseException, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever it happens while a conversation is looked at."""
-    tokenizer, calls = with_template(tmp_path, "chatml"), itertools.count()
-    apply = tokenizer.apply_chat_template
-
-    def fails(*given: Any, **named: Any) -> Any:
-        if next(calls) >= after:
-            raise error
-        return apply(*given, **named)
-
-    tokenizer.apply_chat_template = fails
-    row = {"messages": CONVERSATIONS["thoughts"]}
-    with pytest.raises(ValueError, match=r"takes more than (1 GiB of memory|3 seconds of CPU time)$"):
-        rendered(tokenizer, row, "assistant")
-
-
-@pytest.mark.complete
-def test_time_is_that_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting is none: a machine that others use makes no template a hostile one."""
-    monkeypatch.setattr(limits, "SECONDS", 0.05)
-    with limits.bounded(0):
-        time.sleep(0.3)
-    with pytest.raises(ValueError, match="takes more than 0 seconds of CPU time"), limits.bounded(0):
-        sum(itertools.repeat(0, 10**9))
-
-
 def test_arguments_of_the_template(tmp_path: Path) -> None:
     """A record may tell the template more, as trl has it, as JSON too."""
     template = "{% for m in messages %}{{ m.content + (tail or '') + eos_token }}{% endfor %}"
@@ -601,8 +612,8 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["chat_template", "continue_final_message", "tokenize"])
 def test_arguments_that_are_not_the_templates(tmp_path: Path, name: str) -> None:
-    """Another template, say, which nobody has looked at: this one would never end."""
-    row = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {name: "{{ 9 ** 9 ** 9 }}"}}
+    """Another template, say, which nobody has looked at."""
+    row = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {name: "{{ messages }}"}}
     with pytest.raises(ValueError, match=f"chat_template_kwargs has {name}, which is no variable of a chat template"):
         rendered(tokenizer_like(tmp_path, "mistral"), row, "assistant")
 
@@ -731,15 +742,101 @@ def test_tool_calls_that_cannot_be_read(calls: Any, said: str) -> None:
         read_row(row, find_format(row, Columns()), Columns())
 
 
-def test_tool_calls_that_the_template_leaves_out(tmp_path: Path) -> None:
-    """Else an empty answer would be trained on."""
-    template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
-    with pytest.raises(ValueError, match="leaves out the tool calls of message 2"):
-        rendered(
-            tokenizer_like(tmp_path, "mistral", template),
-            {"messages": [user("1?"), assistant("", None, call(a=1))]},
-            "assistant",
-        )
+PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+# each leaves something out
+KNOWN_ROLES = PLAIN.replace("{{", "{% if m.role in ('system', 'user', 'assistant') %}{{").replace("}}", "}}{% endif %}")
+FIRST_CALL = PLAIN.replace("eos_token }}", "(m.tool_calls[0] | tojson if m.tool_calls else '') + eos_token }}")
+TEXT_OR_CALLS = PLAIN.replace("m.content", "(m.tool_calls | tojson if m.tool_calls else m.content)")
+LAST_THOUGHT = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "said"),
+    [
+        (PLAIN, [user("1?"), assistant("", None, call(a=1))], "text or tool calls of message 2"),
+        (
+            KNOWN_ROLES,
+            [user("1?"), assistant("1"), {"role": "critic", "content": "2"}],
+            "role is 'critic'; .*or",
+        ),
+        (
+            KNOWN_ROLES,
+            [user("1?"), assistant("1"), result("2"), assistant("3")],
+            "whose role is 'tool'; use",
+        ),
+        (FIRST_CALL, [user("1?"), assistant("", None, call(a=1), call(a=2))], "text or tool calls of message 2"),
+        (TEXT_OR_CALLS, [user("1?"), assistant("so", None, call(a=1))], "text or tool calls of message 2"),
+        (LAST_THOUGHT, [user("1?"), INLINE], "the reasoning of message 2"),
+        (PLAIN.replace("m.content", "''"), [user("1?"), assistant("2")], "leaves out message 1, whose role is 'user'"),
+    ],
+)
+def test_what_the_template_leaves_out(tmp_path: Path, template: str, turns: list[dict[str, Any]], said: str) -> None:
+    """Else the model would be trained on something else than the conversation says, without a word."""
+    with pytest.raises(ValueError, match=f"leaves out .*{said.removeprefix('leaves out ')}"):
+        rendered(tokenizer_like(tmp_path, "mistral", template), {"messages": turns}, "assistant")
+
+
+def test_tools_that_the_template_leaves_out(tmp_path: Path) -> None:
+    row = {"messages": [user("1?"), assistant("1")], "tools": [TOOL]}
+    with pytest.raises(ValueError, match="leaves out the tools of this conversation"):
+        rendered(tokenizer_like(tmp_path, "mistral", PLAIN), row, "assistant")
+
+
+def test_text_of_calls_that_is_left_out_of_history_alone(tmp_path: Path) -> None:
+    """As GPT-OSS' template does, which takes it for reasoning: it is left out when the model is used, too."""
+    template = PLAIN.replace("m.content", "(m.content if loop.last or not m.tool_calls else '') + CALLS")
+    template = template.replace("CALLS", "(m.tool_calls | tojson if m.tool_calls else '')")
+    row = {"messages": [user("1?"), assistant("so", None, call(a=1)), result("1"), assistant("1")]}
+    assert "so" not in rendered(tokenizer_like(tmp_path, "mistral", template), row, "assistant")[0]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_developer_s_message_is_the_system_s_where_there_is_no_such_role(tmp_path: Path, refuses: bool) -> None:
+    other = "{% else %}{{ raise_exception('no such role') }}{% endif %}" if refuses else "{% endif %}"
+    tokenizer = tokenizer_like(tmp_path, "mistral", KNOWN_ROLES.replace("{% endif %}", other))
+    row = {"messages": [{"role": "developer", "content": "so"}, user("1?"), assistant("1")]}
+    assert rendered(tokenizer, row, "assistant")[0] == "system: so</s>user: 1?</s>assistant: 1</s>"
+    tokenizer.chat_template = PLAIN
+    assert rendered(tokenizer, row, "assistant")[0].startswith("developer: so")
+
+
+PUBLISHED = sorted(path.stem for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+SPECIAL_TOKENS = re.compile(
+    r"<\|[^|<>{}\s]+\|?>|<[a-z_]+\|>|<｜[^<>]+?｜>|<(?:start|end)_of_[a-z]+>|\[/?[A-Z_]{3,}\]|</s>"
+)
+END_TOKENS = ["<|im_end|>", "<turn|>", "<end_of_turn>", "<|eot_id|>", "<|return|>", "<|end|>", "<|eot|>"]
+END_TOKENS += ["<｜end▁of▁sentence｜>"]
+NO_TEXT_AS_CONTENT = ("idefics", "llava", "smolvlm")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_templates(tmp_path: Path, name: str) -> None:
+    """Those that trl brings: no word of others has a loss, every word of the answers' has one, or the record is
+    refused."""
+    template = (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = tokenizer_like(tmp_path, "mistral", template)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in sorted({*SPECIAL_TOKENS.findall(template)})])
+    tokenizer.eos_token = next((token for token in END_TOKENS if token in tokenizer.get_vocab()), "</s>")
+    calls = [{**call(a=1), "id": "call00001"}, {**call(a=2), "id": "call00002"}]
+    results = [{"role": "tool", "name": "add", "tool_call_id": one["id"], "content": "other"} for one in calls]
+    turns = [[assistant("", None, calls[0]), results[0]], [assistant("mine", None, calls[0]), results[0]]]
+    turns += [[assistant("", None, *calls), *results], [assistant("mine", None, *calls), *results], []]
+    taken = 0
+    for turn in turns:
+        for before in ([], [user("other"), assistant("mine")]):
+            messages = [*before, user("other"), *turn, assistant("mine")]
+            row = {"messages": messages, **({"tools": [TOOL]} if turn else {})}
+            for train_on in ("assistant", "final"):
+                found = spans_or_refusal(tokenizer, row, train_on)
+                if found is not None:
+                    taken += 1
+                    text, is_trained = found
+                    context = "".join(c for c, inside in zip(text, is_trained, strict=True) if not inside)
+                    assert "mine" not in context, shown(*found)
+                    assert context.count("other") == text.count("other"), shown(*found)
+    assert taken > 0 or any(part in name for part in ("idefics", "llava", "smolvlm")), (
+        name
+    )  # which take no text as content
 
 
 def test_tool_calls_without_an_end(tmp_path: Path) -> None:
@@ -841,6 +938,6 @@ def test_which_is_taken_by_the_vocabulary(tmp_path: Path, family: str, name: str
 
 
 def test_a_format_without_tools_refuses_them(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text(json.dumps(row_of("calls in an earlier turn")))
+    (tmp_path / "data.jsonl").write_text(json.dumps(row_of("calls in an earlier turn", "olmoe")))
     with pytest.raises(ExpertMeshError, match=r"data.jsonl: line 1: the chat template refuses .* has no tools"):
         load_samples("--dataset", [str(tmp_path / "data.jsonl")], with_template(tmp_path, "olmoe"), DataOptions(512), 0)

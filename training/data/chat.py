@@ -1,5 +1,6 @@
 """From a conversation to tokens, and which of them are trained on, through the tokenizer's chat template."""
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from typing import Any, Literal
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training.data.formats import Conversation
-from expertmesh.training.data.limits import bounded, check_template
 from expertmesh.training.data.message_spans import find_spans
 from expertmesh.training.data.templates import TEMPLATES, template_for
 from expertmesh.training.data.turns import Written
@@ -32,12 +32,6 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
         ExpertMeshError: there is no such template, or it is no Jinja.
     """
     if not wanted and tokenizer.chat_template:
-        try:
-            check_template(tokenizer.chat_template)
-        except ValueError as error:
-            raise ExpertMeshError(
-                f"the tokenizer's chat template cannot be used: {error}; give a --chat-template"
-            ) from error
         return "the tokenizer's own"
     if not wanted:
         name = template_for(tokenizer.get_vocab())
@@ -55,9 +49,7 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
             f"--chat-template {wanted}: neither a built-in one ({', '.join(TEMPLATES)}) nor a readable file: {error}"
         ) from error
     try:
-        check_template(tokenizer.chat_template)
-        with bounded():
-            text = tokenizer.apply_chat_template(_SMALL_TALK, tokenize=False)
+        text = tokenizer.apply_chat_template(_SMALL_TALK, tokenize=False)
     except Exception as error:
         raise ExpertMeshError(f"--chat-template {wanted}: cannot be used: {error}") from error
     bos = tokenizer.bos_token
@@ -68,35 +60,40 @@ def set_chat_template(tokenizer: Any, wanted: str) -> str:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text, and the (begin, end) of its characters that are trained on."""
+    """A conversation's text, the (begin, end) of its characters that are trained on, and the special tokens that end
+    the answers among them."""
 
     text: str
     trained: list[tuple[int, int]]
+    ends: frozenset[str] = frozenset()
 
 
 def render(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Rendered:
     """The conversation in the tokenizer's chat template.
 
     Raises:
-        ValueError: the template refuses the conversation, changes a message so that it cannot be found again, or takes
-            too long or too much memory.
+        ValueError: the template refuses the conversation, leaves out a part of it, or changes a message so that it
+            cannot be found again.
     """
-    with bounded(len(conversation.messages)):
-        rendered = _rendered(tokenizer, conversation, train_on)
-    if re.search("[\ud800-\udfff]", rendered.text):
-        raise ValueError("the chat template writes a lone surrogate, which is no character")
-    return rendered
-
-
-def _rendered(tokenizer: Any, conversation: Conversation, train_on: TrainOn) -> Rendered:
     written = Written(tokenizer, conversation)
+    if re.search("[\ud800-\udfff]", written.text):
+        raise ValueError("the chat template writes a lone surrogate, which is no character")
+    written.check_complete()
     wanted = trained_messages(conversation, train_on)
     _check_reasoning(written, wanted)
+    answers = [i for i, is_trained in enumerate(wanted) if is_trained and written.messages[i]["role"] == "assistant"]
     if train_on == "all":
         left_out = find_spans(written, [i for i, is_trained in enumerate(wanted) if not is_trained], final=False)
-        return Rendered(written.text, _complement(_merged(left_out), len(written.text)))
-    indices = [i for i, is_trained in enumerate(wanted) if is_trained]
-    return Rendered(written.text, _merged(find_spans(written, indices, final=train_on == "final")))
+        trained = _complement(_merged(itertools.chain(*left_out.values())), len(written.text))
+        last = [(0, len(written.text))] if answers[-1:] == [len(wanted) - 1] else []
+        return Rendered(written.text, trained, _ends(written, last))
+    spans = find_spans(written, [i for i, is_trained in enumerate(wanted) if is_trained], final=train_on == "final")
+    ends = _ends(written, [part for answer in answers for part in spans[answer]])
+    return Rendered(written.text, _merged(itertools.chain(*spans.values())), ends)
+
+
+def _ends(written: Written, spans: Iterable[tuple[int, int]]) -> frozenset[str]:
+    return frozenset(token for span in spans if (token := written.closing_token(span)))
 
 
 def _check_reasoning(written: Written, wanted: list[bool]) -> None:
@@ -158,7 +155,7 @@ def _inside(offsets: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]]
     return inside
 
 
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """In order, those that overlap as one."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):

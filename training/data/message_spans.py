@@ -28,8 +28,9 @@ class _Words(NamedTuple):
     end: int
 
 
-def find_spans(written: Written, indices: Sequence[int], final: bool) -> list[Span]:
-    """(begin, end) of messages in the text, as `Written.span`; of assistants', if `final`, as `Written.final_span`.
+def find_spans(written: Written, indices: Sequence[int], final: bool) -> dict[int, list[Span]]:
+    """(begin, end) of each message in the text, as `Written.span`; of assistants', if `final`, as `Written.final_span`,
+    and in parts where results of tools stand between (see `Written.without_results`).
 
     Raises:
         ValueError: as these do.
@@ -41,23 +42,24 @@ def find_spans(written: Written, indices: Sequence[int], final: bool) -> list[Sp
             kinds[index > last_question, *_kind(messages, index)].append(index)
     many = [alike for alike in kinds.values() if len(alike) > _FEW]
     words = _find_words(written) if many else []
-    found: dict[int, Span] = {}
+    found: dict[int, list[Span]] = {}
     for alike in many:
         gaps = {index: gap for index in alike if (gap := _gap(words, index, final))}
         if len(gaps) > _FEW:
             found.update(_take_over(written, gaps, final))
-    return [found[index] if index in found else _span(written, index, final) for index in indices]
+    return {index: found[index] if index in found else _spans(written, index, final) for index in indices}
 
 
-def _span(written: Written, index: int, final: bool) -> Span:
-    is_answer = written.messages[index]["role"] == "assistant"
-    return written.final_span(index) if final and is_answer else written.span(index)
+def _spans(written: Written, index: int, final: bool) -> list[Span]:
+    if written.messages[index]["role"] != "assistant":
+        return [written.span(index)]
+    return written.without_results(index, written.final_span(index) if final else written.span(index))
 
 
-def _take_over(written: Written, gaps: dict[int, Span], final: bool) -> dict[int, Span]:
+def _take_over(written: Written, gaps: dict[int, Span], final: bool) -> dict[int, list[Span]]:
     """Spans of messages of one kind, from the gaps they stand in: those that the first and the last one tell."""
-    spans = {index: _span(written, index, final) for index in (min(gaps), max(gaps))}
-    around = {_around(written.text, gaps[index], span) for index, span in spans.items()}
+    spans = {index: _spans(written, index, final) for index in (min(gaps), max(gaps))}
+    around = {_around(written.text, gaps[index], of_one) for index, of_one in spans.items()}
     before, after = next(iter(around)) or ("", "")
     if len(around) > 1 or None in around:
         return spans
@@ -65,15 +67,15 @@ def _take_over(written: Written, gaps: dict[int, Span], final: bool) -> dict[int
         begin, end = start + len(before), stop - len(after)
         is_there = written.text.startswith(before, start, stop) and written.text.endswith(after, start, stop)
         if is_there and begin <= end and _holds(written.text[begin:end], written.messages[index]):
-            spans.setdefault(index, (begin, end))
+            spans.setdefault(index, [(begin, end)])
     return spans
 
 
-def _around(text: str, gap: Span, span: Span) -> tuple[str, str] | None:
-    """What stands in a gap before the span and behind it; None if the span is not in the gap."""
-    if not gap[0] <= span[0] <= span[1] <= gap[1]:
+def _around(text: str, gap: Span, spans: list[Span]) -> tuple[str, str] | None:
+    """What stands in a gap before the message and behind it; None if that is not in the gap, or in parts."""
+    if len(spans) != 1 or not gap[0] <= spans[0][0] <= spans[0][1] <= gap[1]:
         return None
-    return text[gap[0] : span[0]], text[span[1] : gap[1]]
+    return text[gap[0] : spans[0][0]], text[spans[0][1] : gap[1]]
 
 
 def _holds(text: str, message: dict[str, Any]) -> bool:

@@ -7,15 +7,15 @@ message, without what comes after it, with the generation prompt.
 import inspect
 import json
 import re
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from expertmesh.training.data.formats import Conversation
-from expertmesh.training.data.limits import TooMuch
 
 # begins and ends with a character for private use, so that it shares neither end with what it stands for
 _OTHER_WORDS = "\ue000other words\ue000"
+_MARK = "\ue001{}\ue001"
 # templates' names for a message's reasoning
 _REASONING = ("reasoning_content", "thinking")
 
@@ -45,18 +45,88 @@ class Written:
         self._tools, self._arguments = conversation.tools, conversation.arguments or {}
         _check_variables(tokenizer, self._arguments)
         self._known_words: dict[tuple[int, bool], _TurnWords] = {}
-        self.messages = [with_reasoning(message, message.get(_REASONING[0])) for message in conversation.messages]
-        try:
-            self.text = self.write(self.messages)
-        except Exception as error:
-            refused = ValueError(f"the chat template refuses this conversation: {error}")
-            if not any(message.get("tool_calls") for message in self.messages):
-                raise refused from error
-            self.messages = [_with_arguments(message, _as_text) for message in self.messages]
+        self.messages, self.text = self._written(
+            [with_reasoning(message, message.get(_REASONING[0])) for message in conversation.messages]
+        )
+
+    def _written(self, given: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+        """The messages in the first form that the template takes: as they are; with the arguments of tool calls as
+        text; and each of these with `system` in place of a role `developer` that the template does not know."""
+        forms = [given]
+        if any(message.get("tool_calls") for message in given):
+            forms.append([_with_arguments(message, _as_text) for message in given])
+        developers = [index for index, message in enumerate(given) if message["role"] == "developer"]
+        if developers:
+            forms += [[{**m, "role": "system"} if m["role"] == "developer" else m for m in form] for form in forms]
+        refusal: Exception | None = None
+        taken: tuple[list[dict[str, Any]], str] | None = None
+        for messages in forms:
             try:
-                self.text = self.write(self.messages)
-            except Exception:
-                raise refused from error
+                text = self.write(messages)
+            except Exception as error:
+                refusal = refusal or error
+                continue
+            taken = messages, text
+            if not any(messages[index]["role"] == "developer" for index in self._left_out(*taken) & {*developers}):
+                break
+        if taken is None:
+            raise ValueError(f"the chat template refuses this conversation: {refusal}") from refusal
+        return taken
+
+    def check_complete(self) -> None:
+        """Refuse a template that leaves out words, a tool call or the tools; of reasoning see `leaves_out_reasoning`.
+
+        Raises:
+            ValueError: it does so, of whichever message.
+        """
+        for index in sorted(self._left_out(self.messages, self.text)):
+            message = self.messages[index]
+            if message["role"] != "assistant":
+                another = "" if message["role"] in ("system", "user", "tool") else ", or another role"
+                raise ValueError(
+                    f"the chat template leaves out message {index + 1}, whose role is {message['role']!r}; use another "
+                    f"--chat-template{another}"
+                )
+            if self._is_left_out_last(index):
+                what = "text or tool calls" if message.get("tool_calls") else "text"
+                raise ValueError(
+                    f"the chat template leaves out {what} of message {index + 1}; use another --chat-template"
+                )
+        if self._tools and self._write(self.messages, tools=None) == self.text:
+            raise ValueError(
+                "the chat template leaves out the tools of this conversation; use another --chat-template, or leave "
+                "them out of the data"
+            )
+
+    def _is_left_out_last(self, index: int) -> bool:
+        """Whether a message is left out even where the conversation ends with it. What a template leaves out of earlier
+        turns alone, as it does reasoning, it leaves out when the model is used, too."""
+        through = self.messages[: index + 1]
+        try:
+            return index in self._left_out(through, self.write(through))
+        except Exception:  # it refuses a conversation that ends there
+            return True
+
+    def _left_out(self, messages: list[dict[str, Any]], text: str) -> set[int]:
+        """Messages of which the template does not write the content or a tool call.
+
+        Args:
+            text: as it writes these messages.
+        """
+        marked, marks = [], []
+        for index, message in enumerate(messages):
+            if message["content"].strip():
+                marks.append((index, _MARK.format(index)))
+                message = {**message, "content": marks[-1][1]}
+            of_calls = [_MARK.format(f"{index}.{number}") for number in range(len(message.get("tool_calls") or []))]
+            marks += [(index, mark) for mark in of_calls]
+            marked.append(_with_arguments(message, partial(_next_others, iter(of_calls))))
+        try:
+            text = self.write(marked)
+        except Exception:  # it refuses other words: are its own there?
+            return {i for i, message in enumerate(messages) if message["content"].strip() not in text}
+        # JSON may have the marks escaped
+        return {index for index, mark in marks if mark not in text and json.dumps(mark)[1:-1] not in text}
 
     def span(self, index: int) -> tuple[int, int]:
         """(begin, end) of the message; of an assistant's, what the model itself is to write, with the special token
@@ -102,28 +172,76 @@ class Written:
             )
         return begin, end
 
+    def without_results(self, index: int, span: tuple[int, int]) -> list[tuple[int, int]]:
+        """The parts of an assistant's `span` that the model is to write: some templates put the results of its tools
+        into the turn that calls these, before or behind the text of that turn.
+
+        Raises:
+            ValueError: the template refuses other results, or it cannot be told where they are.
+        """
+        stop = index + 1
+        while stop < len(self.messages) and self.messages[stop]["role"] not in ("system", "user", "assistant"):
+            stop += 1
+        if stop == index + 1:
+            return [span]
+        results = [{**message, "content": _OTHER_WORDS} for message in self.messages[index + 1 : stop]]
+        changed = self._with(index, self.messages[index], stop, results)
+        begin_of_words = _common_length(self.text, changed)
+        if begin_of_words >= span[1]:
+            return [span]
+        end_of_words = len(self.text) - _common_length(self.text[::-1], changed[::-1])
+        begin_of_text, _ = self._text(index)
+        is_behind = begin_of_text >= end_of_words
+        # up to where the text is the same without results, and with other words in the place of what follows them
+        call = {**self.messages[index], "content": _OTHER_WORDS} if is_behind else self.messages[index]
+        call_end, later = 0, [{**message, "content": _OTHER_WORDS} for message in self.messages[stop:]]
+        for following in (later, []):
+            try:
+                without = self.write([*self.messages[:index], call, *following])
+            except Exception:  # it refuses calls without results there
+                continue
+            call_end = max(call_end, _common_length(self.text, without))
+        if call_end <= span[0]:
+            call_end = self._end_of_call(index, self._end_of_arguments(index))
+        parts = [(span[0], min(self._closing(index, min(call_end, begin_of_words)), begin_of_words))]
+        if is_behind:
+            parts.append((begin_of_text, span[1]))
+        return [(begin, end) for begin, end in parts if begin < end]
+
     def leaves_out_reasoning(self, index: int) -> bool:
         """Whether the message has reasoning that the text has not."""
-        reasoning = self.messages[index].get(_REASONING[0])
-        return isinstance(reasoning, str) and bool(reasoning.strip()) and self._with_other_reasoning(index) == self.text
+        message = self.messages[index]
+        reasoning = message.get(_REASONING[0])
+        if reasoning:
+            return (
+                isinstance(reasoning, str)
+                and bool(reasoning.strip())
+                and self._with_other_reasoning(index) == self.text
+            )
+        thought = re.match(r"\s*<think>(.*?)</think>", message["content"], re.DOTALL)  # data may have it in the answer
+        if thought is None or not thought[1].strip():
+            return False
+        content = message["content"][: thought.start(1)] + _OTHER_WORDS + message["content"][thought.end(1) :]
+        return self._with(index, {**message, "content": content}, index + 1) == self.text
 
     def write(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
         """Other messages in the template, perhaps with a generation prompt."""
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=self._tools, tokenize=False, add_generation_prompt=prompt, **self._arguments
-            )
-        except MemoryError as error:
-            raise TooMuch("1 GiB of memory") from error
+        return self._write(messages, self._tools, prompt)
 
-    def _with(self, index: int, message: dict[str, Any], following: int) -> str:
-        """The text with another message at `index` and after it those from `following` on.
+    def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
+        written: str = self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **self._arguments
+        )
+        return written
+
+    def _with(self, index: int, message: dict[str, Any], following: int, between: Sequence[dict[str, Any]] = ()) -> str:
+        """The text with another message at `index`, after it those `between`, and then those from `following` on.
 
         Raises:
             ValueError: the template refuses it.
         """
         try:
-            return self.write([*self.messages[:index], message, *self.messages[following:]])
+            return self.write([*self.messages[:index], message, *between, *self.messages[following:]])
         except Exception as error:
             raise ValueError(
                 f"the chat template refuses this conversation with other words in message {index + 1}, so that it "
@@ -173,7 +291,19 @@ class Written:
             (i for i in range(index + 1, len(self.messages)) if self.messages[i]["role"] == "user"), len(self.messages)
         )
         begin = _common_length(self.text, self._with(index, other, following))
-        return _TurnWords(min(begin, end_of_arguments), self._end_of_call(index, end_of_arguments), True)
+        end = max(self._end_of_call(index, end_of_arguments), self._text(index)[1])
+        return _TurnWords(min(begin, end_of_arguments), end, True)
+
+    def _text(self, index: int) -> tuple[int, int]:
+        """(begin, end) of a message's content alone, beside which there may be calls; (0, 0) where it is blank."""
+        message = self.messages[index]
+        if not message["content"].strip():
+            return 0, 0
+        changed = self._with(index, {**message, "content": _OTHER_WORDS}, index + 1)
+        if changed == self.text:
+            return 0, 0
+        begin = _common_length(self.text, changed)
+        return begin, max(begin, len(self.text) - _common_length(self.text[::-1], changed[::-1]))
 
     def _end_of_arguments(self, index: int) -> int:
         """Where the text stays as it is when the message's tool calls have other arguments."""
@@ -255,6 +385,11 @@ class Written:
         closings = ("".join(own[at:]) for at in range(len(own)))
         return end + next((len(closing) for closing in closings if self.text.startswith(closing, end)), 0)
 
+    def closing_token(self, span: tuple[int, int]) -> str:
+        """The special token with which a span ends, but for white space; empty if there is none."""
+        text = self.text[span[0] : span[1]].rstrip()
+        return next((token for token in self._special_tokens if text.endswith(token)), "")
+
     def _last_tokens(self, text: str) -> list[str]:
         """The special tokens with which the text ends."""
         text = text.rstrip()
@@ -305,9 +440,13 @@ def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _others(arguments: Any) -> Any:
-    others = {_OTHER_WORDS: _OTHER_WORDS}
+def _others(arguments: Any, words: str = _OTHER_WORDS) -> Any:
+    others = {words: words}
     return _as_text(others) if isinstance(arguments, str) else others
+
+
+def _next_others(words: Iterator[str], arguments: Any) -> Any:
+    return _others(arguments, next(words))
 
 
 def _common_length(a: str, b: str) -> int:
