@@ -728,6 +728,14 @@ def test_forms_of_tool_calls(tmp_path: Path, name: str, said: dict[str, Any]) ->
     assert texts[0].count("«") == 2
 
 
+@pytest.mark.parametrize("function", [{}, {"arguments": None}, {"arguments": " "}, {"arguments": "null"}])
+def test_a_call_without_arguments_has_empty_ones(function: dict[str, Any]) -> None:
+    row = {"messages": [user("1?"), {"role": "assistant", "tool_calls": [{"function": {"name": "add", **function}}]}]}
+    read = read_row(row, find_format(row, Columns()), Columns())
+    assert isinstance(read, Conversation)
+    assert read.messages[1]["tool_calls"] == [{"function": {"name": "add", "arguments": {}}}]
+
+
 @pytest.mark.parametrize(
     ("calls", "said"),
     [

@@ -260,6 +260,75 @@ def test_saved_by_datasets_and_from_the_hub(tmp_path: Path, tokenizer: Any, monk
         load(tokenizer, tmp_path / "splits", options=replace(OPTIONS, split="dev"))
 
 
+def weather_and_sum() -> list[dict[str, Any]]:
+    """Records whose tools, calls and messages have other keys each."""
+
+    def tool(name: str, **properties: Any) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": properties}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    def row(name: str, arguments: Any, **keys: Any) -> dict[str, Any]:
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+        turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        tools = [tool("weather", city={"type": "string"}), tool("add", a={"type": "integer", "minimum": 0})]
+        result = {"role": "tool", "content": "1", "tool_call_id": "x"}
+        return {
+            "messages": [*turns, result, {"role": "assistant", "content": "A", "weight": 1}],
+            "tools": tools,
+            **keys,
+        }
+
+    return [row("weather", {"city": "Paris"}, system="S"), row("add", {"a": 1}), row("none", {})]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "hub", "parquet of pyarrow"])
+def test_keys_that_arrow_fills_in_are_absent(
+    tmp_path: Path, tokenizer: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a table has is what JSON Lines have: null in a struct is a key that another record has."""
+    import datasets
+
+    rows, path = weather_and_sum(), tmp_path / "train.parquet"
+    table = datasets.Dataset.from_list(rows)
+    assert table[1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": None, "a": 1}
+    if kind == "parquet":
+        table.to_parquet(path)
+    elif kind == "saved":
+        path = tmp_path / "saved"
+        table.save_to_disk(path)
+    elif kind == "hub":
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+        path = Path("someone/data")
+    else:
+        write_parquet(path, rows)
+    expected, found = load(tokenizer, write(tmp_path / "rows.jsonl", rows)), load(tokenizer, path)
+    assert [shown(tokenizer, sample) for sample in found] == [shown(tokenizer, sample) for sample in expected]
+    assert not any("null" in shown(tokenizer, sample) for sample in found)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_null_in_json_of_a_table_is_null(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    """Values of mixed kinds are JSON in a table, which lacks nothing: what is null there was null."""
+    import datasets
+
+    rows = [
+        {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "tool_calls": [{"function": function}]}]}
+        for function in ({"name": "f", "arguments": {"a": "x", "b": None}}, {"name": "g", "arguments": {"a": [1]}})
+    ]
+    message = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    call = {"function": {"name": datasets.Value("string"), "arguments": datasets.Json()}}
+    features = datasets.Features({"messages": datasets.List({**message, "tool_calls": datasets.List(call)})})
+    table, path = datasets.Dataset.from_list(rows, features=features), tmp_path / "train.parquet"
+    if kind == "parquet":
+        table.to_parquet(path)
+    else:
+        path = tmp_path / "saved"
+        table.save_to_disk(path)
+    expected, found = load(tokenizer, write(tmp_path / "rows.jsonl", rows)), load(tokenizer, path)
+    assert [shown(tokenizer, sample) for sample in found] == [shown(tokenizer, sample) for sample in expected]
+    assert '"b": null' in shown(tokenizer, found[0])
+
+
 CARD = """---
 license: mit
 configs:
@@ -1007,6 +1076,12 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
 # Bad data
 
 
+def dumped_call(arguments: Any, **more: Any) -> bytes:
+    """A record with one message, which calls."""
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    return json.dumps({"messages": [{"role": "assistant", "tool_calls": calls, **more}]}).encode()
+
+
 @pytest.mark.quick(10)
 @pytest.mark.parametrize(
     ("content", "said"),
@@ -1052,6 +1127,21 @@ def test_hold_out(tmp_path: Path, tokenizer: Any) -> None:
             b'{"conversations": [{"from": "function_call", "value": "[3]"}]}',
             "has the tool call 3; expected an object with name",
         ),
+        *[
+            (dumped_call(arguments), rf"line 1 messages, message 1: the arguments of its call of f are {said}")
+            for arguments, said in (
+                ("add 1", "'add 1', neither an object nor the JSON of one: Expecting"),
+                ("[1]", r"'\[1\]', not an object"),
+                ('"{}"', "'\"{}\"', not an object"),
+                ([1], r"\[1\], not an object or the JSON of one"),
+                (3, "3, not an object"),
+            )
+        ],
+        (dumped_call({}, **{"from": "user"}), "message 1 has role and from; leave one of them out"),
+        (dumped_call({}, content="a", value="b"), "message 1 has content and value"),
+        (dumped_call({}, function_call={"name": "g"}), "message 1 has tool_calls and function_call"),
+        (dumped_call({}, tool_responses=[{"name": "f", "response": 1}]), "has tool_responses: give each result as a"),
+        (b'{"prompt": "a", "response": "b", "tools": [null]}', "tools has an entry that is None, not an object"),
         (b"[" * 100_000, "not valid JSON"),
         (b'[{"prompt": "a", "response": ', "the file is not valid JSON .*line 1 column 30"),
     ],

@@ -140,10 +140,35 @@ def _hub(flag: str, name: str, config: str, split: str) -> RowSource:
 
 def _rows_of(place: str, name: str, dataset: Any) -> RowSource:
     def read() -> Iterator[PlacedRow]:
-        for number, row in enumerate(dataset, start=1):
+        batches = dataset.with_format("arrow").iter(batch_size=1024)
+        for number, row in enumerate((row for batch in batches for row in _table_rows(batch)), start=1):
             yield f"{place}: record {number}", row
 
     return RowSource(name, dataset._fingerprint, read)
+
+
+def _table_rows(table: Any) -> Iterator[dict[str, Any]]:
+    """Records of an Arrow table, as JSON Lines would have them."""
+    types = {field.name: field.type for field in table.schema}
+    for row in table.to_pylist(maps_as_pydicts="strict"):
+        yield {name: _as_in_json(value, types[name]) for name, value in row.items()}
+
+
+def _as_in_json(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type. A struct has all keys that any record's has, with null for those that a record's own
+    lacks: they are left out. What was mixed in the data is JSON text, of a type of its own."""
+    import pyarrow
+
+    types = pyarrow.types
+    if value is None:
+        return None
+    if isinstance(kind, pyarrow.JsonType):
+        return json.loads(value)
+    if types.is_struct(kind):
+        return {name: _as_in_json(one, kind.field(name).type) for name, one in value.items() if one is not None}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_as_in_json(one, kind.value_type) for one in value]
+    return value
 
 
 def _json_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
@@ -181,10 +206,10 @@ def _parquet_rows(flag: str, file: Path) -> Iterator[PlacedRow]:
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
+                for row in _table_rows(batch):
                     number += 1
                     yield f"record {number}", row
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         raise ExpertMeshError(f"{flag} {file}: cannot be read as Parquet after record {number}: {error}") from error
 
 

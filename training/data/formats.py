@@ -280,7 +280,9 @@ def _tools(tools: Any) -> list[Any] | None:
     found = _json(tools, "tools", list, "a list")
     if found is None:
         return None
-    objects = [_json(tool, "tools has an entry that", dict, "an object") or {} for tool in found]
+    objects = [_json(tool, "tools has an entry that", dict, "an object") for tool in found]
+    if None in objects:
+        raise RowError(f"tools has an entry that is {found[objects.index(None)]!r:.80}, not an object")
     return [
         {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool
         for tool in objects
@@ -329,10 +331,20 @@ def _role(turn: Mapping[str, Any]) -> Any:
     return turn.get("role", turn.get("from"))
 
 
+def _refuse_two(turn: Mapping[str, Any], place: str) -> None:
+    """Refuse what a message says in two ways, of which one would be dropped, and results within a call's message."""
+    for one, other in (("role", "from"), ("content", "value"), ("tool_calls", "function_call")):
+        if turn.get(one) and turn.get(other) and turn[one] != turn[other]:
+            raise RowError(f"{place} has {one} and {other}; leave one of them out")
+    if turn.get("tool_responses"):
+        raise RowError(f"{place} has tool_responses: give each result as a message of its own, with the role tool")
+
+
 def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
     role = _role(turn)
     if not isinstance(role, str):
         raise RowError(f"{place} has no role (or from); found: {', '.join(map(str, turn)) or 'nothing'}")
+    _refuse_two(turn, place)
     content = turn.get("content", turn.get("value"))
     calls = turn.get("tool_calls")
     if not calls and turn.get("function_call"):  # OpenAI's older form of a single call
@@ -371,7 +383,7 @@ def _reasoning(turn: Mapping[str, Any], place: str) -> str:
 
 def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     """Tool calls as templates take them: a function's name and its arguments, an object even where the data have its
-    JSON."""
+    JSON; without any, an empty one."""
     if not isinstance(calls, list | tuple):
         raise RowError(f"{place}: tool_calls is {calls!r:.80}, not a list of them")
     read = []
@@ -380,13 +392,15 @@ def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise RowError(f"{place}: has the tool call {call!r:.80}; expected an object with name and arguments")
         arguments = function.get("arguments")
+        said = f"{place}: the arguments of its call of {function['name']} are {arguments!r:.80}"
         if isinstance(arguments, str):
             try:
-                parsed = json.loads(arguments)
-            except ValueError:
-                parsed = None  # it is the template's to take it or not
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        function = {**function, "arguments": {} if arguments is None else arguments}
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except ValueError as error:
+                raise RowError(f"{said}, neither an object nor the JSON of one: {error}") from error
+        if not isinstance(arguments, dict | None):
+            raise RowError(f"{said}, not an object or the JSON of one")
+        function = {**function, "arguments": arguments or {}}
         read.append(
             {**call, "function": function} if "function" in call else {"type": "function", "function": function}
         )
