@@ -90,6 +90,8 @@ def run_training(
 
     What is held for as long as the run takes is given to `closing`.
     """
+    if ranks.rank == 0 and config.without_effect:
+        print(folded(f"note: {'; '.join(config.without_effect)}"), flush=True)
     watchdog.at("the checks before training", limited=False)
     with sharding.raise_together(patient=ranks):
         training.check_trackers(config)

@@ -38,7 +38,7 @@ from expertmesh.training.foresight.rehearsal.world import rehearse
 def main() -> int:
     arguments, rest = parse_arguments()
     try:
-        config = parse_config([*rest, "--dataset", "none"])
+        config = parse_config([*rest, "--dataset", "none"]).settled()
         model_config, _ = read_config(config.model)
         if arguments.layers:
             model_config.num_hidden_layers = arguments.layers

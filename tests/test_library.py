@@ -112,7 +112,7 @@ def test_every_flag_is_taken_by_its_name(engine: Any) -> None:
         assert make_config({"model": "m", setting.name: getattr(engine.config, setting.name)}), setting.name
     for settings, flags in (
         ({"ep_size": 0}, ["--ep-size=0"]),
-        ({"merge": True}, ["--merge"]),
+        ({"init_adapter": "d"}, ["--init-adapter=d"]),
         ({"learning_rate": "fast"}, ["--learning-rate=fast"]),
         ({"adapter": "lorra"}, ["--adapter=lorra"]),
     ):

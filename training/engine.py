@@ -267,6 +267,7 @@ class Engine:
 
     def __init__(self, config: TrainConfig, source: ModelSource, ranks: Ranks):
         self.source, self.ranks = source, ranks
+        config = config.settled()
         self.facts = {"model": compare_models(config, source, ranks)}
         with raise_together():
             check_c_compiler(ranks.device.type)

@@ -1,5 +1,6 @@
 """`expertmesh.load`: a model on its ranks, for a training loop of one's own or transformers' Trainer."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ def load(model: str, **settings: Any) -> Engine:
         ExpertMeshError: on all ranks, when a setting is invalid, or the model cannot be read or trained with them.
     """
     config = make_config({"model": str(model), **settings})
+    for line in config.without_effect:
+        warnings.warn(line, stacklevel=2)
     if config.max_steps < 0 and (config.warmup_steps or config.warmup_ratio):
         raise ExpertMeshError("warmup_steps: the learning rate has no schedule without max_steps; give both")
     check_model(config.model)

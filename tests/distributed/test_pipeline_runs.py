@@ -170,12 +170,15 @@ BAD: dict[str, tuple[list[str], str]] = {
     "counts": (["--pp-size", "2", "--pipeline-layers", "1,2"], "--pipeline-layers 1,2: has 2 stages with 3 layers"),
     "number": (["--pp-size", "2", "--pipeline-layers", "1,1,2"], "--pipeline-layers 1,1,2: has 3 stages with 4"),
     "text": (["--pp-size", "2", "--pipeline-layers", "2,x"], "--pipeline-layers 2,x: must be numbers"),
-    "no pipeline": (["--pipeline-chunks", "2"], "--pipeline-chunks 2: there is no pipeline at --pp-size 1"),
+    "no pipeline": (["--pipeline-layers", "2,2"], "--pipeline-layers 2,2: there is no pipeline at --pp-size 1"),
     "1f1b": (
         ["--pp-size", "2", "--pipeline-chunks", "2", "--pipeline-schedule", "1f1b"],
         "--pipeline-schedule 1f1b: has one stage per rank, not --pipeline-chunks 2; use interleaved",
     ),
-    "interleaved": (["--pp-size", "2", "--pipeline-schedule", "interleaved"], "give it several by --pipeline-chunks 2"),
+    "interleaved": (
+        ["--pp-size", "2", "--pipeline-schedule", "interleaved", "--pipeline-chunks", "1"],
+        "give it several by --pipeline-chunks 2",
+    ),
     "zero": (["--pp-size", "0"], "--pp-size 0: must be 1 or more"),
 }
 

@@ -117,17 +117,6 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--dispatch", "node"], "--dispatch node: at --ep-size 1 tokens do not travel"),
-        (["--ranks-per-node", "4"], "--ranks-per-node 4: at --ep-size 1 tokens do not travel"),
-        (["--dispatch-sums", "float32"], "--dispatch-sums float32: at --ep-size 1 tokens do not travel"),
-        (
-            ["--ep-size", "4", "--dispatch", "plain", "--dispatch-sums", "float32"],
-            "--dispatch-sums float32: --dispatch plain sends no sums",
-        ),
-        (
-            ["--ep-size", "4", "--dispatch", "rank", "--ranks-per-node", "2"],
-            "--ranks-per-node 2: is for --dispatch auto and node, not rank",
-        ),
         (["--learning-rat", "1"], "unknown flag --learning-rat; did you mean --learning-rate?"),
         (["--ep", "2"], "unknown flag --ep"),
         (["--model", "m", "stray"], "unknown flag stray"),
@@ -167,7 +156,15 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
         (["--profile", "1-1000"], "--profile 1-1000: are 1,000 steps; more than 32"),
         (["--profile", f"1-{'9' * 18}"], "steps; more than 32"),
         (["--profile", "5", "--compile"], "--profile: does not see into what --compile compiles"),
-        (["--profile-ranks", "1"], "--profile-ranks 1: of which steps"),
+        (["--pipeline-layers", "2,2"], "--pipeline-layers 2,2: there is no pipeline at --pp-size 1"),
+        (["--pp-size", "2", "--pipeline-schedule", "interleaved", "--pipeline-chunks", "1"], "--pipeline-chunks 2"),
+        (["--init-adapter", "d"], "--init-adapter: there is no adapter; give --adapter lora"),
+        (["--base-dtype", "nf4"], "--base-dtype nf4: everything is trained; give --adapter lora"),
+        (["--load-best-model-at-end"], "--load-best-model-at-end: there is nothing to evaluate on"),
+        (
+            ["--gradient-checkpointing", "--keep-expert-products", "2"],
+            "--keep-expert-products 2: --gradient-checkpointing full keeps none of them",
+        ),
         (["--profile", "5", "--profile-ranks", "-1"], "--profile-ranks -1: give numbers of ranks, or all"),
         (["--profile", "5", "--profile-ranks", "all", "1"], "--profile-ranks all 1: give numbers"),
     ],
@@ -175,6 +172,59 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
 def test_bad_flags(flags: list[str], said: str) -> None:
     with pytest.raises(ExpertMeshError, match=said):
         parse_config([*NEEDED, *flags])
+
+
+ONLY_WITH = [setting.name for setting in fields(TrainConfig) if "needs" in setting.metadata]
+VALUES = {
+    "pipeline_schedule": "zero-bubble", "dispatch": "node", "dispatch_sums": "float32", "adapter_format": "packed",
+    "base_dtype": "float32", "on_save_error": "continue", "allow_changed": "data", "max_shard_size": "1GB",
+    "export_encoding": "source", "lora_dropout": "0.5",
+}  # fmt: skip
+"""Of those that do not take 2."""
+WITHOUT = {
+    "merge": [], "export_encoding": ["--no-export"], "max_shard_size": ["--no-export"],
+    "drop_untrained": ["--no-export"], "num_train_epochs": ["--max-steps=3"],
+    "router_warn_load": ["--router-warn-steps=0"],
+    "router_aux_loss_per_layer": ["--router-aux-loss-coef=0"],
+}  # fmt: skip
+WITH = [
+    "--ep-size=4", "--tp-size=2", "--pp-size=2", "--dispatch=node", "--adapter=lora", "--merge", "--eval-dataset=e",
+    "--early-stopping-patience=1", "--generate-steps=1", "--resume=auto", "--profile=1",
+    "--gradient-checkpointing=selective",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONLY_WITH)
+def test_flags_without_effect_are_no_error(name: str) -> None:
+    """They are told, unless what they need is there."""
+    (setting,) = (setting for setting in fields(TrainConfig) if setting.name == name)
+    switch = {True: "false", False: "true"}.get(setting.default, "2") if isinstance(setting.default, bool) else "2"
+    given = f"--{name}={VALUES.get(name, switch)}"
+    without = WITHOUT.get(name, ["--save-steps=0"])
+    config = parse_config([*NEEDED, given, *without])
+    (told,) = config.without_effect
+    assert told.startswith(f"--{'no-' * (setting.default is True)}{name.replace('_', '-')} ")
+    assert told.endswith(f" has no effect without {setting.metadata['needs'].what}")
+    is_reset = setting.metadata["needs"].resets
+    assert config.settled() == (parse_config([*NEEDED, *without]) if is_reset else config)
+    needed = ["--optim=shampoo"] if name.startswith("shampoo") else WITH
+    config = parse_config([*NEEDED, *needed, given])
+    assert config.without_effect == []
+    assert config.settled() is config
+
+
+def test_flags_for_another_one_have_no_effect_without_it() -> None:
+    """Their help begins with the other flag. (Two are refused: who gives them relies on them.)"""
+    for setting in fields(TrainConfig):
+        if setting.metadata["help"].startswith("With --"):
+            assert "needs" in setting.metadata or setting.name in ("offload_activations", "elastic"), setting.name
+
+
+def test_interleaved_takes_two_chunks() -> None:
+    assert parse_config([*NEEDED, "--pp-size", "2"]).pipeline_chunks == 1
+    assert parse_config([*NEEDED, "--pp-size", "2", "--pipeline-schedule", "interleaved"]).pipeline_chunks == 2
+    config = parse_config([*NEEDED, "--pp-size=2", "--pipeline-schedule=interleaved", "--pipeline-chunks=3"])
+    assert config.pipeline_chunks == 3
 
 
 def test_schedule_arguments_from_yaml(tmp_path: Path) -> None:

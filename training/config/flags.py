@@ -20,7 +20,7 @@ class FlagParser(Parser):
     A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
     a list takes one value or more. A field's metadata go to `add_argument`, but for "group", the title in `--help`
     under which the flag is printed (groups come in the order of their first fields), "aliases", its other names, and
-    "scope", which says nothing to a parser.
+    "scope" and "needs", which say nothing to a parser.
 
     Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
     anyway is passed over.
@@ -112,9 +112,9 @@ class FlagParser(Parser):
         arguments: dict[str, Any] = {"type": _value_type(setting), **setting.metadata}
         names = [setting.name, *arguments.pop("aliases", [])]
         self.names |= dict.fromkeys(names, setting.name)
-        for other in ("group", "scope"):
+        for other in ("group", "scope", "needs"):
             arguments.pop(other, None)
-        arguments["default"] = setting.default if setting.default_factory is MISSING else setting.default_factory()
+        arguments["default"] = default_of(setting)
         if arguments["type"] is bool:
             del arguments["type"]
             arguments["action"] = Switch
@@ -123,6 +123,11 @@ class FlagParser(Parser):
         elif get_origin(arguments["type"]) is Literal:
             arguments.update(type=str, choices=get_args(arguments["type"]))
         group.add_argument(*map(flag_of, names), dest=setting.name, **arguments)
+
+
+def default_of(setting: Field[Any]) -> Any:
+    """The default of a dataclass's field."""
+    return setting.default if setting.default_factory is MISSING else setting.default_factory()
 
 
 def _with_answer(error: ArgumentError, action: Action, value: str) -> ArgumentError:

@@ -4,8 +4,9 @@ A flag's name is its field's; what goes beyond a group is in `training.config.tr
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from expertmesh.moe import KERNEL_NAMES, ExpertMeshError, Precision, RopeScaling, check_kernel_name, read_rope_scaling
 from expertmesh.moe.base.parser import flag_of, unknown_name
@@ -55,6 +56,46 @@ def _resume(text: str) -> str:
 def _optimizer(text: str) -> str:
     """transformers has the same AdamW under two names, with and without the fused kernel."""
     return "adamw_torch_fused" if text.lower() == "adamw_torch" else text
+
+
+class Needs(NamedTuple):
+    """Without which a flag, given with another value than its default, has no effect; the run then says so.
+
+    what: in words, after "has no effect without". met: whether a configuration has it. resets: whether what computes
+    sees the default otherwise (see `TrainConfig.settled`).
+    """
+
+    what: str
+    met: Callable[[Any], bool]
+    resets: bool = False
+
+
+_EP = Needs("--ep-size 2 or more", lambda config: config.ep_size > 1, resets=True)
+_TP = Needs("--tp-size 2 or more", lambda config: config.tp_size > 1)
+_PP = Needs("--pp-size 2 or more", lambda config: config.pp_size > 1, resets=True)
+_SELECTIVE = Needs(
+    "--gradient-checkpointing selective", lambda config: config.gradient_checkpointing != "none", resets=True
+)
+_LORA = Needs("--adapter lora", lambda config: config.adapter != "none")
+_SHAMPOO = Needs("--optim shampoo", lambda config: config.optim == "shampoo")
+_EVALUATES = Needs("--eval-dataset or --eval-ratio", lambda config: config.evaluates)
+_GENERATES = Needs("--generate-steps", lambda config: config.generate_steps > 0)
+_SAVES = Needs("--save-steps 1 or more", lambda config: config.save_steps > 0)
+_RESUMES = Needs("--resume", lambda config: bool(config.resume))
+_EXPORTS_MODEL = Needs(
+    "an export of the model (--no-export, or --adapter lora without --merge, makes none)",
+    lambda config: config.export and (config.adapter == "none" or config.merge),
+)
+_NODES = Needs(
+    "--tp-size 2 or more, or --ep-size 2 or more with --dispatch auto or node",
+    lambda config: config.tp_size > 1 or (config.ep_size > 1 and config.dispatch in ("auto", "node")),
+    resets=True,
+)
+_SUMS = Needs(
+    "--ep-size 2 or more with another --dispatch than plain",
+    lambda config: config.ep_size > 1 and config.dispatch != "plain",
+    resets=True,
+)
 
 
 _MAY_CHANGE = ("model", "data")
@@ -191,11 +232,13 @@ class ParallelSettings:
         "Parallelism",
         False,
         "With --tp-size, on GPUs that NVLink connects: exchange positions in parts beside the GEMMs before and after",
+        needs=_TP._replace(resets=True),
     )
     loss_parallel: bool = _flag(
         "Parallelism",
         True,
         "With --tp-size: divide the vocabulary too, so that no rank has all of a token's logits",
+        needs=_TP,
     )
     pp_size: int = _flag(
         "Parallelism",
@@ -208,8 +251,15 @@ class ParallelSettings:
         None,
         "Order of a stage's forwards and backwards (default: the fastest that fits by forecast: zero-bubble, or "
         "1f1b, with --pipeline-chunks interleaved)",
+        needs=_PP,
     )
-    pipeline_chunks: int = _flag("Parallelism", 1, "Stages per pipeline rank; more of them shorten the bubble")
+    pipeline_chunks: int = _flag(
+        "Parallelism",
+        None,
+        "Stages per pipeline rank; more of them shorten the bubble (default: 1; 2 with --pipeline-schedule "
+        "interleaved)",
+        needs=_PP._replace(met=lambda config: config.pp_size > 1 or config.pipeline_chunks == 1),
+    )
     pipeline_layers: str | None = _flag(
         "Parallelism",
         None,
@@ -224,22 +274,26 @@ class ParallelSettings:
         "Parallelism",
         1,
         "Chunks overlapping all-to-all with expert GEMMs, at most the local experts; 1: off",
+        needs=_EP,
     )
     dispatch: Dispatch = _flag(
         "Parallelism",
         "auto",
         "How tokens travel to their experts: a row for each choice (plain), once to each rank with several of them, or "
         "once to each node and on from there. auto: node if an EP group spans nodes, else plain",
+        needs=_EP,
     )
     dispatch_sums: DispatchSums = _flag(
         "Parallelism",
         "same",
         "Dtype in which --dispatch rank and node send back sums over a token's experts: as everything else, or float32",
+        needs=_SUMS,
     )
     ranks_per_node: int | None = _flag(
         "Parallelism",
         None,
         "Ranks with fast links between them, for --dispatch and --tp-size (default: those on one host)",
+        needs=_NODES,
     )
     ddp_timeout: int = _flag(
         "Parallelism",
@@ -248,37 +302,13 @@ class ParallelSettings:
     )
 
     def check_parallelism(self) -> None:
-        if self.overlap_chunks > 1 and self.ep_size == 1:
+        if self.pipeline_chunks is None:
+            self.pipeline_chunks = 2 if self.pipeline_schedule == "interleaved" else 1
+        if self.pipeline_layers is not None and self.pp_size == 1:
             raise ExpertMeshError(
-                f"--overlap-chunks {self.overlap_chunks}: at --ep-size 1 there is no all-to-all; leave it out"
+                f"--pipeline-layers {self.pipeline_layers}: there is no pipeline at --pp-size 1; give --pp-size, or "
+                "leave it out"
             )
-        if self.async_tp and self.tp_size == 1:
-            raise ExpertMeshError("--async-tp: is for --tp-size 2 or more; leave it out")
-        self._check_dispatch()
-        self._check_pipeline()
-
-    def _check_dispatch(self) -> None:
-        for name in ("dispatch", "dispatch_sums", *(["ranks_per_node"] if self.tp_size == 1 else [])):
-            value = getattr(self, name)
-            if self.ep_size == 1 and value not in ("auto", "plain", "same", None):
-                raise ExpertMeshError(
-                    f"{flag_of(name)} {value}: at --ep-size 1 tokens do not travel to their experts; leave it out"
-                )
-        if self.dispatch_sums != "same" and self.dispatch == "plain":
-            raise ExpertMeshError(
-                f"--dispatch-sums {self.dispatch_sums}: --dispatch plain sends no sums; leave one of them out"
-            )
-        if self.ranks_per_node is not None and self.dispatch in ("plain", "rank") and self.tp_size == 1:
-            raise ExpertMeshError(
-                f"--ranks-per-node {self.ranks_per_node}: is for --dispatch auto and node, not {self.dispatch}; leave "
-                "it out"
-            )
-
-    def _check_pipeline(self) -> None:
-        for name in ("pipeline_schedule", "pipeline_layers", "pipeline_chunks"):
-            value = getattr(self, name)
-            if self.pp_size == 1 and value not in (None, 1):
-                raise ExpertMeshError(f"{flag_of(name)} {value}: there is no pipeline at --pp-size 1; leave it out")
         if self.pipeline_schedule == "1f1b" and self.pipeline_chunks > 1:
             raise ExpertMeshError(
                 f"--pipeline-schedule 1f1b: has one stage per rank, not --pipeline-chunks {self.pipeline_chunks}; use "
@@ -321,7 +351,7 @@ class MemorySettings:
         const="full",
     )
     keep_expert_products: int = _flag(
-        "Memory", 0, "Layers whose first expert GEMMs' outputs selective checkpointing stores"
+        "Memory", 0, "Layers whose first expert GEMMs' outputs selective checkpointing stores", needs=_SELECTIVE
     )
     offload_activations: bool = _flag(
         "Memory", False, "With --gradient-checkpointing: offload each layer's input to host memory until its backward"
@@ -335,10 +365,10 @@ class MemorySettings:
     force: bool = _flag("Memory", False, "Start even if the memory forecast says that the model does not fit")
 
     def check_memory(self) -> None:
-        if self.keep_expert_products and self.gradient_checkpointing != "selective":
+        if self.keep_expert_products and self.gradient_checkpointing == "full":
             raise ExpertMeshError(
-                f"--keep-expert-products {self.keep_expert_products}: is for --gradient-checkpointing selective, not "
-                f"{self.gradient_checkpointing}"
+                f"--keep-expert-products {self.keep_expert_products}: --gradient-checkpointing full keeps none of "
+                "them; give --gradient-checkpointing selective"
             )
         if self.offload_activations and self.gradient_checkpointing == "none":
             raise ExpertMeshError(
@@ -424,7 +454,12 @@ class ScheduleSettings:
     )
     gradient_accumulation_steps: int = _flag("Batch and schedule", 1, "Micro-batches per optimizer step")
     global_batch_size: int | None = _flag("Batch and schedule", None, "Sequences per optimizer step; sets accumulation")
-    num_train_epochs: float = _flag("Batch and schedule", 1.0, "Passes over the data, without --max-steps")
+    num_train_epochs: float = _flag(
+        "Batch and schedule",
+        1.0,
+        "Passes over the data, without --max-steps",
+        needs=Needs("--max-steps -1", lambda config: config.max_steps < 0),
+    )
     max_steps: int = _flag("Batch and schedule", -1, "Optimizer steps; -1: use epochs; 0: only load and export")
     lr_scheduler_type: str = _flag(
         "Batch and schedule", "linear", f"Learning rate schedule: {', '.join(SCHEDULES)}", metavar="NAME"
@@ -471,11 +506,18 @@ class OptimizerSettings:
     adam_beta1: float = _flag("Optimizer", 0.9, "AdamW's beta1")
     adam_beta2: float = _flag("Optimizer", 0.999, "AdamW's beta2")
     adam_epsilon: float = _flag("Optimizer", 1e-8, "AdamW's epsilon")
-    shampoo_frequency: int = _flag("Optimizer", 10, "With --optim shampoo: steps between two preconditioners")
-    shampoo_start: int | None = _flag(
-        "Optimizer", None, "With --optim shampoo: the first step with one; AdamW's until then (default: the frequency)"
+    shampoo_frequency: int = _flag(
+        "Optimizer", 10, "With --optim shampoo: steps between two preconditioners", needs=_SHAMPOO
     )
-    shampoo_block_size: int = _flag("Optimizer", 1024, "With --optim shampoo: cut matrices into blocks of this size")
+    shampoo_start: int | None = _flag(
+        "Optimizer",
+        None,
+        "With --optim shampoo: the first step with one; AdamW's until then (default: the frequency)",
+        needs=_SHAMPOO,
+    )
+    shampoo_block_size: int = _flag(
+        "Optimizer", 1024, "With --optim shampoo: cut matrices into blocks of this size", needs=_SHAMPOO
+    )
     max_grad_norm: float = _flag("Optimizer", 1.0, "Clip the global gradient norm to this; 0: no clipping")
 
     def check_optimizer(self) -> None:
@@ -498,6 +540,7 @@ class RoutingSettings:
         False,
         "Balance every layer separately; off, as in transformers: their sum, in which one layer's excess on an expert "
         "offsets another's shortage",
+        needs=Needs("--router-aux-loss-coef above 0", lambda config: config.router_aux_loss_coef != 0),
     )
     router_z_loss_coef: float = _flag("MoE routing", 0.0, "Weight of the router z-loss")
     router_bias_update_rate: float = _flag(
@@ -514,11 +557,8 @@ class RoutingSettings:
         None,
         "Warn when the busiest expert exceeds X times the mean load (default: halfway from 1 to the greatest possible, "
         "experts / experts per token)",
+        needs=Needs("--router-warn-steps 1 or more", lambda config: config.router_warn_steps > 0),
     )
-
-    def check_routing(self) -> None:
-        if self.router_warn_load is not None and self.router_warn_steps == 0:
-            raise ExpertMeshError("--router-warn-load: --router-warn-steps 0 watches no router; give a number of steps")
 
 
 @dataclass
@@ -526,9 +566,9 @@ class AdapterSettings:
     """What of the model is trained, and what the rest is held in."""
 
     adapter: Adapter = _flag("LoRA and freezing", "none", "lora: train low-rank adapters beside the frozen weights")
-    lora_rank: int = _flag("LoRA and freezing", 16, "LoRA rank r", aliases=["lora_r"])
-    lora_alpha: float = _flag("LoRA and freezing", 32.0, "LoRA deltas are scaled by alpha / r")
-    lora_dropout: float = _flag("LoRA and freezing", 0.0, "Dropout on LoRA inputs")
+    lora_rank: int = _flag("LoRA and freezing", 16, "LoRA rank r", aliases=["lora_r"], needs=_LORA)
+    lora_alpha: float = _flag("LoRA and freezing", 32.0, "LoRA deltas are scaled by alpha / r", needs=_LORA)
+    lora_dropout: float = _flag("LoRA and freezing", 0.0, "Dropout on LoRA inputs", needs=_LORA)
     lora_targets: list[str] = field(
         default_factory=lambda: ["attention", "experts"],
         metadata={
@@ -536,13 +576,15 @@ class AdapterSettings:
             "metavar": "NAME",
             "help": "What gets adapters: attention, experts, router, shared-experts, dense-mlp, or regular expressions "
             "searched for in names of linear layers; separated by commas or spaces",
+            "needs": _LORA,
         },
     )
-    use_rslora: bool = _flag("LoRA and freezing", False, "Scale LoRA deltas by alpha / sqrt(r)")
+    use_rslora: bool = _flag("LoRA and freezing", False, "Scale LoRA deltas by alpha / sqrt(r)", needs=_LORA)
     base_dtype: BaseDtype = _flag(
         "LoRA and freezing",
         "auto",
         "Frozen base storage: fp32, bf16, or quantized fp8 / nf4 (QLoRA). auto: bf16 with --bf16, else fp32",
+        needs=_LORA,
     )
     init_adapter: str = _flag(
         "LoRA and freezing",
@@ -556,8 +598,11 @@ class AdapterSettings:
         "auto",
         "Exported experts' adapters: one pair of tensors per expert, or PEFT's packed form. auto: as the model's own "
         "checkpoint stores its experts",
+        needs=_LORA,
     )
-    merge: bool = _flag("LoRA and freezing", False, "Also export the model with the adapter merged into its weights")
+    merge: bool = _flag(
+        "LoRA and freezing", False, "Also export the model with the adapter merged into its weights", needs=_LORA
+    )
     freeze: list[str] = _list(
         "LoRA and freezing",
         "What is not trained: experts, router, shared-experts, attention, embeddings, norms, or regular expressions "
@@ -574,10 +619,9 @@ class AdapterSettings:
             raise ExpertMeshError("--adapter lora freezes everything but the adapters; leave out --freeze")
         if not self.lora_targets:
             raise ExpertMeshError("--lora-targets: what is to have adapters?")
-        for name in ("init_adapter", "merge"):
-            if getattr(self, name) and self.adapter == "none":
-                raise ExpertMeshError(f"{flag_of(name)}: there is no adapter; give --adapter lora")
-        if self.base_dtype != "auto" and self.adapter == "none":
+        if self.init_adapter and self.adapter == "none":
+            raise ExpertMeshError("--init-adapter: there is no adapter; give --adapter lora")
+        if self.base_dtype not in ("auto", "float32") and self.adapter == "none":
             raise ExpertMeshError(f"--base-dtype {self.base_dtype}: everything is trained; give --adapter lora")
         if not 0 <= self.lora_dropout < 1:
             raise ExpertMeshError(f"--lora-dropout {self.lora_dropout}: must be in [0, 1)")
@@ -590,37 +634,48 @@ class EvaluationSettings:
     eval_dataset: list[str] = _list(
         "Evaluation", "Data to evaluate on, named as in --dataset", scope="input", metavar="FILE"
     )
-    eval_dataset_split: str = _flag("Evaluation", "test", "Split of --eval-dataset, likewise", metavar="NAME")
+    eval_dataset_split: str = _flag(
+        "Evaluation",
+        "test",
+        "Split of --eval-dataset, likewise",
+        metavar="NAME",
+        needs=Needs("--eval-dataset", lambda config: bool(config.eval_dataset)),
+    )
     eval_ratio: float = _flag(
         "Evaluation", 0.0, "Fraction of --dataset held out for evaluation, without --eval-dataset"
     )
-    eval_steps: int = _flag("Evaluation", 0, "Evaluate every N steps, and at the end; 0: after every epoch")
+    eval_steps: int = _flag(
+        "Evaluation", 0, "Evaluate every N steps, and at the end; 0: after every epoch", needs=_EVALUATES
+    )
     per_device_eval_batch_size: int = _flag(
-        "Evaluation", 8, "Sequences per micro-batch of an evaluation, per rank (or CP group)"
+        "Evaluation", 8, "Sequences per micro-batch of an evaluation, per rank (or CP group)", needs=_EVALUATES
     )
     early_stopping_patience: int = _flag("Evaluation", 0, "Stop after N evaluations without a better loss; 0: never")
-    early_stopping_threshold: float = _flag("Evaluation", 0.0, "Least decrease of the loss that counts as better")
+    early_stopping_threshold: float = _flag(
+        "Evaluation",
+        0.0,
+        "Least decrease of the loss that counts as better",
+        needs=Needs("--early-stopping-patience", lambda config: config.early_stopping_patience > 0),
+    )
     load_best_model_at_end: bool = _flag("Evaluation", False, "Export the weights of the best evaluation, not the last")
     generate_steps: int = _flag("Evaluation", 0, "Generate samples for a few prompts every N steps; 0: never")
     generate_prompts: list[str] = _list(
-        "Evaluation", "Their prompts (default: questions from the evaluation data, else the training data)"
+        "Evaluation",
+        "Their prompts (default: questions from the evaluation data, else the training data)",
+        needs=_GENERATES,
     )
-    generate_max_new_tokens: int = _flag("Evaluation", 64, "Longest sample generation, in tokens")
+    generate_max_new_tokens: int = _flag("Evaluation", 64, "Longest sample generation, in tokens", needs=_GENERATES)
 
     def check_evaluation(self) -> None:
         if not 0 <= self.eval_ratio < 1:
             raise ExpertMeshError(f"--eval-ratio {self.eval_ratio}: must be in [0, 1)")
         if self.eval_dataset and self.eval_ratio > 0:
             raise ExpertMeshError("--eval-dataset and --eval-ratio: give one of them")
-        for name in ("early_stopping_patience", "load_best_model_at_end", "eval_steps"):
+        for name in ("early_stopping_patience", "load_best_model_at_end"):
             if getattr(self, name) and not self.evaluates:
                 raise ExpertMeshError(
                     f"{flag_of(name)}: there is nothing to evaluate on; give --eval-dataset or --eval-ratio"
                 )
-        if self.generate_prompts and self.generate_steps == 0:
-            raise ExpertMeshError("--generate-prompts: when are they used? Give --generate-steps")
-        if self.early_stopping_threshold and self.early_stopping_patience == 0:
-            raise ExpertMeshError("--early-stopping-threshold: nothing stops early without --early-stopping-patience")
 
     @property
     def evaluates(self) -> bool:
@@ -642,9 +697,15 @@ class CheckpointSettings:
         "Checkpoints and export", False, "Replace the results of an earlier run in --output-dir"
     )
     save_steps: int = _flag("Checkpoints and export", 500, "Save a training checkpoint every N steps; 0: never")
-    save_total_limit: int | None = _flag("Checkpoints and export", None, "Training checkpoints to keep (default: all)")
-    async_save: bool = _flag("Checkpoints and export", True, "Continue training while a checkpoint is written")
-    on_save_error: OnSaveError = _flag("Checkpoints and export", "stop", "If saving fails: stop or continue")
+    save_total_limit: int | None = _flag(
+        "Checkpoints and export", None, "Training checkpoints to keep (default: all)", needs=_SAVES
+    )
+    async_save: bool = _flag(
+        "Checkpoints and export", True, "Continue training while a checkpoint is written", needs=_SAVES
+    )
+    on_save_error: OnSaveError = _flag(
+        "Checkpoints and export", "stop", "If saving fails: stop or continue", needs=_SAVES
+    )
     resume: str = _flag(
         "Checkpoints and export",
         "",
@@ -658,6 +719,7 @@ class CheckpointSettings:
         "Checkpoints and export",
         "With --resume: resume even if the model, or the data, differ from the run's own: model, data",
         metavar="NAME",
+        needs=_RESUMES,
     )
     elastic: bool = _flag(
         "Checkpoints and export",
@@ -665,23 +727,30 @@ class CheckpointSettings:
         "With --resume: choose the largest --ep-size that the ranks allow, and keep the global batch size",
     )
     trust_checkpoint_owner: bool = _flag(
-        "Checkpoints and export", False, "Resume from another user's checkpoint; reading it can run their code"
+        "Checkpoints and export",
+        False,
+        "Resume from another user's checkpoint; reading it can run their code",
+        needs=_RESUMES,
     )
     export: bool = _flag(
         "Checkpoints and export", True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf"
     )
-    max_shard_size: str = _flag("Checkpoints and export", "5GB", "Size of an exported safetensors file", metavar="SIZE")
+    max_shard_size: str = _flag(
+        "Checkpoints and export", "5GB", "Size of an exported safetensors file", metavar="SIZE", needs=_EXPORTS_MODEL
+    )
     export_encoding: ExportEncoding = _flag(
         "Checkpoints and export",
         "plain",
         "Of tensors that --model has quantized (FP8, MXFP4): plain exports bfloat16; source quantizes them as they "
         "were, unchanged blocks bit for bit",
+        needs=_EXPORTS_MODEL,
     )
     drop_untrained: bool = _flag(
         "Checkpoints and export",
         False,
         "Leave tensors that are not trained (vision tower, multi-token prediction) out of the export and its "
         "config.json, instead of copying them unchanged",
+        needs=_EXPORTS_MODEL,
     )
 
     def check_checkpoints(self) -> None:
@@ -689,8 +758,6 @@ class CheckpointSettings:
         for name in self.allow_changed:
             if name not in _MAY_CHANGE:
                 raise ExpertMeshError(f"--allow-changed {name}: give {' or '.join(_MAY_CHANGE)}")
-        if self.allow_changed and not self.resume:
-            raise ExpertMeshError("--allow-changed: nothing is resumed; give --resume, or leave it out")
         if self.elastic and not self.resume:
             raise ExpertMeshError("--elastic: nothing is resumed; give --resume auto")
 
@@ -720,14 +787,13 @@ class LogSettings:
             "group": "Logging and profiling",
             "metavar": "RANK",
             "help": "Ranks that --profile profiles: numbers, or all",
+            "needs": Needs("--profile", lambda config: bool(config.profile)),
         },
     )
 
     def check_profile(self) -> None:
         self.profile = [part for entry in self.profile for part in entry.split(",") if part]
         self.profile_ranks = [part for entry in self.profile_ranks for part in entry.split(",") if part]
-        if self.profile_ranks != ["0"] and not self.profile:
-            raise ExpertMeshError(f"--profile-ranks {' '.join(self.profile_ranks)}: of which steps? Give --profile")
         flag = f"--profile {','.join(self.profile)}"
         if not all(re.fullmatch(r"[1-9][0-9]{0,17}(-[1-9][0-9]{0,17})?", entry) for entry in self.profile):
             raise ExpertMeshError(f"{flag}: give steps, counted from 1, and ranges of them: 5, 5-7 or 5,9")

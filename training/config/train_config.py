@@ -4,8 +4,8 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import flag_of, unknown_name
 from expertmesh.moe.base.whole import whole
 from expertmesh.sharding import Strategy
-from expertmesh.training.config.flags import FlagParser
+from expertmesh.training.config.flags import FlagParser, default_of
 from expertmesh.training.config.settings import (
     AdapterSettings,
     CheckpointSettings,
@@ -26,6 +26,7 @@ from expertmesh.training.config.settings import (
     LogSettings,
     MemorySettings,
     ModelSettings,
+    Needs,
     OptimizerSettings,
     ParallelSettings,
     PrecisionSettings,
@@ -66,12 +67,38 @@ class TrainConfig(
         self.check_precision()
         self.check_batch()
         self.check_optimizer()
-        self.check_routing()
         self.check_adapter()
         self.check_evaluation()
         self.check_checkpoints()
         self.check_profile()
         self._check_combinations()
+
+    def _unmet(self) -> Iterator[tuple[Field[Any], Needs]]:
+        """The settings that were asked for and have no effect beside the others, and what it would take."""
+        for setting in fields(self):
+            needs: Needs | None = setting.metadata.get("needs")
+            if needs is not None and getattr(self, setting.name) != default_of(setting) and not needs.met(self):
+                yield setting, needs
+
+    @property
+    def without_effect(self) -> list[str]:
+        """What was asked for and changes nothing beside the other settings, in words, to be told."""
+        told = []
+        for setting, needs in self._unmet():
+            value = getattr(self, setting.name)
+            flag = flag_of(setting.name if value is not False else f"no_{setting.name}")
+            if isinstance(value, list):
+                flag += f" {' '.join(value)}"
+            elif not isinstance(value, bool):
+                flag += f" {value}"
+            told.append(f"{flag} has no effect without {needs.what}")
+        return told
+
+    def settled(self) -> "TrainConfig":
+        """The same for what computes: settings of the layout that have no effect in it are at their defaults, so that
+        nothing else need ask whether they have."""
+        unmet = {setting.name: default_of(setting) for setting, needs in self._unmet() if needs.resets}
+        return replace(self, **unmet) if unmet else self
 
     def _check_ranges(self) -> None:
         for name, low in _AT_LEAST.items():

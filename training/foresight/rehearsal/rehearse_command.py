@@ -8,6 +8,7 @@ and printed.
 
 import argparse
 import json
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import Parser
 from expertmesh.moe.base.sizes import parse_size
+from expertmesh.moe.base.terminal import folded
 from expertmesh.moe.base.whole import whole
 from expertmesh.sharding import Topology, check_sizes
 from expertmesh.training.config.train_config import TrainConfig, parse_config
@@ -81,7 +83,10 @@ def main(argv: Sequence[str]) -> int:
         ExpertMeshError: a mistake in the flags, or what the dry run has found to fail.
     """
     arguments, rest = build_parser().parse_known_args(argv)
-    config = parse_config([*rest, "--dataset", "none"])
+    asked = parse_config([*rest, "--dataset", "none"])
+    if asked.without_effect:
+        print(folded(f"note: {'; '.join(asked.without_effect)}"), file=sys.stderr)
+    config = asked.settled()
     _check(arguments, config)
     hardware = _hardware(arguments, config)
     told = _told(arguments, config)
