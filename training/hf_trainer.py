@@ -5,11 +5,11 @@ gradients, clipping, update and files.
     trainer = T(model=expertmesh.load(...), args=SFTConfig(...), train_dataset=...)
 """
 
-import copy
-import math
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,37 +24,36 @@ from torch import Tensor
 from transformers.trainer_utils import EvalLoopOutput
 
 from expertmesh.checkpoints import write_errors
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe import ExpertMeshError, moe_layers
 from expertmesh.moe.base.whole import PARTIAL, whole
 from expertmesh.moe.transformers_private import in_place_of_trainers
 from expertmesh.sharding import raise_together
 from expertmesh.training.data import IGNORED, Batch
 from expertmesh.training.engine import Engine
 from expertmesh.training.inference import inference
+from expertmesh.training.loss.balance import choose_balance
 from expertmesh.training.micro_batch import StepCounts, count_step
-from expertmesh.training.step import add_gradients
+from expertmesh.training.step import add_gradients, step_result
+from expertmesh.training.trainer_arguments import heeded_arguments
+from expertmesh.training.watch.nonfinite import NonFiniteGuard
 from expertmesh.training.watch.routing_figures import Routing
 
 STATE = "expertmesh"
 """In a checkpoint of Trainer's, the directory of ours."""
 _SCHEDULER, _ARGUMENTS = "scheduler.pt", "training_args.bin"
 
-_INSTEAD: dict[str, str] = {
-    "fsdp": "the model is sharded already",
-    "deepspeed": "the model is sharded already",
-    "fp16": "give bf16=True to expertmesh.load",
-    "torch_compile": "give compile=True to expertmesh.load",
-    "use_liger_kernel": "give cross_entropy='liger' to expertmesh.load",
-    "label_smoothing_factor": "the loss is the cross-entropy of the labels; leave it out",
-    "neftune_noise_alpha": "leave it out",
-    "auto_find_batch_size": "give per_device_train_batch_size",
-    "torch_empty_cache_steps": "leave it out",
-}
-"""Training arguments that cannot be heeded, where they are set, and what to do."""
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
-_LOSSES = ("nll", "chunked_nll")
 _LOSS_OWNERS = ("transformers.trainer", "trl.trainer.sft_trainer")
 """Modules of classes whose `compute_loss` is the cross-entropy of the labels, which ours is too."""
+_OF_ROUTING = ("output_router_logits", "router_aux_loss_coef")
+"""Of a model's config, what trl sets for the balancing loss that ours takes the place of."""
+_NOT_TAKEN = {
+    "compute_loss_func": "take the engine's forward_backward in a loop of your own",
+    "model_init": "give the engine of a model that was loaded",
+    "peft_config": "give adapter='lora' to expertmesh.load",
+    "quantization_config": "give adapter='lora' and base_dtype='nf4' to expertmesh.load",
+    "optimizer_cls_and_kwargs": "give optim to expertmesh.load",
+}
+"""What Trainers take besides training arguments and is refused, and what to do instead."""
 
 
 class _Inputs(dict[str, Any]):
@@ -107,27 +106,66 @@ class TrainerMixin(_Base):
                 "Trainer(model=expertmesh.load('DIR', ep_size=8), ...)"
             )
         self.engine = model
-        self._check_class(others, more)
-        if args is not None:
-            args = self._heeded(args)
+        given = self._given(args, others, more)
+        self._check_class(given)
+        if _is_of_trl(type(self)) and model.config.tokenizer and given.get("processing_class") is None:
+            more["processing_class"] = model.tokenizer
+        args = self._default_arguments() if args is None else args
+        args = heeded_arguments(args, model.config, model.ranks.device, self._tell)
+        self._balance(args)
         held = {name: value for name, value in vars(model.model).items() if name == "forward"}
-        router_logits = getattr(model.model.config.get_text_config(), "output_router_logits", None)
+        text_config = model.model.config.get_text_config()
+        routing = {name: getattr(text_config, name) for name in _OF_ROUTING if hasattr(text_config, name)}
         super().__init__(model.model, args, *others, **more)
+        self._check_launcher()
+        if not hasattr(args, "router_aux_loss_coef"):
+            self._balance(self.args)  # trl's, made of transformers'
         # trl puts a forward of its own in the model's place, for a loss that ours takes the place of
         vars(model.model).pop("forward", None)
         vars(model.model).update(held)
-        if router_logits is not None:
-            model.model.config.get_text_config().output_router_logits = router_logits
+        for name, value in routing.items():
+            setattr(text_config, name, value)
         self._counts: StepCounts | None = None
         self._routing: Routing | None = None
-        # of the steps since they were logged: the losses of `add_gradients`, added up
-        self._losses = torch.zeros(3, dtype=torch.float64, device=model.ranks.device)
+        # the losses of `add_gradients`, added up: of the step, and of the steps since they were logged
+        self._step_losses, self._losses = self._no_losses(), self._no_losses()
         self._steps = 0
         self._hooked: torch.optim.Optimizer | None = None
+        self._guard = NonFiniteGuard(model.config, model.model, self._tell)
+        self._is_skipped = False
+
+    def _no_losses(self) -> Tensor:
+        return torch.zeros(3, dtype=torch.float64, device=self.engine.ranks.device)
+
+    def _tell(self, what: str) -> None:
+        """Warn, once for all ranks."""
+        if self.engine.ranks.rank == 0:
+            warnings.warn(what, stacklevel=2)
 
     # ---- what is asked for ----
 
-    def _check_class(self, others: tuple[Any, ...], more: dict[str, Any]) -> None:
+    def _default_arguments(self) -> transformers.TrainingArguments:
+        """What the class would make, on the engine's device."""
+        use_cpu = self.engine.ranks.device.type == "cpu"
+        if not _is_of_trl(type(self)):
+            return transformers.TrainingArguments("tmp_trainer", use_cpu=use_cpu)
+        from trl import SFTConfig
+
+        made: transformers.TrainingArguments = SFTConfig(f"{self.engine.source.path.name}-SFT", use_cpu=use_cpu)
+        return made
+
+    def _given(self, args: Any, others: tuple[Any, ...], more: dict[str, Any]) -> dict[str, Any]:
+        """What the class takes besides model and training arguments, by name."""
+        for kind in type(self).__mro__:
+            if kind is not TrainerMixin and "__init__" in vars(kind):
+                signature = inspect.signature(vars(kind)["__init__"])
+                if "optimizers" in signature.parameters:
+                    # others than it takes are its to refuse
+                    with suppress(TypeError):
+                        return signature.bind_partial(self, self.engine.model, args, *others, **more).arguments
+        return more
+
+    def _check_class(self, given: dict[str, Any]) -> None:
         for kind in type(self).__mro__:
             if "compute_loss" in vars(kind):
                 if kind.__module__ not in _LOSS_OWNERS:
@@ -137,10 +175,20 @@ class TrainerMixin(_Base):
                         "SFTTrainer's; take the engine's forward_backward in a loop of your own"
                     )
                 break
-        for name in ("compute_loss_func", "model_init", "peft_config", "optimizer_cls_and_kwargs"):
-            if more.get(name) is not None:
-                remedy = "adapter='lora' to expertmesh.load" if name == "peft_config" else "a model that was loaded"
-                raise ExpertMeshError(f"{name}: cannot be heeded for a model that is sharded already; give {remedy}")
+        for name, instead in _NOT_TAKEN.items():
+            if given.get(name) is not None:
+                raise ExpertMeshError(f"{name}: cannot be heeded for a model that is sharded already; {instead}")
+        optimizer, scheduler = given.get("optimizers") or (None, None)
+        if optimizer is not None and optimizer is not self.engine.optimizer:
+            raise ExpertMeshError(
+                f"optimizers has a {type(optimizer).__name__}: give optim to expertmesh.load, whose optimizers know "
+                "parameters of several meshes, and engine.optimizer here"
+            )
+        if scheduler is not None and optimizer is None:
+            raise ExpertMeshError(
+                "optimizers has a scheduler without its optimizer, and Trainer makes another one: give "
+                "(engine.optimizer, scheduler)"
+            )
         for name in ("cp_size", "tp_size"):
             if getattr(self.engine.config, name) > 1:
                 raise ExpertMeshError(
@@ -154,39 +202,64 @@ class TrainerMixin(_Base):
                 "own, or train_ep.py"
             )
 
-    def _heeded(self, args: Any) -> Any:
-        """The training arguments, without what the engine has decided."""
-        for name, remedy in _INSTEAD.items():
-            if getattr(args, name, None):
-                raise ExpertMeshError(f"{name} of the training arguments cannot be heeded: {remedy}")
-        if args.optim not in _OPTIMIZERS:
+    def _balance(self, args: Any) -> None:
+        """Weigh the balancing loss as trl does: by its argument, else by the model's config, unless
+        `expertmesh.load` was told.
+
+        Raises:
+            ExpertMeshError: both were told, and differ; or the model has no such loss.
+        """
+        engine, name = self.engine, "router_aux_loss_coef"
+        if not hasattr(args, name):
+            return  # not trl's: the engine's stays
+        asked, loaded = args.router_aux_loss_coef, engine.config.router_aux_loss_coef
+        if loaded is not None:
+            if asked not in (None, loaded):
+                raise ExpertMeshError(
+                    f"{name}: expertmesh.load was given {loaded:g} and the training arguments {asked:g}; give one"
+                )
+            return
+        coefficient, origin = asked, f"{name} of the training arguments"
+        if asked is None:
+            text_config = engine.model.config.get_text_config()
+            has_loss = hasattr(text_config, "output_router_logits") and hasattr(engine.model, name)
+            if not has_loss or any(layer.router is None for layer in moe_layers(engine.model)):
+                return
+            coefficient, origin = getattr(text_config, name, 0.0), f"{name} of config.json, by which trl balances"
+        config = replace(engine.config, router_aux_loss_coef=coefficient)
+        engine.balance = replace(choose_balance(config, engine.model, engine.source.config), origin=origin)
+        engine.config = config
+
+    def _check_launcher(self) -> None:
+        """
+        Raises:
+            ExpertMeshError: `accelerate launch` asks for what the training arguments may not either.
+        """
+        accelerator = self.accelerator
+        asked = {
+            "FSDP": self.is_fsdp_enabled,
+            "DeepSpeed": self.is_deepspeed_enabled,
+            "a parallelism config": getattr(accelerator, "parallelism_config", None) is not None,
+            "fp16": accelerator.mixed_precision == "fp16",
+            "bf16": accelerator.mixed_precision == "bf16" and not (self.args.bf16 or self.engine.config.bf16),
+        }
+        if found := [what for what, is_asked in asked.items() if is_asked]:
             raise ExpertMeshError(
-                f"optim={args.optim.value} of the training arguments cannot be heeded: give optim to expertmesh.load, "
-                "whose optimizers know parameters of several meshes"
+                f"accelerate's environment asks for {', '.join(found)}, which cannot be heeded: how the model is "
+                "sharded and what it computes in are settings of expertmesh.load; start with torchrun, or with "
+                "accelerate launch --multi_gpu --mixed_precision no"
             )
-        if getattr(args, "loss_type", None) not in (None, *_LOSSES):
+
+    @in_place_of_trainers
+    def train(self, resume_from_checkpoint: Any = None, *more: Any, **others: Any) -> Any:
+        """As transformers has it, whose Trainers do not read the training argument of that name."""
+        asked = self.args.resume_from_checkpoint
+        if asked is not None and resume_from_checkpoint is None:
             raise ExpertMeshError(
-                f"loss_type {args.loss_type}: the loss is the cross-entropy of the labels; leave it out"
+                f"resume_from_checkpoint={asked!r} of the training arguments: no Trainer resumes by it; call "
+                f"train(resume_from_checkpoint={asked!r}), or leave it out"
             )
-        if args.load_best_model_at_end and args.save_only_model:
-            raise ExpertMeshError("save_only_model: leaves nothing for load_best_model_at_end to load; leave one out")
-        config = self.engine.config
-        if args.bf16 and not config.bf16:
-            warnings.warn("bf16 of the training arguments is not heeded: give it to expertmesh.load", stacklevel=4)
-        args = copy.copy(args)
-        # our own was chosen when the model was loaded, and theirs would take its place
-        asked = bool(args.gradient_checkpointing)
-        args.gradient_checkpointing = False
-        if hasattr(args, "activation_checkpointing"):
-            args.activation_checkpointing = False
-        if asked and config.gradient_checkpointing == "none":
-            warnings.warn(
-                "gradient_checkpointing of the training arguments is not heeded: give gradient_checkpointing='full' or "
-                "'selective' to expertmesh.load",
-                stacklevel=4,
-            )
-        args._n_gpu = min(args.n_gpu, 1)
-        return args
+        return super().train(resume_from_checkpoint, *more, **others)
 
     # ---- the model stays where it is ----
 
@@ -229,9 +302,11 @@ class TrainerMixin(_Base):
         return self.optimizer
 
     def _updated(self, *_: Any) -> None:
+        """After the optimizer's step, which Trainer takes in any case: of a skipped one there are no gradients."""
         assert self._routing is not None
         assert self._counts is not None
-        self.engine.updated(self._routing)
+        if not self._is_skipped:
+            self.engine.updated(self._routing)
         self.engine.tokens += self._counts.tokens
 
     # ---- a step ----
@@ -244,8 +319,7 @@ class TrainerMixin(_Base):
         taken = list(islice(epoch_iterator, num_batches))
         batches = self.engine.batches(taken)
         self.engine.release()
-        self._counts, self._routing = count_step(self.model, batches), None
-        self._steps += 1
+        self._counts, self._routing, self._step_losses = count_step(self.model, batches), None, self._no_losses()
         inputs = [_Inputs(dict(each), batch, i) for i, (each, batch) in enumerate(zip(taken, batches, strict=True))]
         return inputs, self._counts.targets
 
@@ -258,7 +332,7 @@ class TrainerMixin(_Base):
         weights = self.engine.balance.weights
         mine, routing = add_gradients(self.model, inputs.batch, inputs.number, self._counts, weights)
         self._routing = routing if self._routing is None else self._routing + routing
-        self._losses += mine
+        self._step_losses += mine
         return mine[0] * self.engine.ranks.world_size
 
     @in_place_of_trainers
@@ -270,21 +344,27 @@ class TrainerMixin(_Base):
         return self._checked(self.engine.clip(0)) if grad_norm is None else grad_norm
 
     def _checked(self, norm: float) -> float:
-        """Raises, or leaves nothing to update by, where gradients are not finite; as --on-nonfinite has it."""
-        if not math.isfinite(norm):
-            said = f"step {self.state.global_step + 1}: the gradient norm is {norm}"
-            if self.engine.config.on_nonfinite == "stop":
-                raise ExpertMeshError(f"{said}; give on_nonfinite='skip' to expertmesh.load to leave such steps out")
-            warnings.warn(f"{said}: the optimizer step is skipped", stacklevel=2)
+        """The gradient norm. Raises, or leaves nothing to update by, where it or the loss is not finite; as
+        --on-nonfinite has it."""
+        assert self._counts is not None
+        assert self._routing is not None
+        figures = replace(step_result(self._step_losses, self._routing, self._counts), grad_norm=norm)
+        self._guard.check(self.state.global_step + 1, figures)
+        self._is_skipped = not figures.is_finite
+        if self._is_skipped:
             self.engine.model.zero_grad()
+        else:
+            self._losses += self._step_losses
+            self._steps += 1
         return norm
 
     @in_place_of_trainers
     def log(self, logs: dict[str, float], *more: Any, **others: Any) -> None:
-        """With the auxiliary losses, where there are any, unweighted."""
+        """With the auxiliary losses, where there are any, unweighted; for trl's classes, with their count of tokens."""
         weights = self.engine.balance.weights
+        if "loss" in logs and _is_of_trl(type(self)):
+            logs["num_tokens"] = self.engine.tokens
         if "loss" in logs and (weights.balance > 0 or weights.z > 0):
-            dist.all_reduce(self._losses)
             _, balance, z = (self._losses / max(self._steps, 1)).tolist()
             logs |= {"balance_loss": balance} if weights.balance > 0 else {}
             logs |= {"z_loss": z} if weights.z > 0 else {}
@@ -348,10 +428,12 @@ class TrainerMixin(_Base):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, with tokenizer and training arguments. All ranks call it together.
 
-        Into a checkpoint of Trainer's it is not written, unless with save_only_model: the training checkpoint there has
-        it, from which `expertmesh-checkpoints convert` makes it.
+        Into a checkpoint of Trainer's it is not written, unless with save_only_model, or to be pushed from there: the
+        training checkpoint has it, from which `expertmesh-checkpoints convert` makes it.
         """
-        if _internal_call and not self.args.save_only_model:
+        pushes = self.args.push_to_hub and self.args.hub_strategy != "end"
+        is_checkpoint = _internal_call and output_dir is not None
+        if is_checkpoint and not (self.args.save_only_model or pushes):
             return
         out = Path(output_dir or self.args.output_dir or "")
         partial = out / f".model{PARTIAL}"
@@ -402,6 +484,10 @@ class TrainerMixin(_Base):
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
         self.engine.resume(Path(self.state.best_model_checkpoint) / STATE)
+
+
+def _is_of_trl(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "trl" for base in kind.__mro__)
 
 
 def _move_into(made: Path, out: Path) -> None:

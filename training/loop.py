@@ -118,7 +118,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> bool:
     stopping, enough = False, _had_enough(config, best)
     compiled: Compilation | None = None
     groups = [layer.kind.num_groups for layer in moe_layers(run.model)]
-    guard, alarms = NonFiniteGuard(config, run.model, log), Alarms(config, engine.balance, top_k, groups, log)
+    guard, alarms = NonFiniteGuard(config, run.model, log.line), Alarms(config, engine.balance, top_k, groups, log)
     meter = Meter(engine.counts, run.model.config.get_text_config(), top_k, run.ranks.device, config.bf16)
     profiler = StepProfiler(config, run.model, run.ranks, log.output_dir, log.line)
     begin = log.num_steps if enough else first_step

@@ -1,12 +1,12 @@
 """What becomes of a step whose loss or gradient norm is not finite (--on-nonfinite)."""
 
+from collections.abc import Callable
 from typing import Any
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.step import StepResult
 from expertmesh.training.watch.anomaly import AnomalyDetector
-from expertmesh.training.watch.log import RunLog
 
 MAX_SKIPPED_IN_A_ROW = 10
 """One batch may be bad; after so many in a row the weights are, and a run would skip all that is left of it."""
@@ -17,11 +17,14 @@ class NonFiniteGuard:
 
     It sees figures of all ranks together, so all ranks decide alike. How many steps were skipped in a row is not saved:
     a resumed run counts anew.
+
+    Args:
+        tell: is told of each step that is skipped, in a line.
     """
 
-    def __init__(self, config: TrainConfig, model: Any, log: RunLog):
+    def __init__(self, config: TrainConfig, model: Any, tell: Callable[[str], object]):
         self.config = config
-        self.log = log
+        self.tell = tell
         self.detector = AnomalyDetector(model) if config.detect_anomaly else None
         self.skipped_in_a_row = 0
 
@@ -49,7 +52,7 @@ class NonFiniteGuard:
                 "--learning-rate, more --warmup-steps, or --max-grad-norm 1; --on-nonfinite skip leaves such steps out"
             )
         self.skipped_in_a_row += 1
-        self.log.line(f"warning: step {step} is skipped: {what}; {where}")
+        self.tell(f"warning: step {step} is skipped: {what}; {where}")
         if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise ExpertMeshError(
                 f"--on-nonfinite skip: steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were all skipped, the last as "

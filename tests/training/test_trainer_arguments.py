@@ -1,0 +1,496 @@
+"""What becomes of every training argument of transformers and trl on an engine."""
+
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from huggingface_hub import HfApi
+from torch import Tensor
+from transformers import AutoTokenizer, TrainingArguments
+
+import expertmesh
+from expertmesh.moe import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.loss.balance import correction_biases
+from expertmesh.training.trainer_arguments import (
+    BY_VALUE,
+    FOR_SCRIPTS,
+    HEEDED,
+    REFUSED,
+    WITHOUT_EFFECT,
+    heeded_arguments,
+    known_fields,
+    unknown_fields,
+)
+from tests.families.configs import tiny_model as model_of_family
+from tests.tiny import save_tokenizer
+
+trl = pytest.importorskip("trl")
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, trl.SFTConfig])
+def test_every_field_has_a_fate(kind: Any) -> None:
+    """A release that adds a field fails here, until it is known what becomes of it."""
+    assert unknown_fields(kind) == []
+    listed = [
+        *(name for names in HEEDED.values() for name in names),
+        *REFUSED,
+        *BY_VALUE,
+        *WITHOUT_EFFECT,
+        *FOR_SCRIPTS,
+    ]
+    assert len(listed) == len(set(listed)) == len(known_fields()), "an argument has two fates"
+    assert known_fields().keys() >= {field.name for field in fields(kind)}
+
+
+def test_readme_names_what_is_not_simply_heeded() -> None:
+    readme = (Path(__file__).parents[2] / "training" / "README.md").read_text()
+    kwargs = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    named = [*BY_VALUE, *REFUSED, *WITHOUT_EFFECT, *FOR_SCRIPTS]
+    assert [name for name in named if f"`{name}`" not in readme and name not in kwargs] == []
+
+
+def test_field_of_a_later_release() -> None:
+    """It is warned of by name where it is set; a field of a user's own class is the user's."""
+    module = types.ModuleType("transformers.later")
+    with patch.dict(sys.modules, {module.__name__: module}):
+
+        @dataclass
+        class Later(TrainingArguments):
+            invented: int = 0
+
+        Later.__module__ = module.__name__
+
+        @dataclass
+        class Mine(Later):
+            my_own: int = 0
+
+    assert unknown_fields(Mine) == ["invented"]
+    assert told(Mine("out", use_cpu=True, my_own=3)) == []
+    (said,) = told(Mine("out", use_cpu=True, invented=3))
+    assert said.startswith("invented of the training arguments is unknown")
+
+
+def told(args: Any, **settings: Any) -> list[str]:
+    """What `heeded_arguments` warns of beside an engine with these settings."""
+    said: list[str] = []
+    heeded_arguments(args, TrainConfig(model="m", **settings), CPU, said.append)
+    return said
+
+
+def sft(**settings: Any) -> Any:
+    return trl.SFTConfig("out", use_cpu=True, report_to=[], **settings)
+
+
+@pytest.mark.parametrize("make", [sft, lambda: TrainingArguments("out", use_cpu=True)], ids=["trl", "transformers"])
+def test_defaults_are_no_wishes(make: Any) -> None:
+    """Nobody is warned of what nobody has asked for, however the engine was loaded."""
+    assert told(make()) == []
+    assert told(make(), bf16=True, gradient_checkpointing="full", packing=True, optim="muon", ddp_timeout=7) == []
+
+
+SET = {
+    "fp16": True, "bf16_full_eval": True, "fp16_full_eval": True, "torch_compile": True,
+    "torch_compile_backend": "inductor", "torch_compile_mode": "default", "use_liger_kernel": True,
+    "liger_kernel_config": {"rope": True}, "optim_args": "rank=2", "optim_target_modules": "all-linear",
+    "label_smoothing_factor": 0.1, "average_tokens_across_devices": False, "neftune_noise_alpha": 5.0,
+    "auto_find_batch_size": True, "torch_empty_cache_steps": 2, "fsdp": True, "fsdp_config": {"version": 2},
+    "deepspeed": {"zero_stage": 3}, "parallelism_config": object(), "debug": ["underflow_overflow"],
+    "save_on_each_node": True, "enable_jit_checkpoint": True, "model_init_kwargs": {"dtype": "bfloat16"},
+    "pad_to_multiple_of": 8,
+}  # fmt: skip
+"""Of each argument that is refused a value, as transformers and trl have it after their own checks."""
+
+
+def test_arguments_that_are_refused() -> None:
+    assert SET.keys() == REFUSED.keys()
+    for name, value in SET.items():
+        args = sft()
+        setattr(args, name, value)
+        with pytest.raises(ExpertMeshError, match=f"cannot be heeded: {name}=") as error:
+            told(args)
+        assert REFUSED[name] in str(error.value)
+    args = sft(fp16=True)
+    args.save_on_each_node = True
+    with pytest.raises(ExpertMeshError, match=r"fp16=True: give bf16=True .*; save_on_each_node=True: checkpoints"):
+        told(args)
+
+
+CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
+    ("bf16", True, {"bf16": True}, {}),
+    ("gradient_checkpointing", True, {"gradient_checkpointing": "selective"}, {}),
+    ("tf32", False, {}, {"tf32": True}),
+    ("optim", "adamw_torch_8bit", {"optim": "adamw_torch_8bit"}, {}),
+    ("optim", "adamw_torch", {}, {"optim": "muon"}),
+    ("activation_offloading", True, {"offload_activations": True, "gradient_checkpointing": "full"}, {}),
+    ("full_determinism", True, {"deterministic": True}, {}),
+    ("ddp_timeout", 77, {"ddp_timeout": 77}, {"ddp_timeout": 78}),
+    ("packing", True, {"packing": True}, {}),
+    ("eval_packing", True, {"packing": True}, {}),
+    ("padding_free", True, {"packing": True}, {}),
+]
+"""(argument, value, settings of an engine beside which it is heeded, settings beside which it is refused)"""
+VALUES: list[tuple[str, Any, Any]] = [
+    ("gradient_checkpointing_kwargs", {"use_reentrant": False}, {"use_reentrant": True}),
+    ("accelerator_config", {"dispatch_batches": False}, {"even_batches": False}),
+    ("accelerator_config", None, {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
+    ("label_names", ["labels"], ["answers"]),
+    ("loss_type", "nll", "dft"),
+    ("chat_template_path", __file__.replace(".py", ".jinja"), "a-tokenizer"),
+]
+"""(argument, a value that is heeded, one that is refused)"""
+
+
+def made(name: str, value: Any, **more: Any) -> Any:
+    """Of the class whose default is not this value."""
+    kind = sft if name in {field.name for field in fields(trl.SFTConfig)} - {"bf16", "gradient_checkpointing"} else None
+    return (kind or (lambda **given: TrainingArguments("out", use_cpu=True, **given)))(**{name: value}, **more)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_arguments_that_depend_on_their_value(tmp_path: Path) -> None:
+    """Heeded beside an engine that has the same, refused by name beside another; and likewise by value."""
+    for name, value, same, other in CASES:
+        assert told(made(name, value), **same) == [], name
+        with pytest.raises(ExpertMeshError, match=f"{name}={value!r}"):
+            told(made(name, value), **other)
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    for name, heeded, refused in VALUES:
+        assert told(made(name, str(template) if name == "chat_template_path" else heeded)) == [], name
+        with pytest.raises(ExpertMeshError, match=f"{name}="):
+            told(made(name, refused))
+    assert told(sft(packing=True, packing_strategy="wrapped")) == [], "one sample, as far as anyone can tell"
+    connected = sft()
+    for connected.ddp_backend in ("gloo", None):
+        assert told(connected) == []
+    connected.ddp_backend = "nccl"
+    with pytest.raises(
+        ExpertMeshError, match=r"ddp_backend='nccl': expertmesh.load joins the process group, with gloo"
+    ):
+        told(connected)
+    elsewhere = sft()
+    vars(elsewhere)["_setup_devices"] = torch.device("meta")
+    with pytest.raises(ExpertMeshError, match="use_cpu=True: the engine computes on cpu and Trainer on meta"):
+        told(elsewhere)
+    tested = {name for name, *_ in (*CASES, *VALUES)} | {"use_cpu", "ddp_backend"}
+    # names that transformers keeps equal
+    tested |= {
+        f"activation_checkpointing{rest}" for rest in ("", "_kwargs") if f"gradient_checkpointing{rest}" in tested
+    }
+    assert tested == BY_VALUE.keys()
+
+
+def test_arguments_without_effect() -> None:
+    values = {"use_cache": True, "ddp_bucket_cap_mb": 25}
+    for name, why in WITHOUT_EFFECT.items():
+        (said,) = told(sft(**{name: values.get(name, False)}))
+        assert said == f"{name} of the training arguments has no effect: {why}"
+    assert told(sft(do_train=True, resume_from_checkpoint="here")) == [], "for scripts"
+
+
+# ---- what is heeded, seen in a run ----
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, list[int]]]:
+    drawn = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 20, (24,), generator=drawn).tolist()
+    tokens = [torch.randint(3, 300, (length,), generator=drawn).tolist() for length in lengths]
+    return [{"input_ids": ids, "labels": ids} for ids in tokens]
+
+
+@pytest.fixture(autouse=True)
+def _leave_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def collated(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    length = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": -100}
+    padded = {name: [row[name] + [value] * (length - len(row[name])) for row in rows] for name, value in fill.items()}
+    mask = [[1] * len(row["input_ids"]) + [0] * (length - len(row["input_ids"])) for row in rows]
+    return {name: torch.tensor(value) for name, value in (padded | {"attention_mask": mask}).items()}
+
+
+def load(model: Path, **settings: Any) -> expertmesh.Engine:
+    return expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", **settings)
+
+
+BASE: dict[str, Any] = dict(
+    use_cpu=True, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, report_to=[],
+    save_strategy="no", disable_tqdm=True, max_grad_norm=1.0,
+)  # fmt: skip
+
+
+@dataclass
+class Run:
+    trainer: Any
+    logs: list[dict[str, Any]]
+
+    def column(self, name: str) -> list[Any]:
+        return [line[name] for line in self.logs if name in line]
+
+
+def train(model: Path, rows: Any, out: Path, settings: dict[str, Any] | None = None, **loaded: Any) -> Run:
+    given = {name: value for name, value in (BASE | (settings or {})).items() if value is not None}
+    trainer = expertmesh.Trainer(
+        model=load(model, **loaded), args=TrainingArguments(str(out), **given), data_collator=collated,
+        train_dataset=datasets.Dataset.from_list(rows), eval_dataset=datasets.Dataset.from_list(rows[:5]),
+    )  # fmt: skip
+    trainer.train()
+    return Run(trainer, trainer.state.log_history)
+
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"learning_rate": 1e-3}, "grad_norm"),
+    ({"weight_decay": 0.5}, "grad_norm"),
+    ({"adam_beta1": 0.5}, "grad_norm"),
+    ({"adam_beta2": 0.5}, "grad_norm"),
+    ({"adam_epsilon": 1e-2}, "grad_norm"),
+    ({"max_grad_norm": 1e-3, "adam_epsilon": 1e-2}, "loss"),
+    ({"lr_scheduler_type": "cosine"}, "learning_rate"),
+    ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 5e-3}}, "learning_rate"),
+    ({"warmup_steps": 2}, "learning_rate"),
+    ({"gradient_accumulation_steps": 2}, "grad_norm"),
+    ({"per_device_train_batch_size": 3}, "grad_norm"),
+    ({"seed": 7}, "grad_norm"),
+    ({"data_seed": 7}, "grad_norm"),
+    ({"train_sampling_strategy": "sequential"}, "grad_norm"),
+    ({"train_sampling_strategy": "group_by_length"}, "grad_norm"),
+    ({"max_steps": 2}, "step"),
+    ({"max_steps": None, "num_train_epochs": 0.5}, "step"),
+    (
+        {"per_device_train_batch_size": 5, "dataloader_drop_last": True, "max_steps": None, "num_train_epochs": 1},
+        "step",
+    ),
+    ({"logging_steps": 2}, "step"),
+    ({"logging_steps": 2, "logging_first_step": True}, "step"),
+    ({"include_num_input_tokens_seen": "non_padding"}, "num_input_tokens_seen"),
+    ({"eval_strategy": "steps", "eval_steps": 1}, "eval_loss"),
+    ({"eval_strategy": "steps", "eval_steps": 1, "eval_delay": 2}, "eval_loss"),
+    ({"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}, "eval_loss"),
+]
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize(
+    ("settings", "seen"), CHANGES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
+def test_heeded_arguments_change_a_run(
+    tiny_model: Path, rows: Any, tmp_path: Path, settings: dict[str, Any], seen: str
+) -> None:
+    base = train(tiny_model, rows, tmp_path)
+    changed = train(tiny_model, rows, tmp_path, settings)
+    assert changed.column(seen)
+    assert changed.column(seen) != base.column(seen)
+    if seen == "eval_loss":
+        expected = {"eval_delay": 2}
+        assert len(changed.column(seen)) == next((n for name, n in expected.items() if name in settings), 3)
+
+
+def test_checkpoints_as_asked_for(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    train(tiny_model, rows, tmp_path / "a", saving)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert not list((tmp_path / "a").rglob("model*.safetensors"))
+    train(tiny_model, rows, tmp_path / "b", saving | {"save_only_model": True})
+    assert sorted(path.parent.name for path in (tmp_path / "b").rglob("model.safetensors")) == [
+        *("checkpoint-2", "checkpoint-3")
+    ]
+    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+    run = train(tiny_model, rows, tmp_path / "c", saving | best)
+    assert run.trainer.state.best_metric == max(run.column("eval_loss"))
+    assert run.trainer.evaluate()["eval_loss"] == pytest.approx(max(run.column("eval_loss")), rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_what_is_pushed_to_the_hub(
+    tiny_model: Path, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Each push has the model: a checkpoint of ours has none of itself."""
+    pushed = []
+
+    def upload(self: Any, folder_path: str, commit_message: str, **_: Any) -> Any:
+        pushed.append((commit_message, (Path(folder_path) / "model.safetensors").is_file()))
+        return types.SimpleNamespace(is_done=lambda: True, done=lambda: True, result=lambda: None)
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: types.SimpleNamespace(repo_id="us/ours"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    settings = {"push_to_hub": True, "hub_strategy": strategy, "save_strategy": "steps", "save_steps": 3}
+    run = train(tiny_model, rows, tmp_path / "out", settings)
+    assert pushed == ([] if strategy == "end" else [("Training in progress, step 3", True)])
+    with patch("transformers.Trainer.create_model_card"):
+        run.trainer.push_to_hub()
+    assert pushed[-1] == ("End of training", True)
+
+
+def test_resuming_is_asked_for_in_train(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    with pytest.raises(ExpertMeshError, match=r"call train\(resume_from_checkpoint='there'\)"):
+        train(tiny_model, rows, tmp_path, {"resume_from_checkpoint": "there"})
+
+
+# ---- trl's ----
+
+
+class SFT(expertmesh.TrainerMixin, trl.SFTTrainer):  # type: ignore[name-defined]
+    pass
+
+
+TEXTS = [{"text": f"say hello {i} {'x' * (i % 5)}"} for i in range(12)]
+
+
+def train_sft(model: Path, out: Path, engine: expertmesh.Engine, rows: Any = TEXTS, **settings: Any) -> Any:
+    trainer = SFT(
+        model=engine, args=trl.SFTConfig(str(out), **(BASE | {"max_steps": 2} | settings)),
+        train_dataset=datasets.Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(model),
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def test_balancing_as_trl_has_it(tiny_model: Path, tmp_path: Path) -> None:
+    """By its argument, else by the model's config: to the last bit what the same coefficient given to `load` does."""
+
+    def logs(asked: float | None, loaded: float | None) -> list[Any]:
+        engine = load(tiny_model, router_aux_loss_coef=loaded)
+        trainer = train_sft(tiny_model, tmp_path, engine, router_aux_loss_coef=asked)
+        assert engine.model.config.router_aux_loss_coef == 0.02, "trl's own loss is not ours"
+        return [(line["grad_norm"], line.get("balance_loss")) for line in trainer.state.log_history if "loss" in line]
+
+    by_load = {value: logs(None, value) for value in (0.0, 0.02, 0.5)}
+    assert len({str(found) for found in by_load.values()}) == 3
+    for value, expected in by_load.items():
+        assert logs(value, None) == expected
+    assert logs(None, None) == by_load[0.02], "config.json's"
+    with pytest.raises(ExpertMeshError, match=r"router_aux_loss_coef: expertmesh.load was given 0.02 .* arguments 0.5"):
+        logs(0.5, 0.02)
+
+
+def test_family_without_a_balancing_loss(tmp_path: Path) -> None:
+    model_of_family("deepseek_v3", seed=1).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    with pytest.raises(ExpertMeshError, match=r"--router-aux-loss-coef 0.5: transformers' .* has no balancing loss"):
+        train_sft(tmp_path / "model", tmp_path, load(tmp_path / "model"), router_aux_loss_coef=0.5)
+    assert train_sft(tmp_path / "model", tmp_path, load(tmp_path / "model")).engine.balance.weights.balance == 0
+
+
+def test_defaults_of_trl_warn_of_nothing(tiny_model: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """And its count of tokens is logged."""
+    trainer = train_sft(tiny_model, tmp_path, load(tiny_model))
+    assert not [str(each.message) for each in recwarn if "training arguments" in str(each.message)]
+    counted = [line["num_tokens"] for line in trainer.state.log_history if "loss" in line]
+    assert counted[0] < counted[1] == trainer.engine.tokens
+
+
+@pytest.mark.parametrize("asked", [{}, {"args": None}], ids=["trl", "no arguments"])
+def test_token_that_ends_answers(tiny_model: Path, tmp_path: Path, asked: dict[str, Any]) -> None:
+    """The argument reaches the data; without arguments the class's own are made for the engine's device."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    end = "~"
+    assert end in tokenizer.get_vocab()
+    given = asked or {"args": trl.SFTConfig(str(tmp_path), **BASE, eos_token=end)}
+    trainer = SFT(
+        model=load(tiny_model), train_dataset=datasets.Dataset.from_list(TEXTS), processing_class=tokenizer, **given
+    )
+    expected = tokenizer.convert_tokens_to_ids(end) if not asked else tokenizer.eos_token_id
+    rows: Any = trainer.train_dataset
+    assert {row["input_ids"][-1] for row in rows} == {expected}
+    assert trainer.args.use_cpu or asked
+
+
+def test_what_classes_take_besides(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    """Whether it is given by name or by place."""
+    engine = load(tiny_model)
+    args, data = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), datasets.Dataset.from_list(rows)
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(engine.optimizer)
+    for given, said in (
+        (lambda: expertmesh.Trainer(engine, {"output_dir": "out"}), "args is a dict: give transformers'"),
+        (lambda: expertmesh.Trainer(engine, args, collated, data, None, None, len), "model_init: cannot be heeded"),
+        (lambda: expertmesh.Trainer(engine, args, optimizers=(other, None)), "optimizers has a SGD: give optim"),
+        (lambda: expertmesh.Trainer(engine, args, optimizers=(None, schedule)), "a scheduler without its optimizer"),
+        (lambda: SFT(engine, sft(), quantization_config=1), "quantization_config: .* base_dtype='nf4'"),
+        (lambda: SFT(engine, sft(), peft_config=1), "peft_config: .* give adapter='lora' to expertmesh.load"),
+    ):
+        with pytest.raises(ExpertMeshError, match=said):
+            given()
+    trainer = expertmesh.Trainer(
+        engine, TrainingArguments(str(tmp_path), **BASE), collated, data, optimizers=(engine.optimizer, schedule)
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == pytest.approx(5e-5 / 3), "its own scheduler's"
+
+
+def test_accelerates_environment(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `accelerate launch` asks for by variables is refused as the training arguments are."""
+    engine = load(tiny_model)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ExpertMeshError, match="environment asks for bf16"):
+        expertmesh.Trainer(engine, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+
+
+# ---- steps that are skipped ----
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+def test_a_skipped_step_leaves_all_as_it_was(
+    rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Weights, the optimizer's state and the routers' biases, as with train_ep.py; its tokens are read, and counted."""
+    model_of_family("deepseek_v3", seed=1).save_pretrained(tmp_path / "model")
+    from expertmesh.training import hf_trainer
+
+    add_gradients = hf_trainer.add_gradients
+    states: list[list[Tensor]] = []
+
+    def poisoned(model: Any, *args: Any) -> Any:
+        losses, routing = add_gradients(model, *args)
+        if len(states) == 1:
+            if what == "loss":
+                losses = losses * torch.inf
+            else:
+                next(p for p in model.parameters() if p.grad is not None).grad.mul_(torch.nan)
+        return losses, routing
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            optimizer = [v for each in engine.optimizer.state.values() for v in each.values()]
+            biases = [model.get_buffer(name) for name in sorted(correction_biases(model))]
+            states.append([torch.as_tensor(t).clone() for t in (*model.parameters(), *biases, *optimizer)])
+
+    monkeypatch.setattr(hf_trainer, "add_gradients", poisoned)
+    engine = load(tmp_path / "model", on_nonfinite="skip", router_bias_update_rate=0.1)
+    trainer = expertmesh.Trainer(
+        model=engine, args=TrainingArguments(str(tmp_path / "out"), **BASE), data_collator=collated,
+        train_dataset=datasets.Dataset.from_list(rows), callbacks=[Watch()],
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="step 2 is skipped: the loss is"):
+        trainer.train()
+    first, second, third = states
+    assert all(map(torch.equal, first, second))
+    assert not any(map(torch.equal, second[: len(list(engine.model.parameters()))], third))
+    assert engine.tokens > 0
+    stops = load(tmp_path / "model")
+    stops.config = replace(stops.config, on_nonfinite="stop")
+    states.clear()
+    engine = stops
+    trainer = expertmesh.Trainer(
+        model=stops, args=TrainingArguments(str(tmp_path / "out"), **BASE), data_collator=collated,
+        train_dataset=datasets.Dataset.from_list(rows), callbacks=[Watch()],
+    )  # fmt: skip
+    with pytest.raises(ExpertMeshError, match=r"step 2: the loss is .* training has diverged"):
+        trainer.train()
