@@ -1,5 +1,6 @@
 """`import expertmesh`: its manners in somebody else's process, its names and their examples."""
 
+import importlib.metadata
 import inspect
 import json
 import os
@@ -7,8 +8,10 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -104,8 +107,6 @@ def test_names_are_told_and_their_examples_run(
 
 def test_every_flag_is_taken_by_its_name(engine: Any) -> None:
     """`load` has none of its own, and what the command refuses it refuses, with the same words."""
-    from dataclasses import fields
-
     from expertmesh.training.config.train_config import make_config, parse_config
 
     for setting in fields(TrainConfig):
@@ -125,6 +126,64 @@ def test_every_flag_is_taken_by_its_name(engine: Any) -> None:
                 parse()
             said.append(str(error.value))
         assert said[0] == said[1]
+
+
+def test_settings_have_the_types_of_flags() -> None:
+    """Editors complete what `load` takes, and type checkers know its types; some take a path or a table too."""
+    own, theirs = get_type_hints(expertmesh.LoadSettings), get_type_hints(TrainConfig)
+    assert own.keys() == theirs.keys() - {"model"} | {"config"}
+    for name, hint in own.items():
+        kinds, flag = set(parts(hint)), set(parts(theirs.get(name, str)))
+        more = {str, Path} if list[str] in flag else {bool, Path, dict[str, Any]}
+        assert flag <= kinds, name
+        assert kinds - flag <= more, name
+    assert list(inspect.signature(expertmesh.load).parameters) == ["model", *own]
+
+
+def parts(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, types.UnionType) or get_origin(hint) is Union else (hint,)
+
+
+def _wrong_types() -> None:
+    """For mypy, which complains of an ignored error that is none."""
+    expertmesh.load("DIR", ep_siz=2)  # type: ignore[call-arg]
+    expertmesh.load("DIR", ep_size="two")  # type: ignore[arg-type]
+    expertmesh.load("DIR", optim="adagrad")  # type: ignore[arg-type]
+    expertmesh.load(Path("DIR"), ep_size=2, lora_targets="all-linear", rope_scaling={"rope_type": "yarn"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lora_targets", "attention"), ("dataset", Path("here")), ("resume", True), ("gradient_checkpointing", True),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}), ("lr_scheduler_kwargs", {"num_cycles": 1}),
+    ],
+)  # fmt: skip
+def test_types_beyond_the_flags(name: str, value: Any) -> None:
+    from expertmesh.training.config.train_config import make_config
+
+    adapter = {"adapter": "lora"} if name == "lora_targets" else {}
+    found = getattr(make_config({"model": "m", name: value, **adapter}), name)
+    assert found not in (None, "", [], "none", "{}")
+
+
+def test_what_the_package_tells_of_itself() -> None:
+    assert {*expertmesh.__all__, "__version__", "__doc__"} <= set(dir(expertmesh))
+    assert not {"Path", "TYPE_CHECKING", "import_on_demand"} & set(dir(expertmesh))
+    assert expertmesh.__version__ == importlib.metadata.version("expertmesh")
+    with pytest.raises(AttributeError, match="has no attribute 'lod'"):
+        expertmesh.lod  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_figures_of_a_step(engine: Any) -> None:
+    """Short, and without what is not public."""
+    figures = engine.step(batch_of_text())
+    assert re.fullmatch(r"StepResult\(loss=5\.\d+, grad_norm=\d+\.\d+, tokens=24, targets=22\)", repr(figures))
+    said = repr(replace(figures, balance_loss=2.0, z_loss=1.23456789))
+    assert "balance_loss=2, z_loss=1.23457, grad_norm" in said
+    documented = inspect.getdoc(expertmesh.StepResult) or ""
+    public = {field.name for field in fields(figures)} - {"pairs", "routing"}
+    assert all(f"{name}:" in documented or f"{name}," in documented for name in public | {"is_finite"})
 
 
 @pytest.mark.parametrize(

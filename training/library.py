@@ -1,8 +1,10 @@
 """`expertmesh.load`: a model on its ranks, for a training loop of one's own or transformers' Trainer."""
 
+import inspect
 import warnings
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from expertmesh.checkpoints import check_model, find_checkpoint, open_source, resolve_model, side_files
 from expertmesh.moe import ExpertMeshError
@@ -10,11 +12,12 @@ from expertmesh.sharding import collectives_limit, device_type, join_process_gro
 from expertmesh.training.change.cpu_matmuls import choose_matmul_libraries
 from expertmesh.training.change.determinism import compute_deterministically
 from expertmesh.training.change.tf32 import compute_in_tf32
-from expertmesh.training.config.train_config import make_config
+from expertmesh.training.config.load_settings import LoadSettings
+from expertmesh.training.config.train_config import TrainConfig, make_config
 from expertmesh.training.engine import Engine
 
 
-def load(model: str, **settings: Any) -> Engine:
+def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     """Load a mixture-of-experts model onto this process's ranks, ready to be trained. All ranks call it together.
 
     Under torchrun, or in a single process, a notebook's for example. Where there is no process group yet it joins one,
@@ -61,3 +64,22 @@ def load(model: str, **settings: Any) -> Engine:
     if resume_from is not None:
         engine.load_state(resume_from)
     return engine
+
+
+def _signature() -> inspect.Signature:
+    """With every setting and its default, for what completes names in notebooks and for `help`."""
+    model = inspect.signature(load).parameters["model"]
+    defaults = {setting.name: setting.default for setting in fields(TrainConfig)}
+    settings = [
+        inspect.Parameter(name, model.KEYWORD_ONLY, annotation=hint, default=_or_none(defaults.get(name)))
+        for name, hint in LoadSettings.__annotations__.items()
+    ]
+    return inspect.Signature([model, *settings], return_annotation=Engine)
+
+
+def _or_none(default: Any) -> Any:
+    """Of lists, which are empty or are chosen by the model, and of `config`."""
+    return None if default is MISSING else default
+
+
+vars(load)["__signature__"] = _signature()

@@ -26,12 +26,20 @@ from expertmesh.training.watch.routing_figures import Routing
 STEP_PART: StepPart = "the step"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepResult:
-    """Figures of one step, over all ranks but for `routing`, which is this rank's part.
+    """Figures of one optimizer step, over all ranks and micro-batches.
 
-    loss: mean cross-entropy of the target tokens. balance_loss, z_loss: unweighted. tokens: without padding.
-    pairs: of tokens that attend to one another, for each entry of the model's `attention` (see `moe.seen_pairs`).
+    Attributes:
+        loss: mean cross-entropy of the target tokens, in nats.
+        balance_loss, z_loss: the auxiliary losses before they are weighted; 0.0 where their weight is 0.
+        grad_norm: of all gradients before they are clipped; 0.0 from `forward_backward`, which does not take it.
+        tokens: without padding.
+        targets: tokens that were to be predicted.
+        is_finite: whether losses and gradient norm are; if not, there was no update.
+        pairs, routing: for `Engine.update` and the log, and no part of the public interface: pairs of tokens that
+            attend to one another, for each entry of the model's `attention` (see `moe.seen_pairs`), and this rank's
+            part of the routing.
 
     Example:
         figures = engine.step(batch)
@@ -47,9 +55,15 @@ class StepResult:
     pairs: tuple[int, ...]
     routing: Routing
 
+    def __repr__(self) -> str:
+        auxiliary = {"balance_loss": self.balance_loss, "z_loss": self.z_loss}
+        figures = {"loss": self.loss, **{k: v for k, v in auxiliary.items() if v}, "grad_norm": self.grad_norm}
+        shown = ", ".join(f"{name}={value:.6g}" for name, value in figures.items())
+        return f"StepResult({shown}, tokens={self.tokens}, targets={self.targets})"
+
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradient norm are: if not, there was no update."""
+        """Whether losses and gradient norm are; if not, there was no update."""
         return math.isfinite(self.loss + self.balance_loss + self.z_loss + self.grad_norm)
 
 

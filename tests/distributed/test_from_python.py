@@ -259,7 +259,8 @@ def test_loop_of_ones_own_through_stages(models: dict[str, Path], data: Path, ra
 
 
 def refused_by_trainer(model: Path, size: str) -> str:
-    engine = expertmesh.load(str(model), use_cpu=True, **{size: 2})
+    settings: Any = {size: 2}
+    engine = expertmesh.load(str(model), use_cpu=True, **settings)
     with pytest.raises(expertmesh.ExpertMeshError, match=f"{size}: Trainer gives every rank other sequences") as told:
         expertmesh.Trainer(model=engine, args=TrainingArguments("unused", use_cpu=True))
     return str(told.value)
@@ -273,7 +274,8 @@ def test_trainer_refuses_ranks_with_the_same_sequences(ranks: RankPool, models: 
 
 def given_other_batches(model: Path, size: str) -> list[str]:
     """What ranks of a pipeline or a context-parallel group are told whose batches differ, in all that a batch has."""
-    engine = expertmesh.load(str(model), use_cpu=True, **{size: 2})
+    settings: Any = {size: 2}
+    engine = expertmesh.load(str(model), use_cpu=True, **settings)
     ids = torch.arange(3, 12)[None]
     own = {"input_ids": ids + engine.ranks.rank, "labels": ids}
     cases: list[Any] = [own, {"input_ids": ids, "labels": own["input_ids"]}, None if engine.ranks.rank else own]

@@ -22,23 +22,42 @@ if not Path(__file__).with_name("moe").is_dir():
 from expertmesh.moe.base.lazy import import_on_demand
 
 if TYPE_CHECKING:
+    __version__: str
+
     from expertmesh.moe.base.errors import ExpertMeshError
     from expertmesh.moe.registration import register_ep_implementation
+    from expertmesh.training.config.load_settings import LoadSettings
     from expertmesh.training.engine import Engine
     from expertmesh.training.evaluate import Evaluation
     from expertmesh.training.hf_trainer import Trainer, TrainerMixin
     from expertmesh.training.library import load
     from expertmesh.training.step import StepResult
 else:
-    __getattr__ = import_on_demand(__name__)
+    _find = import_on_demand(__name__)
+
+    def __getattr__(name):
+        if name != "__version__":
+            return _find(name)
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version(__name__)
+        except PackageNotFoundError as error:
+            raise AttributeError(f"{__name__} is not installed, and has no version") from error
+
 
 __all__ = [
     "Engine",
     "Evaluation",
     "ExpertMeshError",
+    "LoadSettings",
     "StepResult",
     "Trainer",
     "TrainerMixin",
     "load",
     "register_ep_implementation",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "__version__", *(name for name in globals() if name.startswith("__"))})
