@@ -3,14 +3,20 @@ folders called `moe`, `training`, `sharding` or `checkpoints` neither break it n
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from contextlib import redirect_stdout
+from importlib.metadata import packages_distributions
+from io import StringIO
 from pathlib import Path
 
 import pytest
+
+from expertmesh.training.foresight import cluster_commands
 
 ROOT = Path(__file__).parents[1]
 OURS = ("moe", "sharding", "checkpoints", "training")
@@ -181,3 +187,63 @@ def test_types_are_told(unpacked: Path, tmp_path: Path) -> None:
     code, said = told()
     assert code == 1
     assert 'expression has type "int", variable has type "str"' in said
+
+
+BLOCKED = """
+import contextlib, importlib.machinery, io, json, sys
+find, names = importlib.machinery.PathFinder.find_spec, set(sys.argv[1].split(","))
+importlib.machinery.PathFinder.find_spec = staticmethod(
+    lambda name, *others: None if name.partition(".")[0] in names else find(name, *others)
+)
+from expertmesh.checkpoints.__main__ import main as checkpoints
+from expertmesh.training.foresight.cluster_commands import main as sharding
+from expertmesh.train_ep import main as train
+
+said = {}
+for line in sys.stdin.read().splitlines():
+    command, *arguments = json.loads(line)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        said[f"{command} {arguments[0]}"] = globals()[command](arguments), out.getvalue()
+assert not names & set(sys.modules)
+print(json.dumps(said))
+"""
+"""Commands, in a process that finds no package of these names."""
+
+
+def extras() -> set[str]:
+    """What packages of our extras, and MegaBlocks, are imported as."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needed = {re.split(r"[^\w-]", requirement)[0].lower() for name in wanted for requirement in wanted[name]}
+    needed |= {"megablocks", "stanford-stk"}
+    of = packages_distributions()
+    return {name for name in of if any(package.lower().replace("_", "-") in needed for package in of[name])}
+
+
+def test_with_nothing_but_what_is_required(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Without triton, as beside a torch for CPUs, and without any extra, every command works, and a dry run of a GPU,
+    whose torch brings triton, says the same."""
+    rehearse = ["rehearse", "--model", str(tiny_model), "--gpus", "2", "--ep-size", "2", "--max-seq-length", "32"]
+    rehearse += ["--bf16", "--adapter", "lora", "--base-dtype", "nf4", "--optim", "adamw_torch_8bit", "--json"]
+    plan = ["plan", "--model", str(tiny_model), "--gpus", "2", "--micro-batch", "1", "--tp-size", "1", "--no-cache"]
+    shards, out = str(tmp_path / "shards"), str(tmp_path / "out")
+    lines = [
+        ["sharding", *rehearse],
+        ["sharding", *plan, "--json"],
+        ["checkpoints", "convert", str(tiny_model), shards, "--ep-size", "2"],
+        ["checkpoints", "verify", str(tiny_model), shards],
+        ["train", "--model", shards, "--dataset", str(tiny_data), "--max-steps", "1", "--use-cpu", "--output-dir", out],
+    ]
+    names = extras()
+    assert {"triton", "pytest", "peft", "trl", "tensorboard"} <= names
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, ",".join(names)], input="\n".join(map(json.dumps, lines)), cwd=tmp_path,
+        env=environment(ROOT / "training" / "public"), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert [code for code, _ in said.values()] == [0] * len(lines), done.stderr
+    for command in (rehearse, [*plan, "--json"]):
+        with redirect_stdout(StringIO()) as told:
+            assert cluster_commands.main(command) == 0
+        assert json.loads(said[f"sharding {command[0]}"][1]) == json.loads(told.getvalue())
+    assert (Path(out) / "hf" / "config.json").exists()

@@ -14,9 +14,9 @@ _rehearsed = False
 def takes_triton(tensor: Tensor) -> bool:
     """Whether our Triton kernels compute with `tensor`: on a GPU where triton is installed, or in a dry run of one; not
     in fp64, as they sum in fp32."""
-    # a model is probed on the meta device also in a dry run of a GPU
-    is_gpus = tensor.is_cuda or (_rehearsed and not tensor.is_meta)
-    return is_gpus and tensor.dtype != torch.float64 and _has_triton()
+    # a model is probed on the meta device also in a dry run of a GPU, whose torch brings triton
+    is_gpus = (tensor.is_cuda and _has_triton()) or (_rehearsed and not tensor.is_meta)
+    return is_gpus and tensor.dtype != torch.float64
 
 
 def computes_on_cpu(tensor: Tensor) -> bool:

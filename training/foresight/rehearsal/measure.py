@@ -88,6 +88,7 @@ from expertmesh.training.foresight.rehearsal.loops import (
 from expertmesh.training.foresight.rehearsal.parts import Parts
 from expertmesh.training.foresight.rehearsal.recorder import Event, Recorder, recording_triton
 from expertmesh.training.foresight.rehearsal.seen_spans import SeenSpans, Tape, between
+from expertmesh.training.foresight.rehearsal.triton_stand_in import import_kernels
 from expertmesh.training.foresight.rehearsal.world import Splits, _fused_attention, batch_of, what_failed
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
@@ -176,6 +177,8 @@ class Measurer:
         return MeasuredModel(tuple(kinds), root)
 
     def _measured(self, parts: Sequence[Part], workload: Workload) -> dict[Part, SeenSpans]:
+        if workload.device == "cuda":
+            import_kernels()
         try:
             with rehearsing_gpu() if workload.device == "cuda" else nullcontext(), self.fake:
                 loops = self._loops(_without_experts(workload))

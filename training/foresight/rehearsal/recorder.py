@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -31,6 +31,7 @@ from expertmesh.sharding.pipeline.schedule import Action, Exchange
 from expertmesh.training.foresight.rates import MEMORY, Operator, Work
 from expertmesh.training.foresight.rehearsal.live import Pausable
 from expertmesh.training.foresight.rehearsal.parts import FSDP, LASTING, Parts, StepPlace
+from expertmesh.training.foresight.rehearsal.triton_stand_in import kinds_of_kernels
 from expertmesh.training.optim import shampoo
 from expertmesh.training.pipelined import PipelinedStep
 
@@ -660,8 +661,6 @@ def sharing_roots(recorder: Recorder, frequency: int) -> Iterator[None]:
 @contextmanager
 def recording_triton(recorder: Recorder) -> Iterator[None]:
     """Have Triton kernels leave an event with `recorder` in place of being run."""
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         by_name = dict(zip(inspect.signature(kernel.fn).parameters, args, strict=False)) | kwargs
@@ -673,6 +672,7 @@ def recording_triton(recorder: Recorder) -> Iterator[None]:
             [tensor for name, tensor in tensors.items() if name in written | updated],
         )
 
-    # the second is what a kernel is where Triton's interpreter is on
-    with mock.patch.object(JITFunction, "run", launch), mock.patch.object(InterpretedFunction, "run", launch):
+    with ExitStack() as patches:
+        for kind in kinds_of_kernels():
+            patches.enter_context(mock.patch.object(kind, "run", launch))
         yield

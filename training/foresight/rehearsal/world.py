@@ -64,6 +64,7 @@ from expertmesh.training.foresight.rehearsal.repeated import WholeStep, whole_st
 from expertmesh.training.foresight.rehearsal.shortened import Shortened
 from expertmesh.training.foresight.rehearsal.stages import micro_batches_to_run
 from expertmesh.training.foresight.rehearsal.told import EVEN, Told
+from expertmesh.training.foresight.rehearsal.triton_stand_in import import_kernels
 from expertmesh.training.loss.balance import BiasUpdate, choose_balance
 from expertmesh.training.optim.low_bit import dynamic_map
 from expertmesh.training.optim.optimizer import build_optimizer
@@ -115,6 +116,7 @@ def rehearse(
     Raises:
         ExpertMeshError: the model cannot be built, or its experts not be divided among the ranks; or an operator fails.
     """
+    import_kernels()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with rehearsing_gpu():
