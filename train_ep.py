@@ -142,7 +142,8 @@ def run_training(
     engine.place(resume_from, watchdog.limit)
     for line in (*training.pipeline_lines(engine, memory), *training.dispatch_lines(engine)):
         log.line(folded(line))
-    for said in filter(None, (engine.untrained, engine.encoding)):
+    ends = [] if inputs.training is None else engine.answers_end_in(inputs.training.samples.ends, inputs.tokenizer)
+    for said in filter(None, (engine.untrained, engine.encoding, *ends)):
         log.line(said)
     with sharding.raise_together(patient=ranks), checkpoints.write_errors(output_dir):
         if ranks.rank == 0:

@@ -78,7 +78,7 @@ from expertmesh.training.change.dense_precision import multiply_in_fp8
 from expertmesh.training.change.freezing import freeze
 from expertmesh.training.change.lora_targets import adapt, lora_of, unquantized_lines
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch, batch_of, collate
+from expertmesh.training.data import Batch, answer_ends, batch_of, collate
 from expertmesh.training.elastic import fit_to_ranks
 from expertmesh.training.evaluate import Evaluation, mean_loss
 from expertmesh.training.fused.fuse import fuse_layers
@@ -296,6 +296,7 @@ class Engine:
         self.encoding: str | None = None
         self.scheduler: Schedule | None = None
         self.step_number, self.tokens = 0, 0
+        self._are_ends_given = False
 
     def place(self, resume_from: Path | None = None, limit: int | None = None) -> None:
         """Shard the model over the ranks and read its weights; seed torch's random numbers.
@@ -552,10 +553,45 @@ class Engine:
         return [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in found]
 
     def end_tokens(self, tokenizer: Any) -> list[int]:
-        """Tokens that end a generated text: the model's own and the tokenizer's."""
-        own = getattr(self.model.config.get_text_config(), "eos_token_id", None)
-        ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
-        return sorted(end for end in ends if end is not None)
+        """Tokens that end a generated text: those of the model as it is exported, and the tokenizer's."""
+        source = self.checkpoint.source
+        return sorted({*source.generation_ends, *source.answer_ends, tokenizer.eos_token_id} - {None})
+
+    def answers_end_in(self, tokens: Iterable[int], tokenizer: Any) -> list[str]:
+        """Have these tokens, with which answers are trained to end, end generation in what is saved and exported.
+
+        Without it, those of the tokenizer do.
+
+        Returns:
+            A line that says so, if the model's generation does not end with them already.
+        """
+        self._are_ends_given = True
+        return self._end_in(tokens, tokenizer)
+
+    def find_ends(self, tokenizer: Any) -> list[str]:
+        """`answers_end_in` with the tokens that end answers by a tokenizer, or by the model's own, where it was not
+        called before."""
+        if self._are_ends_given:
+            return []
+        try:
+            tokenizer = tokenizer or self.tokenizer
+        except ExpertMeshError:  # a model without one
+            return []
+        return self._end_in(sorted(answer_ends(tokenizer)), tokenizer)
+
+    def _end_in(self, tokens: Iterable[int], tokenizer: Any) -> list[str]:
+        self.checkpoint = self.checkpoint.ending_in(tokens)
+        if self.saver is not None:
+            self.saver.origin = self.checkpoint
+        source = self.checkpoint.source
+        if source.generation_config is None:
+            return []
+        added = [end for end in source.answer_ends if end not in source.generation_ends]
+        return [
+            f"answers end with {_named(added, tokenizer)}, and generation with "
+            f"{_named(source.generation_ends, tokenizer) or 'no token'}: the generation_config.json that is exported "
+            "has both"
+        ]
 
     # ---- training checkpoints ----
 
@@ -566,6 +602,7 @@ class Engine:
             tokenizer: saved with the model, in place of the source's own; None: that.
             facts: of the data, to be compared on resume.
         """
+        self.find_ends(tokenizer)
         base = None if self.config.adapter == "none" else {"path": str(self.source.path)}
         limit, all_facts = self.config.save_total_limit, {**self.facts, **(facts or {})}
         self.saver = Saver(directory, self.checkpoint, tokenizer, limit, base, all_facts)
@@ -641,7 +678,8 @@ class Engine:
             overwrite: whether to replace what is in the directory, which is done atomically.
 
         Returns:
-            With --export-encoding source, on rank 0: what quantizing has changed, in lines.
+            On rank 0, in lines: which tokens end generation there, if others than in the model's own; with
+            --export-encoding source, what quantizing has changed.
 
         Raises:
             ExpertMeshError: on all ranks, when the directory is not empty, or cannot be written.
@@ -651,13 +689,14 @@ class Engine:
             if self.ranks.rank == 0 and not overwrite and out.exists() and (not out.is_dir() or any(out.iterdir())):
                 raise ExpertMeshError(f"{out}: already contains files; choose another, or give overwrite=True")
         self.release()
-        config = self.config
+        config, told = self.config, self.find_ends(tokenizer)
         if config.adapter == "none":
             how = (config.shard_bytes, tokenizer, self.ranks)
-            return export_model(self.model, self.checkpoint, self.topology, out, *how)
-        written = (lora_of(config), config.model, config.adapter_format, tokenizer)
-        export_adapter(self.model, self.checkpoint, self.topology, out, *written)
-        return []
+            told += export_model(self.model, self.checkpoint, self.topology, out, *how)
+        else:
+            written = (lora_of(config), config.model, config.adapter_format, tokenizer)
+            export_adapter(self.model, self.checkpoint, self.topology, out, *written)
+        return told if self.ranks.rank == 0 else []
 
     def merge(self, adapter: Path, directory: Path, tokenizer: Any = None) -> list[str]:
         """Write the model with an adapter merged into its weights.
@@ -694,6 +733,10 @@ def _untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:
     if dropped:
         return f"not trained, and left out of the export: {carried}"
     return f"not trained, and copied unchanged to the export from {checkpoint.source.path}: {carried}"
+
+
+def _named(tokens: Iterable[int], tokenizer: Any) -> str:
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in tokens)
 
 
 def _digest(batch: Mapping[str, Any] | None) -> str:

@@ -28,7 +28,7 @@ from expertmesh.moe import ExpertMeshError, moe_layers
 from expertmesh.moe.base.whole import PARTIAL, whole
 from expertmesh.moe.transformers_private import in_place_of_trainers
 from expertmesh.sharding import raise_together
-from expertmesh.training.data import IGNORED, Batch
+from expertmesh.training.data import IGNORED, Batch, answer_ends
 from expertmesh.training.engine import Engine
 from expertmesh.training.inference import inference
 from expertmesh.training.loss.balance import choose_balance
@@ -274,6 +274,7 @@ class TrainerMixin(_Base):
         self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = self.engine.model
+        self._end_answers()
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -424,6 +425,18 @@ class TrainerMixin(_Base):
 
     # ---- files ----
 
+    def _end_answers(self) -> None:
+        """Have generation end, in what is saved, with what ends answers by the tokenizer, of which the training
+        arguments may have changed EOS or the chat template."""
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        if tokenizer is not None:
+            self._warn(self.engine.answers_end_in(sorted(answer_ends(tokenizer)), tokenizer))
+
+    def _warn(self, lines: list[str]) -> None:
+        if self.engine.ranks.rank == 0:
+            for line in lines:
+                warnings.warn(line, stacklevel=3)
+
     @in_place_of_trainers
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, with tokenizer and training arguments. All ranks call it together.
@@ -441,7 +454,8 @@ class TrainerMixin(_Base):
             if self.args.should_save:
                 out.mkdir(parents=True, exist_ok=True)
                 rmtree(partial, ignore_errors=True)
-        self.engine.export(partial, overwrite=True)
+        self._end_answers()
+        self._warn(self.engine.export(partial, overwrite=True))
         with raise_together(), write_errors(out):
             if self.args.should_save:
                 _move_into(partial, out)

@@ -1,6 +1,7 @@
 """Adapters as PEFT's directories hold them: written from a sharded model, and read for resuming or merging.
 
     adapter_config.json, adapter_model.safetensors (see `checkpoints.adapter.peft_format`)
+    generation_config.json                         where other tokens end answers than the base's generation: for merge
     rope_scaling.json                              where the base was trained with RoPE scaling, as PEFT has no
                                                    place for it: what `moe.read_rope_scaling` reads
 
@@ -42,7 +43,7 @@ from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
 from expertmesh.checkpoints.hf.names import Names
 from expertmesh.checkpoints.hf.source import Checkpoint, read_header, read_json
 from expertmesh.checkpoints.shards import ShardedParameter, sharded_parameters
-from expertmesh.checkpoints.storage.directories import save_tokenizer, write_errors
+from expertmesh.checkpoints.storage.directories import save_tokenizer, write_errors, write_generation_config
 from expertmesh.checkpoints.storage.dtypes import DTYPE_NAMES
 from expertmesh.checkpoints.storage.file_layout import OutputFile, OutputTensor
 from expertmesh.checkpoints.storage.tensors import DTYPE_CODES
@@ -104,6 +105,7 @@ def export_adapter(
                 file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             if (scaling := checkpoint.source.rope_scaling) is not None:
                 (partial / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
+            write_generation_config(checkpoint.source, partial)
             if tokenizer is not None:
                 save_tokenizer(tokenizer, partial)
 

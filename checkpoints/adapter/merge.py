@@ -13,7 +13,7 @@ from expertmesh.checkpoints.ep_shards.convert import HowToWrite, write_hf
 from expertmesh.checkpoints.ep_shards.manifest import check_all_bytes
 from expertmesh.checkpoints.hf.class_names import ClassNames, class_names
 from expertmesh.checkpoints.hf.reader import ParameterReader, Piece
-from expertmesh.checkpoints.hf.source import Checkpoint
+from expertmesh.checkpoints.hf.source import GENERATION_CONFIG, Checkpoint, read_ends
 from expertmesh.checkpoints.opening import open_readable
 from expertmesh.checkpoints.storage.file_layout import OutputTensor
 from expertmesh.checkpoints.storage.tensors import as_array, as_tensor
@@ -45,6 +45,8 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     checkpoint = replace(readable.checkpoint, files=files)
     if (scaling := read_rope(adapter)) is not None:
         checkpoint = checkpoint.stretched(scaling, readable.names)
+    if (adapter / GENERATION_CONFIG).exists():
+        checkpoint = checkpoint.ending_in(read_ends(adapter / GENERATION_CONFIG))
     for alias, parameter in readable.names.aliases.items():
         if {alias, parameter} & changed.parameters:
             checkpoint = _untied(checkpoint, there, alias, parameter)

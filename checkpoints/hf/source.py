@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from expertmesh.checkpoints.hf.names import Names
     from expertmesh.moe.model.rope import RopeChange
 
+GENERATION_CONFIG = "generation_config.json"
 # parsed it takes some twenty times as much memory; the largest index and manifest of today have a few MB
 _MOST_JSON_BYTES = 64 * 2**20
 
@@ -50,6 +51,8 @@ class ModelSource:
         quantization: what the config says of how its tensors are stored; None if as they are.
         rope_scaling: None leaves positions as the config has them.
         is_untied: whether what is written has a weight each for the embedding and the output projection.
+        answer_ends: tokens with which the model has learned to end an answer, which are to end generation where it is
+            written.
     """
 
     path: Path
@@ -57,6 +60,30 @@ class ModelSource:
     quantization: Any = None
     rope_scaling: RopeScaling | None = None
     is_untied: bool = False
+    answer_ends: tuple[int, ...] = ()
+
+    @cached_property
+    def generation_ends(self) -> list[int]:
+        """Tokens that end generation, by the directory's generation_config.json or, without one, its config.
+
+        Raises:
+            ExpertMeshError: the file is damaged.
+        """
+        file = self.path / GENERATION_CONFIG
+        if file.exists():
+            return read_ends(file)
+        return _token_list(getattr(self.config.get_text_config(), "eos_token_id", None), file)
+
+    @property
+    def generation_config(self) -> dict[str, Any] | None:
+        """What generation_config.json is to say where the model is written, if that is something else than in the
+        directory: that `answer_ends` end generation, too."""
+        added = [end for end in self.answer_ends if end not in self.generation_ends]
+        if not added:
+            return None
+        file = self.path / GENERATION_CONFIG
+        found = read_json(file) if file.exists() else {}
+        return {**found, "eos_token_id": [*self.generation_ends, *added]}
 
     @cached_property
     def config(self) -> Any:
@@ -205,6 +232,10 @@ class Checkpoint:
             )
         return replace(self, carried=[], drops_untrained=True)
 
+    def ending_in(self, tokens: Iterable[int]) -> Checkpoint:
+        """The same, but that in what is written these tokens, with which answers end, end generation, too."""
+        return replace(self, source=replace(self.source, answer_ends=tuple(tokens)))
+
     def stretched(self, scaling: RopeScaling, names: Names) -> Checkpoint:
         """The same with RoPE scaling. Frequencies that the files have are not carried over: they follow
         from the config, and would no longer be right."""
@@ -317,6 +348,22 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ExpertMeshError(f"{file}: contains a {type(content).__name__}, not an object")
     return content
+
+
+def read_ends(file: Path) -> list[int]:
+    """The tokens that end generation, of a generation_config.json.
+
+    Raises:
+        ExpertMeshError: the file is damaged.
+    """
+    return _token_list(read_json(file).get("eos_token_id"), file)
+
+
+def _token_list(said: Any, file: Path) -> list[int]:
+    tokens = said if isinstance(said, list) else [] if said is None else [said]
+    if not all(isinstance(token, int) for token in tokens):
+        raise ExpertMeshError(f"{file}: eos_token_id is {said!r:.80}, neither a token's id nor a list of them")
+    return tokens
 
 
 def check_fields(table: Any, wanted: dict[str, type], file: Path) -> None:

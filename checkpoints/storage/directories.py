@@ -12,7 +12,7 @@ from typing import Any
 
 from expertmesh.checkpoints.hf.claims import without_untrained
 from expertmesh.checkpoints.hf.encodings import with_quantization, without_quantization
-from expertmesh.checkpoints.hf.source import ModelSource, read_json
+from expertmesh.checkpoints.hf.source import GENERATION_CONFIG, ModelSource, read_json
 from expertmesh.checkpoints.storage.paths import check_regular, named_file
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.whole import PARTIAL
@@ -88,7 +88,7 @@ def copy_side_files(
 ) -> None:
     """Copy what goes along with the weights as it is; with `tokenizer`, this is saved in place of the source's own. A
     config that says that tensors are quantized no longer does; with RoPE scaling, it says which;
-    where embedding and output projection are no longer tied, it says so.
+    where embedding and output projection are no longer tied, it says so. Tokens that end answers end generation.
 
     Args:
         drop_untrained: whether the config is no longer to claim what is not trained (see `checkpoints.hf.claims`).
@@ -116,8 +116,16 @@ def copy_side_files(
             shutil.copyfile(source.path / name, out / name)
     if config != found:
         (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_generation_config(source, out)
     if tokenizer is not None:
         save_tokenizer(tokenizer, out)
+
+
+def write_generation_config(source: ModelSource, directory: Path) -> None:
+    """Write generation_config.json, if it is to say something else than the source's own."""
+    if source.generation_config is not None:
+        said = json.dumps(source.generation_config, indent=2)
+        (directory / GENERATION_CONFIG).write_text(said + "\n", encoding="utf-8")
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:

@@ -317,8 +317,9 @@ def test_null_in_json_of_a_table_is_null(tmp_path: Path, tokenizer: Any, kind: s
     ]
     message = {"role": datasets.Value("string"), "content": datasets.Value("string")}
     call = {"function": {"name": datasets.Value("string"), "arguments": datasets.Json()}}
-    features = datasets.Features({"messages": datasets.List({**message, "tool_calls": datasets.List(call)})})
-    table, path = datasets.Dataset.from_list(rows, features=features), tmp_path / "train.parquet"
+    columns: Any = {"messages": datasets.List({**message, "tool_calls": datasets.List(call)})}
+    table = datasets.Dataset.from_list(rows, features=datasets.Features(columns))
+    path = tmp_path / "train.parquet"
     if kind == "parquet":
         table.to_parquet(path)
     else:
@@ -852,6 +853,29 @@ def test_answers_that_never_end_are_counted(
     told = [line for line in _data(inputs, order, TrainConfig(model="m", dataset=["d"])) if "warning" in line]
     assert len(told) == bool(endless)
     assert all("no special token ends what is trained on" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "expected"),
+    [
+        ({"prompt": "a", "response": "b"}, {}, ["</s>"]),
+        ({"prompt": "a", "response": "b" * 50}, {"max_seq_length": 20}, []),
+        ({"prompt": "a", "completion": "b"}, {}, ["</s>"]),
+        ({"prompt": "a", "response": "b"}, {"prompt_template": "{prompt}:"}, ["</s>"]),
+        (
+            {"messages": [{"role": "assistant", "content": "b"}, {"role": "user", "content": "a", "train": True}]},
+            {},
+            ["</s>"],
+        ),
+        ({"prompt": "a", "response": "b"}, {"train_on": "all"}, ["</s>"]),
+    ],
+)
+def test_what_answers_end_with(
+    tmp_path: Path, tokenizer: Any, row: Any, settings: dict[str, Any], expected: list[str]
+) -> None:
+    """Tokens that end answers are told, as far as they are trained on; those that end other turns are not."""
+    samples = load(tokenizer, write(tmp_path / "data.jsonl", [row, {**row}]), options=replace(OPTIONS, **settings))
+    assert tokenizer.convert_ids_to_tokens(samples.ends) == expected
 
 
 def test_truncation(tmp_path: Path, tokenizer: Any) -> None:

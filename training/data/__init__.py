@@ -7,7 +7,7 @@ from expertmesh.moe.base.lazy import import_on_demand
 if TYPE_CHECKING:
     from expertmesh.training.data.batch import IGNORED, Batch, Padding, PinnedBatch, SplitSequences, batch_of, collate
     from expertmesh.training.data.cache import cache_directory, cached_bytes
-    from expertmesh.training.data.chat import TrainOn, set_chat_template
+    from expertmesh.training.data.chat import TrainOn, answer_ends, set_chat_template
     from expertmesh.training.data.data_files import SampleBy, parse_datasets
     from expertmesh.training.data.data_order import DataOrder, share_out
     from expertmesh.training.data.digest import explain_samples, samples_facts
@@ -44,6 +44,7 @@ __all__ = [
     "Samples",
     "SplitSequences",
     "TrainOn",
+    "answer_ends",
     "batch_of",
     "cache_directory",
     "cached_bytes",

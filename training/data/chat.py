@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,6 +97,17 @@ def _ends(written: Written, spans: Iterable[tuple[int, int]]) -> frozenset[str]:
     return frozenset(token for span in spans if (token := written.closing_token(span)))
 
 
+def answer_ends(tokenizer: Any) -> set[int]:
+    """Tokens with which a tokenizer ends answers: EOS, and what its chat template writes behind them."""
+    ends = {tokenizer.eos_token_id} - {None}
+    if tokenizer.chat_template is not None:
+        # a template that refuses small talk ends no answer that could be found out
+        with suppress(ValueError):
+            found = render(tokenizer, Conversation(_SMALL_TALK, [None, None]), "assistant").ends
+            ends |= set(tokenizer.convert_tokens_to_ids(sorted(found)))
+    return ends
+
+
 def _check_reasoning(written: Written, wanted: list[bool]) -> None:
     """Refuse a template that drops the reasoning of the last answer if that is trained on: the model would learn to
     answer without reasoning. To drop that of earlier turns is right."""
@@ -129,9 +141,11 @@ def beginning(tokenizer: Any, text: str, max_length: int) -> str:
     return text[:length]
 
 
-def tokenize(tokenizer: Any, rendered: Sequence[Rendered], max_length: int) -> list[tuple[list[int], list[bool]]]:
-    """Tokens of each text (of its `beginning`), and whether each is trained on. Nothing is added: templates write the
-    special tokens.
+def tokenize(
+    tokenizer: Any, rendered: Sequence[Rendered], max_length: int
+) -> list[tuple[list[int], list[bool], set[int]]]:
+    """Tokens of each text (of its `beginning`), whether each is trained on, and those that end answers. Nothing is
+    added: templates write the special tokens.
 
     A token belongs where its last character does, so one that begins in a question's closing bracket and ends in the
     answer is part of the answer.
@@ -141,7 +155,7 @@ def tokenize(tokenizer: Any, rendered: Sequence[Rendered], max_length: int) -> l
     texts = [beginning(tokenizer, r.text, max_length) for r in rendered]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
     return [
-        (tokens, _inside(offsets, r.trained))
+        (tokens, _inside(offsets, r.trained), set(tokenizer.convert_tokens_to_ids(sorted(r.ends))))
         for tokens, offsets, r in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
     ]
 

@@ -21,14 +21,14 @@ from expertmesh.training.data.formats import Columns, Conversation, Format, Plai
 from expertmesh.training.data.progress import TokenizingProgress, count
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 6
+_VERSION = 7
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
 _BATCH_BYTES = 64 * 2**20
 
-Tokens = tuple[list[int], list[bool]]
-"""Tokens, and whether each is trained on."""
+Tokens = tuple[list[int], list[bool], set[int]]
+"""Tokens, whether each is trained on, and those that end the answers among them."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Origin:
     """What became of one data set: its records, those with nothing to learn (left out), those cut, those then used.
 
     is_plain: whether no chat template was used. endless: samples that are not cut in which no special token is trained
-    on, so that nothing in them teaches the model to end.
+    on, so that nothing in them teaches the model to end. ends: tokens that are trained on as the end of an answer.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Origin:
     cut: int
     endless: int
     used: int
+    ends: tuple[int, ...] = ()
 
 
 class Samples(Sequence[Sample]):
@@ -106,6 +107,11 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, index: Any) -> Any:
         row = self.dataset[int(index)]
         return Sample(row["tokens"], row["is_trained"])
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens with which answers end in them."""
+        return sorted({token for origin in self.origins for token in origin.ends})
 
     def select(self, indices: Sequence[int], origins: list[Origin] | None = None) -> "Samples":
         """Those at `indices`, in that order."""
@@ -186,7 +192,8 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
     from datasets import Dataset, Features, Value
     from datasets.features import List
 
-    lists: Any = {name: List(Value(kind)) for name, kind in (("tokens", "int32"), ("is_trained", "bool"))}
+    kinds = {"tokens": "int32", "is_trained": "bool", "ends": "int32"}
+    lists: Any = {name: List(Value(kind)) for name, kind in kinds.items()}
     numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
     flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless")}
 
@@ -219,6 +226,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
         raise ExpertMeshError(
             f"{flag} {source.name}: no record has a trained token within --max-seq-length {options.max_seq_length}"
         )
+    ends = {end for chunk in tokens.data.column("ends").chunks for end in chunk.flatten().unique().to_pylist()}
     origin = Origin(
         source.name,
         rows[0]["format"],
@@ -228,6 +236,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
         cut=int(is_cut.sum()),
         endless=int((_column(tokens, "is_endless")[learnable]).sum()),
         used=len(learnable),
+        ends=tuple(sorted(ends)),
     )
     return Samples(tokens if len(learnable) == len(tokens) else tokens.select(learnable), [origin])
 
@@ -343,7 +352,7 @@ def _plain_tokens(tokenizer: Any, said: PlainText, options: DataOptions) -> Toke
     trains_all = options.train_on == "all" or said.prompt is None
     # a token belongs where its last character does, and those behind the text to its end
     inside = [trains_all or end > len(prompt) for end in ends]
-    return tokens, inside + [True] * (len(tokens) - len(inside))
+    return tokens, inside + [True] * (len(tokens) - len(inside)), _eos(tokenizer)
 
 
 def _in_prompt_template(tokenizer: Any, is_plain: bool, said: dict[str, Any], options: DataOptions) -> Tokens:
@@ -357,7 +366,8 @@ def _in_prompt_template(tokenizer: Any, is_plain: bool, said: dict[str, Any], op
     prompt = prompt_tokens(tokenizer, options.prompt_template, question)
     response = _with_end(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
     on_prompt = is_trained[0] if is_trained[0] is not None else options.train_on == "all"
-    return prompt + response, [on_prompt] * len(prompt) + [is_trained[1] is not False] * len(response)
+    inside = [on_prompt] * len(prompt) + [is_trained[1] is not False] * len(response)
+    return prompt + response, inside, _eos(tokenizer)
 
 
 def prompt_tokens(tokenizer: Any, template: str, prompt: str) -> list[int]:
@@ -378,15 +388,19 @@ def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     return tokens[first:last], ends[first:last]
 
 
+def _eos(tokenizer: Any) -> set[int]:
+    return set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+
+
 def _with_end(tokenizer: Any, tokens: list[int]) -> list[int]:
     end = tokenizer.eos_token_id
     return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
 
 
 def _table(results: list[Tokens], max_length: int, ends: set[int]) -> dict[str, list[Any]]:
-    names = ("tokens", "is_trained", "length", "num_targets", "is_cut", "is_endless")
+    names = ("tokens", "is_trained", "ends", "length", "num_targets", "is_cut", "is_endless")
     table: dict[str, list[Any]] = {name: [] for name in names}
-    for tokens, is_trained in results:
+    for tokens, is_trained, own_ends in results:
         kept, trained = tokens[:max_length], is_trained[:max_length]
         is_cut = len(kept) < len(tokens)
         table["tokens"].append(kept)
@@ -395,6 +409,7 @@ def _table(results: list[Tokens], max_length: int, ends: set[int]) -> dict[str, 
         # nothing comes before the first token, so nothing can predict it
         table["num_targets"].append(sum(trained[1:]))
         table["is_cut"].append(is_cut)
-        taught = (token for token, inside in zip(kept[:0:-1], trained[:0:-1], strict=True) if inside)
-        table["is_endless"].append(not is_cut and not any(token in ends for token in taught))
+        taught = {token for token, inside in zip(kept[1:], trained[1:], strict=True) if inside}
+        table["is_endless"].append(not is_cut and not taught & ends)
+        table["ends"].append(sorted(taught & own_ends))
     return table

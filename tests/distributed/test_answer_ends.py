@@ -1,0 +1,131 @@
+"""What ends the answers that a model is trained on ends generation wherever it is written, whoever writes it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, GenerationConfig, TrainingArguments, default_data_collator
+
+import expertmesh
+from expertmesh.checkpoints.__main__ import main as checkpoints
+from tests.distributed.pool import RankPool
+from tests.distributed.test_train_ep import run_main
+from tests.tiny import save_model, save_tokenizer
+
+TEMPLATE = """\
+{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+EOS, END, OTHER = "</s>", "<|im_end|>", "<|im_start|>"
+
+
+@pytest.fixture(params=[True, False], ids=["generation config", "config alone"])
+def base(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict[str, int]]:
+    """A base model, whose chat template ends turns with another token than its EOS; and the ids of its tokens."""
+    path = tmp_path / "base"
+    save_tokenizer(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in (END, OTHER)])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    ids = {token: tokenizer.get_vocab()[token] for token in (EOS, END, OTHER)}
+    save_model(path, eos_token_id=ids[EOS])
+    file = path / "generation_config.json"
+    if request.param:
+        file.write_text(json.dumps({"eos_token_id": ids[EOS], "temperature": 0.6, "do_sample": True}))
+    else:
+        file.unlink()
+    row = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
+    (tmp_path / "data.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    return path, ids
+
+
+def ends(directory: Path) -> Any:
+    return GenerationConfig.from_pretrained(directory).eos_token_id
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_of_a_run(ranks: RankPool, base: tuple[Path, dict[str, int]], tmp_path: Path, adapter: str) -> None:
+    (model, ids), out = base, tmp_path / "out"
+    argv = [
+        "--model",
+        model,
+        "--dataset",
+        tmp_path / "data.jsonl",
+        "--output-dir",
+        out,
+        "--use-cpu",
+        "--max-steps",
+        "1",
+    ]
+    argv += ["--save-steps", "1", "--adapter", adapter, *(["--merge"] if adapter == "lora" else [])]
+    for code, errors in ranks.run(run_main, 2, list(map(str, argv)), join_group=False):
+        assert code == 0, errors
+    assert ends(out / "hf") == [ids[EOS], ids[END]]
+    if adapter == "none":
+        (saved,) = (out / "checkpoints").glob("step-*")
+        assert checkpoints(["convert", str(saved), str(tmp_path / "shards"), "--ep-size", "2"]) == 0
+        assert checkpoints(["export", str(tmp_path / "shards"), str(tmp_path / "again")]) == 0
+        assert ends(tmp_path / "again") == [ids[EOS], ids[END]]
+    if (model / "generation_config.json").exists():
+        assert GenerationConfig.from_pretrained(out / "hf").temperature == 0.6
+    if adapter == "lora":
+        assert checkpoints(["merge", str(model), str(out / "adapter"), str(tmp_path / "merged")]) == 0
+        assert ends(tmp_path / "merged") == [ids[EOS], ids[END]]
+
+
+def test_of_plain_text(ranks: RankPool, base: tuple[Path, dict[str, int]], tmp_path: Path) -> None:
+    """It ends with EOS, which ends generation already: the file is the model's own, or none."""
+    (model, _), out = base, tmp_path / "out"
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "Q", "completion": "A"}) + "\n")
+    argv = [
+        "--model",
+        model,
+        "--dataset",
+        tmp_path / "data.jsonl",
+        "--output-dir",
+        out,
+        "--use-cpu",
+        "--max-steps",
+        "1",
+    ]
+    for code, errors in ranks.run(run_main, 1, list(map(str, argv)), join_group=False):
+        assert code == 0, errors
+    written, own = (path / "generation_config.json" for path in (out / "hf", model))
+    assert written.exists() == own.exists()
+    assert not own.exists() or written.read_bytes() == own.read_bytes()
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_from_python(base: tuple[Path, dict[str, int]], tmp_path: Path, adapter: Any) -> None:
+    """Of a loop of one's own, by the tokenizer of the model; of Trainer, by its own, which may have another EOS."""
+    model, ids = base
+    try:
+        engine = expertmesh.load(str(model), use_cpu=True, adapter=adapter)
+        said = engine.export(tmp_path / "one")
+        assert any(f"answers end with {END} ({ids[END]}), and generation with {EOS} ({ids[EOS]})" in s for s in said)
+        assert ends(tmp_path / "one") == [ids[EOS], ids[END]]
+        assert engine.end_tokens(engine.tokenizer) == sorted([ids[EOS], ids[END]])
+        saved = engine.save(tmp_path / "saved")
+        assert ends(saved / "model") == [ids[EOS], ids[END]]
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.eos_token = OTHER
+        row = {"input_ids": torch.arange(9), "labels": torch.arange(9)}
+        arguments = TrainingArguments(
+            str(tmp_path / "two"), max_steps=1, use_cpu=True, report_to=[], remove_unused_columns=False
+        )
+        trainer = expertmesh.Trainer(
+            engine, arguments, default_data_collator, train_dataset=[row] * 8, processing_class=tokenizer
+        )
+        with pytest.warns(UserWarning, match="answers end with"):
+            trainer.train()
+        trainer.save_model()
+        assert ends(tmp_path / "two") == [ids[EOS], *sorted([ids[END], ids[OTHER]])]
+        (saved,) = (tmp_path / "two" / "checkpoint-1" / "expertmesh").glob("step-*")
+        assert ends(saved / "model") == ends(tmp_path / "two")
+    finally:
+        dist.destroy_process_group()
