@@ -1,4 +1,4 @@
-"""Plan a run and check a cluster, `python -m sharding ...`: handed over to `training.foresight`."""
+"""Plan a run and check a cluster, `python -m expertmesh.sharding ...`: handed over to `training.foresight`."""
 
 from expertmesh.moe.base.command import run_command
 from expertmesh.training.foresight.cluster_commands import main

@@ -85,5 +85,5 @@ def test_as_a_process() -> None:
 
 def test_as_a_process_without_streams() -> None:
     """As under `>&- 2>&-`: what nobody can read is no error."""
-    command = f"exec {sys.executable} -m sharding mesh --world-size 16 --ep-size 8 >&- 2>&-"
+    command = f"exec {sys.executable} -m expertmesh.sharding mesh --world-size 16 --ep-size 8 >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=120).returncode == 0

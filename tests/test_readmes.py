@@ -3,9 +3,12 @@
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,7 @@ MODULES = sorted(
 )
 
 
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 TAKES_TRAINING_FLAGS = (
     "train_ep.py",
     "torchrun.sh",
@@ -187,8 +191,23 @@ def test_commands_exist(readme: Path) -> None:
             assert target in targets, f"make {target}: the Makefile has no such target"
         for module in re.findall(r"-m (?:expertmesh\.)?((?:moe|sharding|checkpoints|training|benchmarks)[\w.]*)", span):
             assert module in MODULES, f"{module}: cannot be run"
+        for script in re.findall(r"\bexpertmesh-\w+", span):
+            assert script in SCRIPTS, f"{script}: is not installed"
         for module in re.findall(r"^(benchmarks\.\w+)", span):
             assert module in MODULES, f"{module}: cannot be run"
+
+
+def test_commands_are_those_of_an_installed_package() -> None:
+    """In READMEs, recipes, help and messages alike: `-m sharding` is found in a checkout alone."""
+    package = "|".join(folder.name for folder in FOLDERS if (folder / "__init__.py").exists())
+    for file in [*READMES, *(file for file in sources() if file.parts[len(ROOT.parts)] != "tests")]:
+        text = file.read_text(encoding="utf-8")
+        for module in re.findall(rf"-m\s+[\"'`]*((?:expertmesh|{package})\b[\w.]*)", text):
+            assert module.startswith(("expertmesh.", "benchmarks.", "tests.")), f"{name_of(file)}: -m {module}"
+            assert find_spec(module.rstrip(".")) is not None, f"{name_of(file)}: -m {module}"
+    for target in SCRIPTS.values():
+        module, _, function = target.partition(":")
+        assert callable(getattr(import_module(module), function))
 
 
 def test_the_root_readme_is_for_the_first_day() -> None:

@@ -25,9 +25,9 @@ INTRODUCTION = """\
 # Models
 
 Written by `python -m tests.families.models_page`; a test compares it with what the code says. One row per causal MoE
-family, those that also take images or sound included, of transformers {version}. `python -m moe families --table
-[NAME ...]` makes the same table for the transformers that is installed, from its default configs, or for a directory, a
-config.json or a hub id.
+family, those that also take images or sound included, of transformers {version}.
+`python -m expertmesh.moe families --table [NAME ...]` makes the same table for the transformers that is installed,
+from its default configs, or for a directory, a config.json or a hub id.
 
 - **full**: all weights are trained. **LoRA**: adapters on attention and every expert (`--adapter lora`).
   **quantized base**: LoRA beside frozen weights in fp8 or nf4 (`--base-dtype`). **packing**: several samples in a

@@ -63,7 +63,7 @@ def test_help_is_plain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert not re.search(r"default:\s*(None|False|True|\[\]|\))", text)
     assert "--export, --no-export  " in text
     assert "  --packing  " in text
-    assert "train_ep.py --model mistralai/" in text
+    assert "--model mistralai/" in text
 
 
 def test_yaml_gives_defaults_and_flags_win(tmp_path: Path) -> None:

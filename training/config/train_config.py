@@ -255,8 +255,8 @@ _MOST_YAML_BYTES = 2**20
 
 _EXAMPLE = """\
 example:
-  torchrun --nproc-per-node 8 train_ep.py --model mistralai/Mixtral-8x7B-v0.1 \\
-      --dataset data.jsonl --ep-size 8 --bf16 --output-dir out
+  torchrun --nproc-per-node 8 -m expertmesh.train_ep --dataset data.jsonl \\
+      --model mistralai/Mixtral-8x7B-v0.1 --ep-size 8 --bf16 --output-dir out
 
 Underscores may stand for dashes. A switch also takes true or false."""
 
@@ -291,7 +291,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
 def _parser() -> FlagParser:
     parser = FlagParser(
         TrainConfig,
-        prog="train_ep.py",
+        prog="python -m expertmesh.train_ep",
         usage="%(prog)s --model DIR --dataset FILE... [options]",
         description="Fine-tune a Hugging Face Mixture-of-Experts model with expert parallelism.",
         epilog=_EXAMPLE,

@@ -1,9 +1,9 @@
 """Plan a run and check a cluster: `python -m expertmesh.sharding ...`.
 
-python -m sharding plan --model DIR --gpus 16 --seq-length 4096       what fits, what it costs, how to start it
-python -m sharding rehearse --model DIR --gpus 16 --ep-size 8 ...     the real step of one rank, without a GPU
-python -m sharding mesh --world-size 16 --ep-size 8                   which ranks form which group
-torchrun --nproc-per-node 8 -m sharding mesh --ep-size 8 --check      whether the groups work, and how fast
+plan --model DIR --gpus 16 --seq-length 4096       what fits, what it costs, how to start it
+rehearse --model DIR --gpus 16 --ep-size 8 ...     the real step of one rank, without a GPU
+mesh --world-size 16 --ep-size 8                   which ranks form which group
+mesh --ep-size 8 --check                           under torchrun: whether the groups work, and how fast
 """
 
 import argparse
