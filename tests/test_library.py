@@ -12,6 +12,7 @@ import types
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -234,3 +235,18 @@ def test_trainers_that_cannot_be_heeded(engine: Any) -> None:
     ):
         with pytest.raises(expertmesh.ExpertMeshError, match=said):
             make()
+
+
+def test_a_prompt_does_not_end_before_its_answer(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tokenizers put EOS behind every text; a model that reads it has nothing to go on with."""
+    from tokenizers.processors import TemplateProcessing
+
+    generate = Mock(return_value=[])
+    monkeypatch.setattr("expertmesh.training.engine.generate", generate)
+    tokenizer = engine.tokenizer
+    ends = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    for template in ("<s> $A </s>", "<s> $A", "$A"):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=ends)
+        engine.generate(["say hello"])
+        expected = tokenizer.encode("say hello", add_special_tokens=False)
+        assert generate.call_args.args[1] == [[tokenizer.bos_token_id] * ("<s>" in template) + expected]

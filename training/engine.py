@@ -78,7 +78,7 @@ from expertmesh.training.change.dense_precision import multiply_in_fp8
 from expertmesh.training.change.freezing import freeze
 from expertmesh.training.change.lora_targets import adapt, lora_of, unquantized_lines
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch, answer_ends, batch_of, collate
+from expertmesh.training.data import Batch, answer_ends, batch_of, collate, prompt_tokens
 from expertmesh.training.elastic import fit_to_ranks
 from expertmesh.training.evaluate import Evaluation, mean_loss
 from expertmesh.training.fused.fuse import fuse_layers
@@ -548,7 +548,7 @@ class Engine:
         Raises:
             ExpertMeshError: there is no tokenizer, or a prompt has no token.
         """
-        tokens = [self.tokenizer(prompt)["input_ids"] for prompt in prompts]
+        tokens = [prompt_tokens(self.tokenizer, "{prompt}", prompt) for prompt in prompts]
         found = generate(self.model, tokens, max_new_tokens, self.end_tokens(self.tokenizer), self.ranks)
         return [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in found]
 

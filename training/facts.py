@@ -11,7 +11,7 @@ from expertmesh.sharding.pipeline.timeline import bubble
 from expertmesh.training.attention.context_parallel_attention import complete_sequences_line
 from expertmesh.training.attention.packed_attention import OWN, inner_attention
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import DataOrder, Origin, cache_directory, cached_bytes, describe
+from expertmesh.training.data import DataOrder, Origin, cache_directory, cached_bytes, describe, warnings_of
 from expertmesh.training.engine import Engine
 from expertmesh.training.foresight.rank_memory import Forecast, NoForecast
 from expertmesh.training.inputs import Inputs
@@ -143,6 +143,11 @@ def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:
     if inputs.evaluation is not None:
         lines.append(f"evaluation on {len(inputs.evaluation):,} samples")
     lines.append(f"tokenized samples are kept in {cache_directory()}: {cached_bytes() / 1e6:,.1f} MB with other runs'")
+    origins = list(samples.origins)
+    if inputs.evaluation is not None:
+        origins += [origin for origin in inputs.evaluation.samples.origins if origin not in origins]
+    for origin in origins:
+        lines += warnings_of(origin, config.max_seq_length)
     return lines + [_endless(origin, inputs.tokenizer) for origin in samples.origins if origin.endless]
 
 

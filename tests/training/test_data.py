@@ -565,11 +565,59 @@ def test_plain_text(tmp_path: Path, tokenizer: Any, sample_by: Any, expected: li
     assert all(all(sample.is_trained) for sample in samples)
 
 
-def test_text_beside_tables_is_about_them(tmp_path: Path, tokenizer: Any) -> None:
+def told_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None) -> list[str]:
+    """The warnings among what a run says of its data."""
+    held = None if evaluation is None else make_rows(evaluation, False, 512, 0)
+    inputs = Inputs(tokenizer, None, "", make_rows(samples, False, 512, 0), held)
+    order = DataOrder(len(samples), 1, 1, 1, 0)
+    config = TrainConfig(model="m", dataset=["d"], max_seq_length=512)
+    return [line for line in _data(inputs, order, config) if "warning" in line]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "train.jsonl"])
+def test_text_beside_tables_is_about_them(tmp_path: Path, tokenizer: Any, name: str) -> None:
     (tmp_path / "LICENCE.txt").write_text("all rights")
-    assert len(load(tokenizer, tmp_path)) == 1
-    write(tmp_path / "data.jsonl", [{"prompt": "hi", "response": "yo"}] * 2)
-    assert len(load(tokenizer, tmp_path)) == 2
+    samples = load(tokenizer, tmp_path)
+    assert (len(samples), told_of(samples, tokenizer)) == (1, [])
+    write(tmp_path / name, [{"prompt": "hi", "response": "yo"}] * 2)
+    samples = load(tokenizer, tmp_path)
+    assert len(samples) == 2
+    (line,) = told_of(samples, tokenizer)
+    assert line.endswith(f"1 text file beside the tables is not read (a file is, where it is named); the first: "
+                         f"{tmp_path / 'LICENCE.txt'}")  # fmt: skip
+
+
+ONE_TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "x" * 600, "response": "b"}, "left out, as nothing of their answers is within --max-seq-length"),
+        ({"messages": ONE_TURN[:1]}, "left out, as nothing in them is trained on"),
+        ({"prompt": "a", "response": " "}, "have an empty answer"),
+        ({"prompt": "a", "completion": ""}, "have an empty answer"),
+        ({"messages": [ONE_TURN[0], {"role": "assistant", "content": ""}]}, "have an empty answer"),
+        ({"messages": [ONE_TURN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]}, ""),
+        ({"messages": [ONE_TURN[0], {"role": "assistant", "content": "", "train": False}, *ONE_TURN]}, ""),
+    ],
+)
+def test_records_to_look_at_are_told(tmp_path: Path, tokenizer: Any, row: dict[str, Any], said: str) -> None:
+    """Counted, with the place of the first one; of data to evaluate on, too."""
+    kinds: list[dict[str, Any]] = [
+        {"prompt": "a", "response": "b"},
+        {"prompt": "a", "completion": "b"},
+        {"messages": ONE_TURN},
+    ]
+    kind = next(kind for kind in kinds if kind.keys() == row.keys())
+    good = load(tokenizer, write(tmp_path / "good.jsonl", [kind]))
+    samples = load(tokenizer, write(tmp_path / "data.jsonl", [kind, row, kind, row]))
+    for lines in (told_of(samples, tokenizer), told_of(good, tokenizer, samples), told_of(samples, tokenizer, samples)):
+        assert len(lines) == bool(said)
+        for line in lines:
+            assert line.startswith(f"warning: {tmp_path / 'data.jsonl'}: 2 of 4 records")
+            assert said in line
+            assert line.endswith("; the first: --dataset " + f"{tmp_path / 'data.jsonl'}: line 2")
 
 
 @pytest.mark.parametrize(
@@ -848,9 +896,7 @@ def test_answers_that_never_end_are_counted(
         tokenizer.eos_token = None
     samples = load(tokenizer, write(tmp_path / "data.jsonl", rows))
     assert [origin.endless for origin in samples.origins] == [endless]
-    inputs = Inputs(tokenizer, None, "", make_rows(samples, False, 512, 0), None)
-    order = DataOrder(len(samples), 1, 1, 1, 0)
-    told = [line for line in _data(inputs, order, TrainConfig(model="m", dataset=["d"])) if "warning" in line]
+    told = told_of(samples, tokenizer)
     assert len(told) == bool(endless)
     assert all("no special token ends what is trained on" in line for line in told)
 

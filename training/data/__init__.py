@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from expertmesh.training.data.formats import Columns
     from expertmesh.training.data.packing import Rows, make_rows, pack
     from expertmesh.training.data.prefetch import made_ahead
-    from expertmesh.training.data.preview import describe, print_preview
+    from expertmesh.training.data.preview import describe, print_preview, warnings_of
     from expertmesh.training.data.samples import (
         DataOptions,
         Origin,
@@ -62,4 +62,5 @@ __all__ = [
     "samples_facts",
     "set_chat_template",
     "share_out",
+    "warnings_of",
 ]

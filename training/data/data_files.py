@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -60,11 +60,13 @@ def _parse_entry(flag: str, entry: str) -> DatasetSpec:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Where records come from. `version` changes whenever they do, so that nothing stale comes out of a cache."""
+    """Where records come from. `version` changes whenever they do, so that nothing stale comes out of a cache. unread:
+    files beside them that could be read, and are not."""
 
     name: str
     version: str
     read: Callable[[], Iterator[PlacedRow]]
+    unread: tuple[Path, ...] = ()
 
 
 def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy = "line") -> RowSource:
@@ -87,11 +89,11 @@ def open_rows(flag: str, name: str, config: str, split: str, sample_by: SampleBy
 def _directory(flag: str, directory: Path, config: str, split: str, sample_by: SampleBy) -> RowSource:
     if (directory / "state.json").is_file() or (directory / "dataset_dict.json").is_file():
         return _saved_by_datasets(flag, directory, split)
-    name, files = split_files(flag, directory, config, split, KINDS)
-    return _files(flag, name, files, sample_by)
+    name, files, unread = split_files(flag, directory, config, split, KINDS)
+    return _files(flag, name, files, sample_by, unread)
 
 
-def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy) -> RowSource:
+def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy, unread: Sequence[Path] = ()) -> RowSource:
     for file in files:
         if file.suffix not in KINDS:
             raise ExpertMeshError(f"{flag} {file}: unknown kind of file {file.suffix!r}; known: {', '.join(KINDS)}")
@@ -108,7 +110,7 @@ def _files(flag: str, name: str, files: list[Path], sample_by: SampleBy) -> RowS
                 yield f"{flag} {file}: {place}", row
 
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return RowSource(name, repr((stats, sample_by)), read)
+    return RowSource(name, repr((stats, sample_by)), read, tuple(unread))
 
 
 def _saved_by_datasets(flag: str, directory: Path, split: str) -> RowSource:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from expertmesh.training.data.data_order import DataOrder
 from expertmesh.training.data.packing import Rows
-from expertmesh.training.data.samples import Sample
+from expertmesh.training.data.samples import Origin, Sample
 
 _TRAINED, _CONTEXT, _EDGE = "bold green", "dim", "bold magenta"
 
@@ -72,7 +72,7 @@ def _counts(rows: Rows, order: DataOrder, max_seq_length: int) -> str:
     return "\n".join(f"{name:<12} {fact}" for name, fact in facts.items())
 
 
-def describe(origin: Any) -> str:
+def describe(origin: Origin) -> str:
     """One data set in words."""
     without = ", without a chat template" if origin.is_plain and origin.format != "text" else ""
     parts = [f"{origin.format}{without}, {_count(origin.rows, 'row')}"]
@@ -81,6 +81,32 @@ def describe(origin: Any) -> str:
     if origin.used < origin.rows - origin.without_target:
         parts.append(f"{origin.used:,} used for its weight")
     return ", ".join(parts)
+
+
+def warnings_of(origin: Origin, max_seq_length: int) -> list[str]:
+    """What of a data set is perhaps not as it was meant, in lines."""
+    said = []
+    if (of := origin.too_long) is not None:
+        said.append(
+            f"{of.number:,} of {_count(origin.rows, 'record')} are left out, as nothing of their answers is within "
+            f"--max-seq-length {max_seq_length}; the first: {of.first}"
+        )
+    if (of := origin.untrained) is not None:
+        said.append(
+            f"{of.number:,} of {_count(origin.rows, 'record')} are left out, as nothing in them is trained on; "
+            f"the first: {of.first}"
+        )
+    if (of := origin.empty) is not None:
+        said.append(
+            f"{of.number:,} of {_count(origin.rows, 'record')} have an empty answer, of which the model learns to say "
+            f"nothing; the first: {of.first}"
+        )
+    if (of := origin.unread) is not None:
+        said.append(
+            f"{_count(of.number, 'text file')} beside the tables "
+            f"{'is' if of.number == 1 else 'are'} not read (a file is, where it is named); the first: {of.first}"
+        )
+    return [f"warning: {origin.name}: {line}" for line in said]
 
 
 def positions_in_batches(rows: Rows, order: DataOrder) -> int:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training.data.cache import cache_error, filling_cache
-from expertmesh.training.data.chat import TrainOn, beginning, render, tokenize
+from expertmesh.training.data.chat import TrainOn, beginning, render, tokenize, trained_messages
 from expertmesh.training.data.data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
 from expertmesh.training.data.formats import Columns, Conversation, Format, PlainText, RowError, find_format, read_row
 from expertmesh.training.data.progress import TokenizingProgress, count
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 7
+_VERSION = 8
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
@@ -66,9 +66,19 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """Records, or files, of which a run tells: how many, and where the first one is."""
+
+    number: int
+    first: str
+
+
+@dataclass(frozen=True)
 class Origin:
     """What became of one data set: its records, those with nothing to learn (left out), those cut, those then used.
 
+    too_long, untrained: those left out: of a prompt that leaves no room for an answer, and without an answer to train
+    on. empty: those with an answer that says nothing, which are trained on. unread: files beside those that were read.
     is_plain: whether no chat template was used. endless: samples that are not cut in which no special token is trained
     on, so that nothing in them teaches the model to end. ends: tokens that are trained on as the end of an answer.
     """
@@ -82,6 +92,10 @@ class Origin:
     endless: int
     used: int
     ends: tuple[int, ...] = ()
+    too_long: Noted | None = None
+    untrained: Noted | None = None
+    empty: Noted | None = None
+    unread: Noted | None = None
 
 
 class Samples(Sequence[Sample]):
@@ -195,7 +209,7 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
     kinds = {"tokens": "int32", "is_trained": "bool", "ends": "int32"}
     lists: Any = {name: List(Value(kind)) for name, kind in kinds.items()}
     numbers: Any = {name: Value("int32") for name in ("length", "num_targets")}
-    flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless")}
+    flags: Any = {name: Value("bool") for name in ("is_cut", "is_endless", "is_empty")}
 
     settings = {**asdict(options), "num_workers": None, "hub_config": None, "split": None}
     backend = tokenizer.backend_tokenizer.to_str()
@@ -220,12 +234,17 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
             )
     except Exception as error:
         raise _own_error(error) from None
-    targets, is_cut = _column(tokens, "num_targets"), _column(tokens, "is_cut")
+    targets, is_cut, is_empty = (_column(tokens, name) for name in ("num_targets", "is_cut", "is_empty"))
     learnable = targets.nonzero().flatten().tolist()
     if not learnable:
         raise ExpertMeshError(
             f"{flag} {source.name}: no record has a trained token within --max-seq-length {options.max_seq_length}"
         )
+
+    def noted(which: Tensor) -> Noted | None:
+        found = which.nonzero().flatten().tolist()
+        return Noted(len(found), rows[found[0]]["place"]) if found else None
+
     ends = {end for chunk in tokens.data.column("ends").chunks for end in chunk.flatten().unique().to_pylist()}
     origin = Origin(
         source.name,
@@ -237,6 +256,10 @@ def _tokenised(source: RowSource, flag: str, tokenizer: Any, options: DataOption
         endless=int((_column(tokens, "is_endless")[learnable]).sum()),
         used=len(learnable),
         ends=tuple(sorted(ends)),
+        too_long=noted((targets == 0) & (is_cut == 1)),
+        untrained=noted((targets == 0) & (is_cut == 0)),
+        empty=noted((targets > 0) & (is_empty == 1)),
+        unread=Noted(len(source.unread), str(source.unread[0])) if source.unread else None,
     )
     return Samples(tokens if len(learnable) == len(tokens) else tokens.select(learnable), [origin])
 
@@ -314,9 +337,10 @@ def _tokenize_batch(
 
     def tokenize_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         results: list[Tokens | None] = []
-        rendered = []
+        rendered, is_empty = [], []
         for place, is_plain, content in zip(batch["place"], batch["is_plain"], batch["content"], strict=True):
             said = json.loads(content)
+            is_empty.append(_says_nothing(is_plain, said, options))
             try:
                 if options.prompt_template and not (is_plain and said["prompt"] is None):
                     results.append(_in_prompt_template(tokenizer, is_plain, said, options))
@@ -329,9 +353,22 @@ def _tokenize_batch(
                 raise ExpertMeshError(f"{place}: {error}") from error
         templated = iter(tokenize(tokenizer, rendered, options.max_seq_length))
         count(counter, len(results))
-        return _table([result or next(templated) for result in results], options.max_seq_length, ends)
+        table = _table([result or next(templated) for result in results], options.max_seq_length, ends)
+        return {**table, "is_empty": is_empty}
 
     return tokenize_batch
+
+
+def _says_nothing(is_plain: bool, said: dict[str, Any], options: DataOptions) -> bool:
+    """Whether an answer that is trained on is blank."""
+    if is_plain:
+        return not said["text"].strip()
+    conversation = Conversation(**said)
+    trained = zip(conversation.messages, trained_messages(conversation, options.train_on), strict=True)
+    return any(
+        is_trained and message["role"] == "assistant" and not (message["content"].strip() or message.get("tool_calls"))
+        for message, is_trained in trained
+    )
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
