@@ -8,7 +8,7 @@ gradients, clipping, update and files.
 import inspect
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from expertmesh.checkpoints import write_errors
@@ -131,16 +133,19 @@ class TrainerMixin(_Base):
         self._step_losses, self._losses = self._no_losses(), self._no_losses()
         self._steps = 0
         self._hooked: torch.optim.Optimizer | None = None
+        # of the sequences evaluated with metrics: the sum of their targets' losses, and how many these are
+        self._evaluated = torch.zeros(2, dtype=torch.float64, device=model.ranks.device)
         self._guard = NonFiniteGuard(model.config, model.model, self._tell)
         self._is_skipped = False
 
     def _no_losses(self) -> Tensor:
         return torch.zeros(3, dtype=torch.float64, device=self.engine.ranks.device)
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, *lines: str) -> None:
         """Warn, once for all ranks."""
         if self.engine.ranks.rank == 0:
-            warnings.warn(what, stacklevel=2)
+            for line in lines:
+                warnings.warn(line, stacklevel=3)
 
     # ---- what is asked for ----
 
@@ -390,22 +395,38 @@ class TrainerMixin(_Base):
             # else accelerate would move the model, and have it computed with in another dtype
             if not self.accelerator._models:
                 self.accelerator._models.append(self.model)
+            self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.engine.ranks.device)
             with inference(self.model):
-                return super().evaluation_loop(
+                output = super().evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
+            loss_sum, targets = self._evaluated.tolist()
+            if output.metrics is not None and f"{metric_key_prefix}_loss" in output.metrics:
+                # theirs is the mean of batches' means, which depends on how many ranks there are
+                output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / max(targets, 1)
+            return output
         sampler: Any = getattr(dataloader, "batch_sampler", None)
         if getattr(sampler, "even_batches", False):
             sampler.even_batches = False  # no sequence twice
         self.callback_handler.eval_dataloader = dataloader
         batches = []
-        for inputs in dataloader:
+        for inputs in self._own_part(dataloader):
             batches.append(inputs)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         found = self.engine.evaluate(batches)
         number = torch.tensor(sum(len(inputs["input_ids"]) for inputs in batches), device=self.engine.ranks.device)
         dist.all_reduce(number)
         return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": found.loss}, int(number))  # type: ignore[arg-type]
+
+    def _own_part(self, dataloader: Any) -> Iterable[Any]:
+        """This rank's batches. Of data without a length, accelerate would fill up the last ones by repeating."""
+        if not isinstance(dataloader.dataset, IterableDatasetShard):
+            return dataloader
+        complete: DataLoader[Any] = DataLoader(
+            dataloader.dataset.dataset, dataloader.batch_size, collate_fn=dataloader.collate_fn
+        )
+        ranks = self.engine.ranks
+        return islice(complete, ranks.rank, None, ranks.world_size)
 
     @in_place_of_trainers
     def prediction_step(
@@ -419,8 +440,12 @@ class TrainerMixin(_Base):
             logits = model(**asked, use_cache=False).logits
         loss = None
         if labels is not None:
-            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+            targets_BS = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            losses_BS = F.cross_entropy(logits.float().mT, targets_BS, ignore_index=IGNORED, reduction="none")
+            sums_B2 = torch.stack([losses_BS.double().sum(dim=1), (targets_BS != IGNORED).sum(dim=1)], dim=1)
+            # of all ranks, and without the sequences by which accelerate makes the last batches equally long
+            self._evaluated += self.accelerator.gather_for_metrics(sums_B2).sum(dim=0)
+            loss = (sums_B2[:, 0].sum() / sums_B2[:, 1].sum().clamp(min=1)).float()
         return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
 
     # ---- files ----
@@ -430,12 +455,7 @@ class TrainerMixin(_Base):
         arguments may have changed EOS or the chat template."""
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         if tokenizer is not None:
-            self._warn(self.engine.answers_end_in(sorted(answer_ends(tokenizer)), tokenizer))
-
-    def _warn(self, lines: list[str]) -> None:
-        if self.engine.ranks.rank == 0:
-            for line in lines:
-                warnings.warn(line, stacklevel=3)
+            self._tell(*self.engine.answers_end_in(sorted(answer_ends(tokenizer)), tokenizer))
 
     @in_place_of_trainers
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -446,16 +466,17 @@ class TrainerMixin(_Base):
         """
         pushes = self.args.push_to_hub and self.args.hub_strategy != "end"
         is_checkpoint = _internal_call and output_dir is not None
-        if is_checkpoint and not (self.args.save_only_model or pushes):
-            return
         out = Path(output_dir or self.args.output_dir or "")
         partial = out / f".model{PARTIAL}"
         with raise_together(), write_errors(out):
             if self.args.should_save:
+                # Trainer asks each rank next whether it is there, and whether it is the best
                 out.mkdir(parents=True, exist_ok=True)
                 rmtree(partial, ignore_errors=True)
+        if is_checkpoint and not (self.args.save_only_model or pushes):
+            return
         self._end_answers()
-        self._warn(self.engine.export(partial, overwrite=True))
+        self._tell(*self.engine.export(partial, overwrite=True))
         with raise_together(), write_errors(out):
             if self.args.should_save:
                 _move_into(partial, out)

@@ -7,7 +7,7 @@ classes then fails, and a user who sets it is warned.
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ BY_VALUE: dict[str, str] = {
     "packing": "the engine has packing, or packing_strategy is 'wrapped'",
     "eval_packing": "the engine has packing, or packing_strategy is 'wrapped'",
     "padding_free": "the engine has packing",
-    "accelerator_config": "has entries about data loading alone, and leaves even_batches on",
+    "accelerator_config": "is about data loading, and has neither dispatch_batches nor even_batches=False",
     "label_names": "is ['labels']",
     "loss_type": "is 'nll'",
     "chat_template_path": "is a .jinja file",
@@ -165,6 +165,8 @@ def heeded_arguments(args: Any, config: TrainConfig, device: torch.device, tell:
         if hasattr(args, name):
             setattr(args, name, False)
             setattr(args, f"{name}_kwargs", None)
+    # of data without a length, accelerate would have one rank read the batches of all, which must then be equally long
+    args.accelerator_config = replace(args.accelerator_config, dispatch_batches=False)
     args._n_gpu = min(args.n_gpu, 1)
     return args
 
@@ -236,6 +238,8 @@ def _by_value(args: Any, config: TrainConfig, device: torch.device) -> Iterator[
     loading = args.accelerator_config
     if not loading.even_batches:
         yield "accelerator_config", {"even_batches": False}, "every rank takes part in every step; leave it out"
+    if loading.dispatch_batches:
+        yield "accelerator_config", {"dispatch_batches": True}, "each rank reads its own batches; leave it out"
     if set(loading.gradient_accumulation_kwargs or ()) - {"num_steps"}:
         found = {"gradient_accumulation_kwargs": loading.gradient_accumulation_kwargs}
         yield "accelerator_config", found, "give gradient_accumulation_steps"

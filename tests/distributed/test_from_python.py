@@ -258,6 +258,39 @@ def test_loop_of_ones_own_through_stages(models: dict[str, Path], data: Path, ra
     assert_same_run(logs[0], run, tmp_path / "model")
 
 
+def evaluated(model: Path, rows: list[dict[str, list[int]]], out: Path) -> list[float]:
+    """The loss over rows that do not come out even: by itself, with metrics, in batches of another size, and of data
+    without a length; and that of a run that ends with its best model."""
+
+    def evaluate(data: Any, size: int, metrics: Any = None, **more: Any) -> float:
+        settings: dict[str, Any] = dict(use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False)
+        args = TrainingArguments(str(out), per_device_eval_batch_size=size, **(settings | more))
+        trainer = expertmesh.Trainer(
+            engine, args, collated, datasets.Dataset.from_list(rows), data, compute_metrics=metrics
+        )
+        if more:
+            trainer.train()
+        return trainer.evaluate()["eval_loss"]
+
+    engine = expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn")
+    table, streamed = datasets.Dataset.from_list(rows), datasets.IterableDataset.from_generator(lambda: iter(rows))
+    losses = [evaluate(table, 2), evaluate(table, 2, lambda _: {}), evaluate(table, 3, lambda _: {})]
+    losses += [evaluate(streamed, 2)]
+    saves: dict[str, Any] = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
+    best = evaluate(table, 2, load_best_model_at_end=True, max_steps=2, **saves)
+    assert dist.get_rank() or (out / "checkpoint-2" / "trainer_state.json").is_file()
+    return [*losses, best]
+
+
+def test_evaluations_of_trainer(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    """Each sequence counts once, however many ranks there are and whatever is made of it."""
+    rows = [{"input_ids": [*range(3, 8 + i)], "labels": [*range(3, 8 + i)]} for i in range(7)]
+    (alone,) = ranks.run(evaluated, 1, models["mixtral"], rows, tmp_path / "alone")
+    assert alone[:4] == pytest.approx([alone[0]] * 4, rel=1e-6)
+    for found in ranks.run(evaluated, 2, models["mixtral"], rows, tmp_path / "two"):
+        assert found[:4] == pytest.approx(alone[:4], rel=1e-6)
+
+
 def refused_by_trainer(model: Path, size: str) -> str:
     settings: Any = {size: 2}
     engine = expertmesh.load(str(model), use_cpu=True, **settings)

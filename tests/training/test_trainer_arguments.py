@@ -143,7 +143,8 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
 """(argument, value, settings of an engine beside which it is heeded, settings beside which it is refused)"""
 VALUES: list[tuple[str, Any, Any]] = [
     ("gradient_checkpointing_kwargs", {"use_reentrant": False}, {"use_reentrant": True}),
-    ("accelerator_config", {"dispatch_batches": False}, {"even_batches": False}),
+    ("accelerator_config", {"split_batches": True}, {"even_batches": False}),
+    ("accelerator_config", {"dispatch_batches": False}, {"dispatch_batches": True}),
     ("accelerator_config", None, {"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
     ("label_names", ["labels"], ["answers"]),
     ("loss_type", "nll", "dft"),
@@ -311,8 +312,11 @@ def test_checkpoints_as_asked_for(tiny_model: Path, rows: Any, tmp_path: Path) -
     assert sorted(path.parent.name for path in (tmp_path / "b").rglob("model.safetensors")) == [
         *("checkpoint-2", "checkpoint-3")
     ]
-    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
-    run = train(tiny_model, rows, tmp_path / "c", saving | best)
+    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    run = train(tiny_model, rows, tmp_path / "d", saving | best)
+    assert min(run.column("eval_loss")) == run.column("eval_loss")[-1]
+    assert Path(run.trainer.state.best_model_checkpoint).name == "checkpoint-3", "the one that was being written"
+    run = train(tiny_model, rows, tmp_path / "c", saving | best | {"greater_is_better": True})
     assert run.trainer.state.best_metric == max(run.column("eval_loss"))
     assert run.trainer.evaluate()["eval_loss"] == pytest.approx(max(run.column("eval_loss")), rel=1e-6)
 
