@@ -808,6 +808,22 @@ def test_a_developer_s_message_is_the_system_s_where_there_is_no_such_role(tmp_p
     assert rendered(tokenizer, row, "assistant")[0].startswith("developer: so")
 
 
+@pytest.mark.parametrize(
+    ("family", "published"), [("chatml", "qwen3_instruct_2507"), ("chatml", "qwen3"), ("glm", "glm4moe")]
+)
+def test_tools_are_written_as_the_published_template_does(tmp_path: Path, family: str, published: str) -> None:
+    """To the letter: a model that was trained on the one meets the other when it is served."""
+    file = Path(trl.__file__).parent / f"chat_templates/{published}.jinja"
+    theirs = tokenizer_like(tmp_path, family, file.read_text(encoding="utf-8"))
+    ours = with_template(tmp_path, family)
+    system = {"role": "system", "content": "so"}
+    chain = [user("1?"), assistant("", None, call(a=1), call(a="é")), result("1"), result("2")]
+    chain += [assistant("so", None, call()), result("3")]
+    for turns in (chain, [system, *chain], [system, user("1?")], chain[:1], [*chain, assistant("3"), user("1?")]):
+        told = dict(tools=[TOOL, {"name": "é"}], tokenize=False, add_generation_prompt=True)
+        assert ours.apply_chat_template(turns, **told) == theirs.apply_chat_template(turns, **told)
+
+
 PUBLISHED = sorted(path.stem for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 SPECIAL_TOKENS = re.compile(
     r"<\|[^|<>{}\s]+\|?>|<[a-z_]+\|>|<｜[^<>]+?｜>|<(?:start|end)_of_[a-z]+>|\[/?[A-Z_]{3,}\]|</s>"

@@ -51,7 +51,8 @@ _LAST_QUESTION = """\
 {%- endfor %}
 """
 
-# As Qwen has it. Where <|im_end|> is not the token that ends generation, that one follows it.
+# As Qwen3 has it, to the letter where there are tools. Where <|im_end|> is not the token that ends generation, that one
+# follows it.
 _CHATML = (
     _LAST_QUESTION
     + """\
@@ -61,12 +62,14 @@ _CHATML = (
     {%- if messages[0]['role'] == 'system' %}
         {{- messages[0]['content'] + '\n\n' }}
     {%- endif %}
-    {{- '# Tools\n\nFunctions that may be called, as JSON within <tools></tools>:\n<tools>' }}
+    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
     {%- for tool in tools %}
         {{- '\n' + (tool | tojson) }}
     {%- endfor %}
-    {{- '\n</tools>\n\nA call is JSON with its name and arguments within <tool_call></tool_call>:\n' }}
-    {{- '<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call><|im_end|>\n' }}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
+    {{- '<tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message['role'] == 'tool' %}
@@ -257,18 +260,24 @@ _DEEPSEEK = (
 """
 )
 
-# As GLM-4.5 has it: generation ends with the token that opens the next turn, the user's or, after a call, its result's.
+# As GLM-4.5 has it, to the letter where there are tools: generation ends with the token that opens the next turn, the
+# user's or, after a call, its result's.
 _GLM = (
     _LAST_QUESTION
     + """\
 {{- '[gMASK]<sop>' }}
 {%- if tools %}
-    {{- '<|system|>\n# Tools\n\nFunctions that may be called, as JSON within <tools></tools>:\n<tools>' }}
+    {{- '<|system|>\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n' }}
     {%- for tool in tools %}
-        {{- '\n' + (tool | tojson) }}
+        {{- (tool | tojson) + '\n' }}
     {%- endfor %}
-    {{- '\n</tools>\n\nA call is written as\n<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>' }}
-    {{- '\n</tool_call>\nwith a key and a value for each argument.' }}
+    {{- '</tools>\n\nFor each function call, output the function name and arguments within the following XML ' }}
+    {{- 'format:\n<tool_call>{function-name}\n' }}
+    {%- for number in ('1', '2') %}
+        {{- '<arg_key>{arg-key-' + number + '}</arg_key>\n<arg_value>{arg-value-' + number + '}</arg_value>\n' }}
+    {%- endfor %}
+    {{- '...\n</tool_call>' }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message['role'] == 'assistant' %}
