@@ -120,11 +120,12 @@ def load_tokenizer(where: str, source: ModelSource) -> Any:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What the model is asked while it trains: texts, their tokens, and the tokenizer that decodes its sample
-    generations."""
+    """What the model is asked while it trains: texts, their tokens, the answers that the data have (None for questions
+    of the user's own), and the tokenizer that decodes its sample generations."""
 
     texts: list[str]
     tokens: list[list[int]]
+    references: list[str | None]
     tokenizer: Any
 
 
@@ -135,14 +136,14 @@ def make_prompts(config: TrainConfig, inputs: Inputs) -> Prompts | None:
         return None
     if config.generate_prompts:
         tokens = [question_tokens(config, inputs.tokenizer, prompt) for prompt in config.generate_prompts]
-        return Prompts(config.generate_prompts, tokens, inputs.tokenizer)
+        return Prompts(config.generate_prompts, tokens, [None] * len(tokens), inputs.tokenizer)
     rows = inputs.evaluation or inputs.training
     assert rows is not None
-    beginnings = [
-        _beginning(sample) for sample in map(rows.samples.__getitem__, range(min(_NUM_PROMPTS, len(rows.samples))))
-    ]
-    texts = [inputs.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in beginnings]
-    return Prompts(texts, beginnings, inputs.tokenizer)
+    samples = [rows.samples[index] for index in range(min(_NUM_PROMPTS, len(rows.samples)))]
+    tokens = [_beginning(sample) for sample in samples]
+    references = [_answer(sample, len(begun)) for sample, begun in zip(samples, tokens, strict=True)]
+    texts, answers = (list(map(inputs.tokenizer.decode, of_all)) for of_all in (tokens, references))
+    return Prompts(texts, tokens, answers, inputs.tokenizer)
 
 
 def question_tokens(config: TrainConfig, tokenizer: Any, question: str) -> list[int]:
@@ -164,3 +165,9 @@ def _beginning(sample: Sample) -> list[int]:
     """The sample up to its first trained token; of one that is trained on from the start, its first few words."""
     first = next(i for i, is_trained in enumerate(sample.is_trained) if is_trained and i > 0)
     return sample.tokens[: first if first > 1 else min(max(len(sample.tokens) // 4, 1), 32)]
+
+
+def _answer(sample: Sample, begin: int) -> list[int]:
+    """What follows the sample's beginning, as far as it is trained on."""
+    end = next((i for i in range(begin, len(sample.tokens)) if not sample.is_trained[i]), len(sample.tokens))
+    return sample.tokens[begin:end]

@@ -294,10 +294,16 @@ def _generate(run: Run, done: int) -> None:
     run.watchdog.at("sample generations")
     ends = run.engine.end_tokens(prompts.tokenizer)
     answers = generate(run.model, prompts.tokens, run.config.generate_max_new_tokens, ends, run.ranks)
-    texts = [prompts.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
-    pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts.texts, texts, strict=True)]
-    said = "".join(f"\n  {_short(pair['prompt'])!r} -> {_short(pair['text'])!r}" for pair in pairs)
-    run.log.event({"step": done, "generations": pairs}, f"step {done}: sample generations{said}")
+    samples, said = [], ""
+    for prompt, answer, reference in zip(prompts.texts, answers, prompts.references, strict=True):
+        # special tokens are a part of it: the end, channels
+        text = prompts.tokenizer.decode(answer)
+        samples.append({"prompt": prompt, "text": text})
+        said += f"\n  {_short(prompt)!r} -> {_short(text)!r}"
+        if reference is not None:
+            samples[-1]["reference"] = reference
+            said += f", in the data {_short(reference)!r}"
+    run.log.event({"step": done, "generations": samples}, f"step {done}: sample generations{said}")
 
 
 def _short(text: str) -> str:

@@ -231,6 +231,11 @@ def test_answers_of_plain_text(ranks: RankPool, tiny_model: Path, tmp_path: Path
     (answered,) = lines(tmp_path / "out", "generations")
     asked = [one["prompt"] for one in answered["generations"]]
     assert asked == prompts[1:] if prompts else [len(text) > 1 for text in asked] == [True] * 3
+    if prompts:
+        assert not any("reference" in one for one in answered["generations"])
+    else:  # with the token that ends it
+        texts = [one["prompt"] + one["reference"] for one in answered["generations"]]
+        assert texts == [f"{json.loads(line)['text']}</s>" for line in data.read_text().splitlines()[:3]]
     assert not (tmp_path / "out" / "hf" / "chat_template.jinja").exists()
 
 
@@ -246,6 +251,7 @@ def test_answers_while_training(ranks: RankPool, tiny_model: Path, chats: Path, 
     answered = lines(tmp_path / "a", "generations")
     assert [line["step"] for line in answered] == [2, 3]
     assert all("[INST]" in one["prompt"] for line in answered for one in line["generations"])
+    assert all(one["reference"].endswith("</s>") for line in answered for one in line["generations"])
     last = lines(tmp_path / "b", "generations")[-1]["generations"]
     assert [one["prompt"] for one in last] == ["say hello", "say nothing"]
 
@@ -257,7 +263,7 @@ def test_answers_while_training(ranks: RankPool, tiny_model: Path, chats: Path, 
         text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         tokens = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
         out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=5, do_sample=False)
-        assert one["text"] == tokenizer.decode(out[0, tokens.shape[1] :], skip_special_tokens=True)
+        assert one["text"] == tokenizer.decode(out[0, tokens.shape[1] :])
 
 
 @pytest.mark.exhaustive

@@ -194,7 +194,7 @@ HOSTILE = "</script><script>alert(1)</script><!--<script><img src=x onerror=aler
 
 
 def test_text_of_the_run_is_never_markup(tmp_path: Path) -> None:
-    generations = {"step": 1, "generations": [{"prompt": HOSTILE, "text": "\ud83d" + HOSTILE}]}
+    generations = {"step": 1, "generations": [{"prompt": HOSTILE, "text": "\ud83d" + HOSTILE, "reference": HOSTILE}]}
     make_run(
         tmp_path, [training(1), generations, {"step": 1, "warning": HOSTILE}], run_name=HOSTILE, prompt_column=HOSTILE
     )
@@ -203,7 +203,7 @@ def test_text_of_the_run_is_never_markup(tmp_path: Path) -> None:
     assert "<img" not in page
     assert "<!--" not in page
     assert content["name"] == content["config"]["prompt_column"] == HOSTILE
-    assert content["generations"][0]["samples"] == [{"prompt": HOSTILE, "text": "?" + HOSTILE}]
+    assert content["generations"][0]["samples"] == [{"prompt": HOSTILE, "text": "?" + HOSTILE, "reference": HOSTILE}]
 
 
 def test_page_loads_nothing(tmp_path: Path) -> None:

@@ -203,7 +203,8 @@ class Generations:
         """Take in what was generated at a step, of which MAX_SAMPLES are kept, each cut to MAX_TEXT."""
         if (self.number - 1) % self._every:
             del self._kept[self.number - 1]  # was only there as the latest
-        shown = [{"prompt": _cut(s["prompt"]), "text": _cut(s["text"])} for s in samples[:MAX_SAMPLES]]
+        names = ("prompt", "text", "reference")
+        shown = [{name: _cut(s[name]) for name in names if name in s} for s in samples[:MAX_SAMPLES]]
         self._kept[self.number] = {"step": step, "samples": shown, "not_shown": len(samples) - len(shown)}
         self.number += 1
         if len(self._kept) > 2 * MAX_GENERATIONS:
@@ -211,8 +212,8 @@ class Generations:
             self._kept = {n: kept for n, kept in self._kept.items() if n % self._every == 0 or n == self.number - 1}
 
     def spread(self) -> list[Record]:
-        """At most MAX_GENERATIONS of them: `step`, `samples` (each with `prompt` and `text`), and how many more were
-        `not_shown`."""
+        """At most MAX_GENERATIONS of them: `step`, `samples` (each with `prompt`, `text` and perhaps `reference`), and
+        how many more were `not_shown`."""
         kept = list(self._kept.values())
         if len(kept) <= MAX_GENERATIONS:
             return kept

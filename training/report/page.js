@@ -730,8 +730,11 @@ function generations() {
   function choose(at) {
     const logged = run.generations[at];
     when.textContent = `after step ${whole(logged.step)}`;
-    const both = (sample) => element("div", "sample", text("prompt", sample.prompt), text("", sample.text));
-    samples.replaceChildren(...logged.samples.map(both));
+    const all = (sample) => {
+      const reference = sample.reference === undefined ? null : text("reference", sample.reference);
+      return element("div", "sample", text("prompt", sample.prompt), text("", sample.text), reference);
+    };
+    samples.replaceChildren(...logged.samples.map(all));
     if (logged.not_shown) samples.append(element("p", "quiet", `${whole(logged.not_shown)} more in metrics.jsonl`));
   }
   const shown = run.generations.length;
