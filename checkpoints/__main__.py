@@ -11,7 +11,7 @@ from expertmesh.checkpoints.ep_shards.convert import HowToWrite, convert, export
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, check_all_bytes
 from expertmesh.checkpoints.hf.source import resolve_model
 from expertmesh.checkpoints.inspection import describe, describe_model, read_heads, with_claims_checked
-from expertmesh.checkpoints.opening import open_readable
+from expertmesh.checkpoints.opening import is_training, open_readable
 from expertmesh.checkpoints.state.marker import MARKER, check_owner
 from expertmesh.checkpoints.storage.dtypes import FLOATS
 from expertmesh.checkpoints.storage.paths import read_ahead
@@ -171,6 +171,8 @@ def _export(arguments: argparse.Namespace) -> int:
     trusted = arguments.trust_checkpoint_owner
     source, how = resolve_model(arguments.source, "export"), _how(arguments)
     base = None if arguments.base is None else resolve_model(arguments.base, "--base")
+    if base is not None and not is_training(source):
+        raise ExpertMeshError(f"--base {arguments.base}: {source} is no training checkpoint; leave it out")
     read_ahead(source, READ_AHEAD)
     export_offline(source, arguments.out, how, trusted, base)
     return 0
@@ -208,6 +210,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     path = resolve_model(arguments.path, "inspect")
     if _is_adapter(path):
+        if arguments.check:
+            raise ExpertMeshError(
+                f"--check: {path} is an adapter, which has no checksums and says nothing of its model's tensors; "
+                "`merge` checks every A and B against that model"
+            )
         from expertmesh.checkpoints.adapter.adapter_files import describe_adapter
 
         for line in describe_adapter(path, arguments.tensors):

@@ -1,10 +1,13 @@
 """What a run reads before it starts: tokenizer, sequences to train on, sequences to evaluate on."""
 
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from expertmesh.checkpoints import ModelSource
 from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.terminal import folded
 from expertmesh.sharding import Ranks, raise_together
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import (
@@ -16,6 +19,7 @@ from expertmesh.training.data import (
     hold_out,
     load_samples,
     make_rows,
+    parse_datasets,
     prompt_tokens,
     set_chat_template,
 )
@@ -62,6 +66,8 @@ def _read(config: TrainConfig, source: ModelSource, tells: bool) -> Inputs:
     training, evaluation = _read_samples(config, tokenizer, tells)
     if not config.chat_template and all(origin.is_plain for origin in training.origins):
         template, tokenizer.chat_template = "none", own_template
+    if tells and (unused := _without_effect(config, training)):
+        print(folded(f"note: {unused}"), file=sys.stderr, flush=True)
     saved = tokenizer if config.tokenizer or tokenizer.chat_template != own_template else None
     rows = make_rows(training, config.packing, config.max_seq_length, config.seed)
     return Inputs(tokenizer, saved, template, rows, None if evaluation is None else Rows(evaluation))
@@ -81,6 +87,7 @@ def _read_samples(config: TrainConfig, tokenizer: Any, tells: bool = False) -> t
         config.dataset_num_proc,
         config.sample_by,
     )
+    _check_names_of_parts(config)
     samples = load_samples("--dataset", config.dataset, tokenizer, options, config.seed, tells)
     if config.eval_ratio > 0:
         return hold_out(samples, config.eval_ratio, config.seed)
@@ -88,6 +95,40 @@ def _read_samples(config: TrainConfig, tokenizer: Any, tells: bool = False) -> t
         options = replace(options, split=config.eval_dataset_split)
         return samples, load_samples("--eval-dataset", config.eval_dataset, tokenizer, options, config.seed, tells)
     return samples, None
+
+
+def _without_effect(config: TrainConfig, training: Samples) -> str:
+    """What was said of data that are of another kind, in words; empty: nothing."""
+    names = [Path(spec.name) for spec in parse_datasets("--dataset", config.dataset)]
+    told = []
+    if all(origin.is_plain for origin in training.origins):
+        plain = "has no effect: the data are plain text, all of which is trained on"
+        if config.train_on not in ("assistant", "all"):
+            told.append(f"--train-on {config.train_on} {plain}")
+        if config.prompt_template and not config.generate_steps:
+            told.append(f"--prompt-template {plain}")
+    if config.sample_by != "line" and not any(path.is_dir() or path.suffix == ".txt" for path in names):
+        told.append(f"--sample-by {config.sample_by} has no effect without a .txt file")
+    return "; ".join(told)
+
+
+def _check_names_of_parts(config: TrainConfig) -> None:
+    """
+    Raises:
+        ExpertMeshError: a split or configuration is named, and all data are files, which have neither.
+    """
+    paths, eval_paths = (
+        [Path(spec.name) for spec in parse_datasets(flag, entries)] if entries else []
+        for flag, entries in (("--dataset", config.dataset), ("--eval-dataset", config.eval_dataset))
+    )
+    named = (
+        ("--dataset-split", config.dataset_split, "train", paths),
+        ("--eval-dataset-split", config.eval_dataset_split, "test", eval_paths),
+        ("--dataset-config", config.dataset_config, "", paths + eval_paths),
+    )
+    for flag, name, default, of_it in named:
+        if name != default and of_it and all(path.is_file() for path in of_it):
+            raise ExpertMeshError(f"{flag} {name}: is for directories and hub datasets, and {of_it[0]} is a file")
 
 
 def load_tokenizer(where: str, source: ModelSource) -> Any:

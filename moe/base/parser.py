@@ -94,6 +94,13 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def tell_without_effect(parser: argparse.ArgumentParser, given: argparse.Namespace, without: str, *names: str) -> None:
+    """Say on stderr which of these flags, given with another value than the default, have no effect."""
+    flags = [flag_of(name) for name in names if getattr(given, name) != parser.get_default(name)]
+    if flags:
+        print(f"note: {', '.join(flags)} ha{'ve' if len(flags) > 1 else 's'} no effect {without}", file=sys.stderr)
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """What to say of a name that is not known: one that is and was probably meant."""
     near = nearest(name, known)

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.command import run_command
-from expertmesh.moe.base.parser import Parser
+from expertmesh.moe.base.parser import Parser, tell_without_effect
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.terminal import ends_with_reader, folded, terminal_width
 from expertmesh.moe.base.whole import whole
@@ -175,6 +175,7 @@ def build_parser() -> Parser:
     mesh.add_argument(
         "--json", type=Path, metavar="FILE", help="with --check: write rates for `plan --calibrate` to FILE"
     )
+    mesh.set_defaults(parser=mesh)
     return parser
 
 
@@ -437,6 +438,14 @@ def _mesh(arguments: argparse.Namespace) -> int:
         )
     if world < 1:
         raise ExpertMeshError(f"--world-size {world}: must be 1 or more")
+    if arguments.json is not None and not arguments.check:
+        raise ExpertMeshError(f"--json {arguments.json}: has the rates that --check measures; add --check")
+    if rank == 0:
+        if not arguments.check:
+            names = ("hidden_size", "timeout", "use_cpu")
+            tell_without_effect(arguments.parser, arguments, "without --check", *names)
+        if arguments.pp_size == 1:
+            tell_without_effect(arguments.parser, arguments, "at --pp-size 1", "pipeline_chunks", "num_layers")
     sizes = (arguments.cp_size, arguments.pp_size, arguments.tp_size)
     topology = Topology(world, arguments.ep_size, arguments.dense_shard, *sizes)
     check_sizes(topology, arguments.num_experts)

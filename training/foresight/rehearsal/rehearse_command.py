@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import Parser
+from expertmesh.moe.base.parser import Parser, tell_without_effect
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.terminal import folded
 from expertmesh.moe.base.whole import whole
@@ -82,12 +82,17 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ExpertMeshError: a mistake in the flags, or what the dry run has found to fail.
     """
-    arguments, rest = build_parser().parse_known_args(argv)
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
     asked = parse_config([*rest, "--dataset", "none"])
     if asked.without_effect:
         print(folded(f"note: {'; '.join(asked.without_effect)}"), file=sys.stderr)
     config = asked.settled()
     _check(arguments, config)
+    if arguments.ranks == "all":
+        tell_without_effect(parser, arguments, "with --ranks all", "rank")
+    if not config.packing:
+        tell_without_effect(parser, arguments, "without --packing", "samples_per_row")
     hardware = _hardware(arguments, config)
     told = _told(arguments, config)
     ranks = _ranks(arguments, config, told)

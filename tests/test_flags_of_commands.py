@@ -1,0 +1,183 @@
+"""Every flag of every command is heeded or refused by name: what is read is recorded while commands run."""
+
+import argparse
+import ast
+import importlib
+import io
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from expertmesh.training.config.flags import FlagParser
+from tests.distributed.pool import RankPool
+from tests.distributed.test_train_ep import run_main
+
+ROOT = Path(__file__).parents[1]
+MODULES = {
+    "sharding": "expertmesh.training.foresight.cluster_commands",
+    "checkpoints": "expertmesh.checkpoints.__main__",
+    "moe": "expertmesh.moe.__main__",
+    "report": "expertmesh.training.report.__main__",
+}
+LINES = {
+    "mesh": "sharding mesh --world-size 4 --ep-size 2",
+    "mesh with pipelines": "sharding mesh --world-size 4 --ep-size 2 --pp-size 2",
+    "mesh --check": "sharding mesh --ep-size 1 --check --use-cpu",
+    "rehearse": "sharding rehearse --model MODEL --gpus 2 --max-seq-length 32",
+    "rehearse all": "sharding rehearse --model MODEL --gpus 2 --max-seq-length 32 --ranks all --packing",
+    "convert": "checkpoints convert MODEL OUT --ep-size 2",
+    "export": "checkpoints export SHARDS OUT",
+    "export a checkpoint": "checkpoints export TRAINED OUT",
+    "merge": "checkpoints merge MODEL ADAPTER OUT",
+    "verify": "checkpoints verify MODEL SHARDS",
+    "verify adapters": "checkpoints verify ADAPTER ADAPTER",
+    "inspect": "checkpoints inspect MODEL",
+    "inspect a checkpoint": "checkpoints inspect TRAINED --check",
+    "inspect an adapter": "checkpoints inspect ADAPTER",
+    "families": "moe families mixtral",
+    "report": "report RUN",
+}
+VALUES = {"base": "MODEL", "json": "FILE", "timeline": "FILE", "routing": "FILE", "calibrate": "FILE", "imbalance": "2"}
+"""Of flags that take a file, or text."""
+BENCHMARKS = [file for file in sorted((ROOT / "benchmarks").glob("*.py")) if "add_argument(" in file.read_text()]
+PERMISSIONS = {"trust_checkpoint_owner", "overwrite"}
+"""They allow what does not come to pass."""
+
+
+@contextmanager
+def recording() -> Iterator[tuple[set[str], dict[str, argparse.Action]]]:
+    """The names that a command's code reads of its arguments, and all of its flags but train_ep.py's."""
+    read: set[str] = set()
+    flags: dict[str, argparse.Action] = {}
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def get(namespace: argparse.Namespace, name: str) -> Any:
+        if not name.startswith("_") and Path(sys._getframe(1).f_code.co_filename).name != "argparse.py":
+            read.add(name)
+        return object.__getattribute__(namespace, name)
+
+    def parsed(parser: argparse.ArgumentParser, *given: Any) -> Any:
+        if not isinstance(parser, FlagParser):
+            of_command = (action for action in parser._actions if action.option_strings and action.dest != "help")
+            flags.update({action.dest: action for action in of_command})
+        return parse(parser, *given)
+
+    with (
+        mock.patch.object(argparse.Namespace, "__getattribute__", get, create=True),
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", parsed),
+    ):
+        yield read, flags
+
+
+def run(line: list[str]) -> tuple[int, str]:
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = importlib.import_module(MODULES[line[0]]).main(line[1:])
+    return code, said.getvalue()
+
+
+def with_value(action: argparse.Action) -> list[str]:
+    """The flag with another value than its default."""
+    flag = action.option_strings[0]
+    if action.nargs == 0:
+        return [flag]
+    if action.choices is not None:
+        return [flag, next(str(choice) for choice in action.choices if choice != action.default)]
+    if action.type is int:
+        return [flag, str((action.default or 0) + 1)]
+    return [flag, VALUES[action.dest]]
+
+
+@pytest.fixture(scope="module")
+def places(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """A directory of each kind."""
+    path = tmp_path_factory.mktemp("places")
+    for name, more in (("RUN", ["--save-steps", "1"]), ("LORA", ["--adapter", "lora"])):
+        argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--max-steps", "1", "--use-cpu", *more]
+        ((code, errors),) = ranks.run(run_main, 1, [*argv, "--output-dir", str(path / name)], join_group=False)
+        assert code == 0, errors
+    assert run(["checkpoints", "convert", str(tiny_model), str(path / "SHARDS"), "--ep-size", "2"])[0] == 0
+    (trained,) = (path / "RUN" / "checkpoints").glob("step-*")
+    return {
+        "MODEL": str(tiny_model), "SHARDS": str(path / "SHARDS"), "RUN": str(path / "RUN"), "TRAINED": str(trained),
+        "ADAPTER": str(path / "LORA" / "adapter"),
+    }  # fmt: skip
+
+
+@pytest.mark.quick(8)
+@pytest.mark.parametrize("name", LINES)
+def test_flags_are_heeded_or_refused(name: str, places: dict[str, str], tmp_path: Path) -> None:
+    """What a command has not read is refused, or it is told that it has no effect."""
+    places = {**places, "OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file.json")}
+    line = [places.get(word, word) for word in LINES[name].split()]
+    with recording() as (read, flags):
+        code, said = run(line)
+    assert code == 0, said
+    dropped = []
+    for dest, action in flags.items():
+        if dest not in read | PERMISSIONS and not action.required:
+            flag, *value = with_value(action)
+            _, said = run([*line, flag, *(places.get(word, word) for word in value)])
+            if not re.search(rf"{flag}\b.*( has no effect|: )", said):
+                dropped.append(flag)
+    assert not dropped
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ("sharding mesh --world-size 4 --ep-size 2 --num-layers 3", 0, "--num-layers has no effect at --pp-size 1"),
+        ("sharding mesh --world-size 4 --ep-size 2 --timeout 3", 0, "--timeout has no effect without --check"),
+        ("sharding mesh --world-size 4 --ep-size 2 --json FILE", 2, "--json FILE: has the rates that --check measures"),
+        (
+            "sharding rehearse --model MODEL --gpus 2 --max-seq-length 32 --samples-per-row 2 --lora-rank 4",
+            0,
+            "--samples-per-row has no effect without --packing",
+        ),
+        ("checkpoints export SHARDS OUT --base MODEL", 2, "--base MODEL: SHARDS is no training checkpoint"),
+        ("checkpoints inspect ADAPTER --check", 2, "--check: ADAPTER is an adapter"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.startswith(("sharding", "checkpoints")) else "",
+)
+def test_what_is_told(line: str, code: int, told: str, places: dict[str, str], tmp_path: Path) -> None:
+    places = {**places, "OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file.json")}
+    found, said = run([places.get(word, word) for word in line.split()])
+    for word, place in places.items():
+        said = said.replace(place, word)
+    assert (found, told in said) == (code, True), said
+
+
+@pytest.mark.parametrize("file", BENCHMARKS, ids=lambda file: file.stem)
+def test_flags_of_benchmarks_are_read(file: Path) -> None:
+    """As attributes, or as keys and parameters of these names where they are handed on; in the file or in what it takes
+    from others."""
+    flags, words, imported = set(), set(), []
+    for node in nodes(file):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(flag)), *_]):
+                flags.add(flag.lstrip("-").replace("-", "_"))
+            case ast.ImportFrom(module=str(module)) if module.startswith("benchmarks."):
+                imported += nodes(ROOT / f"{module.replace('.', '/')}.py")
+    for node in [*nodes(file), *imported]:
+        match node:
+            case (
+                ast.Attribute(attr=word)
+                | ast.arg(arg=word)
+                | ast.keyword(arg=str(word))
+                | ast.Constant(value=str(word))
+            ):
+                words.add(word)
+    assert flags
+    assert flags <= words
+
+
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
