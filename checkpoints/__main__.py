@@ -106,6 +106,7 @@ def build_parser() -> Parser:
         help="allow this relative difference per value; of quantized tensors, relative to the largest of its dim-0 "
         "slice (default: bitwise equal)",
     )
+    verify.add_argument("--ignore-config", action="store_true", help="compare tensors alone, not what the configs say")
 
     inspect = _add(
         commands, "inspect", "PATH", "what a checkpoint contains; with --check, whether it is complete", trust
@@ -193,10 +194,16 @@ def _verify(arguments: argparse.Namespace) -> int:
     if all(map(_is_adapter, paths)):
         from expertmesh.checkpoints.adapter.adapter_files import compare_adapters
 
-        comparison = compare_adapters(paths[0], paths[1], arguments.rtol)
+        comparison = compare_adapters(paths[0], paths[1], arguments.rtol, arguments.ignore_config)
+    elif any(map(_is_adapter, paths)):
+        adapter, model = sorted(paths, key=_is_adapter, reverse=True)
+        raise ExpertMeshError(
+            f"verify: {adapter} is an adapter, and {model} is a model; compare two of one kind: `merge` makes a "
+            "model of an adapter and its base"
+        )
     else:
         a, b = (open_readable(path, strict=False, any_owner=arguments.trust_checkpoint_owner) for path in paths)
-        comparison = compare(a, b, arguments.rtol)
+        comparison = compare(a, b, arguments.rtol, arguments.ignore_config)
     for line in comparison.differences:
         print(folded(line))
     same = "bitwise equal" if arguments.rtol is None else f"equal within a relative {arguments.rtol}"

@@ -2,61 +2,180 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from expertmesh.checkpoints.hf.carried import Carried
-from expertmesh.checkpoints.hf.mapping import Region
-from expertmesh.checkpoints.hf.reader import gather
-from expertmesh.checkpoints.hf.source import Checkpoint
+from expertmesh.checkpoints.hf.mapping import Region, overlap
+from expertmesh.checkpoints.hf.reader import gather, tied_copies_that_differ
 from expertmesh.checkpoints.opening import Readable
 from expertmesh.checkpoints.storage.dtypes import ALL_NAMES, Array, as_double, cast, same_bits
 from expertmesh.checkpoints.storage.file_layout import OutputTensor
+from expertmesh.sharding import rows_of
+
+_NOT_COMPUTED = {
+    # who wrote the file, how the tensors are stored, what outputs are called
+    *("transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"),
+    *("quantization_config", "id2label", "label2id", "problem_type", "return_dict"),
+    *("output_attentions", "output_hidden_states"),
+    # how random weights are drawn, whether generation caches, and which tokens begin, end and pad
+    *("initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
+"""Keys of config.json, also of those within it, that change neither a logit nor a loss. Every other one counts."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """differences: a line each, naming the tensor. num_tensors: how many could be compared."""
+    """differences: a line each, naming the tensor or the key of a config. num_tensors: how many there are in all, those
+    that only one side has included."""
 
     differences: list[str]
     num_tensors: int
 
 
-def compare(a: Readable, b: Readable, rtol: float | None) -> Comparison:
-    """Compare every tensor of `a` with the same rows in `b`: dtype and bits; or, with `rtol`, values within
-    rtol · max(|a|, |b|), whatever the dtypes. Codes with a scale per block cannot be that near to small values: where
-    one of the two is encoded, the largest value of the row takes the place of the value. What one of them lacks, or has
-    too much, is a difference as well. Tensors that are carried over are compared likewise."""
+def compare(a: Readable, b: Readable, rtol: float | None, ignore_config: bool = False) -> Comparison:
+    """Compare all that `a` and `b` have: their configs, as far as they change what is computed, and the union of their
+    tensors. Of each tensor first whether both have it, then its shape, then dtype and bits; or, with `rtol`, values
+    within rtol · max(|a|, |b|), whatever the dtypes. Codes with a scale per block cannot be that near to small values:
+    where one of the two is encoded, the largest value of the row takes the place of the value. What one side lacks, or
+    has too much, by its own config is a difference as well. Tensors that are carried over are compared likewise."""
     differences = [f"{problem} ({side.path})" for side in (a, b) for problem in side.checkpoint.problems]
-    reader_a, reader_b = a.make_reader(), b.make_reader()
-    dtypes_b = _dtypes(b.checkpoint)
-    encoded = a.checkpoint.encoded_parameters | b.checkpoint.encoded_parameters
-    compared = 0
+    for side in (a, b):
+        for copy, original in tied_copies_that_differ(side.checkpoint):
+            differences.append(f"{copy.name}: differs from {original}, its tied twin ({side.path})")
+    if not ignore_config:
+        differences += _config_differences(a, b)
+    of_a, of_b = _Side(a, is_second=False), _Side(b, is_second=True)
+    names = set(of_a.outputs)
     for output in a.checkpoint.exported:
-        compared += 1
-        for region in output.tensor.regions:
-            rows_a, rows_b = (gather(reader, region.parameter, region.rows) for reader in (reader_a, reader_b))
-            if rows_a is None or rows_b is None:
-                continue  # told above, as a tensor that is missing
-            dtype_b = dtypes_b.get(output.tensor.name, rows_b[1])
-            problem = _difference(
-                *(cast(*rows_a, output.dtype), output.dtype, cast(*rows_b, dtype_b), dtype_b),
-                *(rtol, region.parameter in encoded),
-            )
-            if problem is not None:
-                differences.append(f"{_name(output, region)}: {problem}")
-    reader_a.close()
-    reader_b.close()
+        differences += _tensor_differences(output, output.tensor.regions, of_a, of_b, rtol)
+    for output in b.checkpoint.exported:
+        namesake = of_a.outputs.get(output.tensor.name)
+        if namesake is None or namesake.tensor.shape == output.tensor.shape:
+            rest = tuple(region for region in output.tensor.regions if not of_a.covers(region, of_b))
+            names |= {output.tensor.name} if rest else set()
+            differences += _tensor_differences(output, rest, of_b, of_a, rtol)
+    of_a.reader.close()
+    of_b.reader.close()
     carried_a, carried_b = ({tensor.name: tensor for tensor in side.checkpoint.carried} for side in (a, b))
     for name in sorted(carried_a.keys() | carried_b.keys()):
         if name in carried_a and name in carried_b:
-            compared += 1
             problem = _carried_difference(carried_a[name], carried_b[name], rtol)
         else:
-            problem = f"is missing ({(b if name in carried_a else a).path})"
+            here, there = (of_a, of_b) if name in carried_a else (of_b, of_a)
+            problem = f"is trained in {there.path} alone" if name in there.outputs else f"only in {here.path}"
         if problem is not None:
             differences.append(f"{name}: {problem}")
-    return Comparison(differences, compared)
+    return Comparison(differences, len({*names, *carried_a, *carried_b}))
+
+
+def _config_differences(a: Readable, b: Readable) -> Iterator[str]:
+    """A line for each key that changes what is computed, transformers' defaults filled in on both sides."""
+    configs = [side.checkpoint.source.config for side in (a, b)]
+    if configs[0].model_type != configs[1].model_type:  # whose keys mean different things
+        found = [{"model_type": config.model_type} for config in configs]
+    else:
+        found = [dict(_computed(config.to_dict())) for config in configs]
+    for key in sorted(found[0].keys() | found[1].keys()):
+        one, other = (entries.get(key) for entries in found)
+        if one != other:
+            yield f"config.json: {key} is {one!r:.80} in {a.path}, {other!r:.80} in {b.path}"
+
+
+def _computed(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Entries of a config, those of nested tables by dotted names, without `_NOT_COMPUTED`."""
+    for name, value in config.items():
+        if isinstance(value, dict) and name not in _NOT_COMPUTED:
+            yield from _computed(value, f"{prefix}{name}.")
+        elif name not in _NOT_COMPUTED:
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
+
+
+class _Side:
+    """One of two checkpoints, and what its Hugging Face form holds.
+
+    Attributes:
+        outputs: by name. dtypes: of the tensors that have them there, by parameter.
+        is_second: whether it is the one that differences name last.
+    """
+
+    def __init__(self, readable: Readable, is_second: bool):
+        self.is_second = is_second
+        self.path = readable.path
+        self.reader = readable.make_reader()
+        self.parameters, self.experts = readable.names.parameters, readable.names.experts
+        self.aliases = readable.names.aliases
+        self.encoded = readable.checkpoint.encoded_parameters
+        self.is_sound = not readable.checkpoint.problems
+        self.outputs = {output.tensor.name: output for output in readable.checkpoint.exported}
+        self.dtypes = {region.parameter: o.dtype for o in self.outputs.values() for region in o.tensor.regions}
+
+    def dtype_of(self, tensor: str, parameter: str) -> str:
+        """The dtype that a tensor has, or else one that has the parameter."""
+        return self.outputs[tensor].dtype if tensor in self.outputs else self.dtypes[parameter]
+
+    def covers(self, region: Region, other: "_Side") -> bool:
+        """Whether a walk over this side's tensors has met a region of the other side's."""
+        if region.parameter not in self.dtypes:
+            return False
+        # experts beyond those of this side; other rows beyond are a difference of shape, which was met
+        return region.parameter not in other.experts or region.rows.stop <= rows_of(self.parameters[region.parameter])
+
+
+def _tensor_differences(
+    output: OutputTensor, regions: tuple[Region, ...], here: _Side, there: _Side, rtol: float | None
+) -> list[str]:
+    """A line on each of some regions of a tensor that differs from what the other side has there; a single one where
+    there is but one thing to say of all of them."""
+    tensor, namesake = output.tensor, there.outputs.get(output.tensor.name)
+    if regions and namesake is not None and namesake.tensor.shape != tensor.shape:
+        return [f"{tensor.name}: shape {list(tensor.shape)} against {list(namesake.tensor.shape)}"]
+    found = {region: _region_difference(output, region, here, there, rtol) for region in regions}
+    lines = [f"{_name(output, region)}: {problem}" for region, problem in found.items() if problem is not None]
+    alone = f"only in {here.path}"
+    if found and set(found.values()) == {alone} and len(found) == len(tensor.regions):
+        return [f"{tensor.name}: {alone}"]
+    return lines
+
+
+def _region_difference(
+    output: OutputTensor, region: Region, here: _Side, there: _Side, rtol: float | None
+) -> str | None:
+    parameter = there.aliases.get(region.parameter, region.parameter)
+    if parameter not in there.parameters:
+        return f"only in {here.path}"
+    (a, name_a), (b, name_b) = sorted(
+        ((here, region.parameter), (there, parameter)), key=lambda named: named[0].is_second
+    )
+    # each expert has rows of its own, so that those that both sides have can be compared
+    shape_a, shape_b = _row_shape(a, name_a), _row_shape(b, name_b)
+    if shape_a != shape_b:
+        return f"shape {list(shape_a)} against {list(shape_b)}"
+    rows = overlap(region.rows, range(rows_of(there.parameters[parameter])))
+    if not rows:
+        return f"only in {here.path}"
+    rows_a, rows_b = gather(a.reader, name_a, rows), gather(b.reader, name_b, rows)
+    if rows_a is None or rows_b is None:  # told among the problems of a side that has any
+        lacking = a if rows_a is None else b
+        return f"is not complete in {lacking.path}" if lacking.is_sound else None
+    dtype_a, dtype_b = (
+        output.dtype if side is here else side.dtype_of(output.tensor.name, name)
+        for side, name in ((a, name_a), (b, name_b))
+    )
+    problem = _difference(
+        *(cast(*rows_a, dtype_a), dtype_a, cast(*rows_b, dtype_b), dtype_b),
+        *(rtol, bool({name_a, name_b} & (a.encoded | b.encoded))),
+    )
+    if problem is None and len(rows) < len(region.rows):
+        return f"rows from {rows.stop} on are only in {here.path}"
+    return problem
+
+
+def _row_shape(side: _Side, parameter: str) -> tuple[int, ...]:
+    """The shape of a parameter; of one that is experts', that of one expert's part."""
+    shape = side.parameters[parameter]
+    return (side.experts[parameter], *shape[1:]) if parameter in side.experts else shape
 
 
 def _carried_difference(a: Carried, b: Carried, rtol: float | None) -> str | None:
@@ -86,10 +205,6 @@ def _in_step(a: Iterator[Array], b: Iterator[Array]) -> Iterator[tuple[Array, Ar
         rest_a, rest_b = rest_a[size:], rest_b[size:]
 
 
-def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
-    return {output.tensor.name: output.dtype for output in checkpoint.exported}
-
-
 def _name(output: OutputTensor, region: Region) -> str:
     """The tensor; in a fused one also whose rows they are."""
     if not region.index:
@@ -102,6 +217,7 @@ def _difference(
 ) -> str | None:
     if rtol is None and dtype_a != dtype_b:
         return f"{ALL_NAMES[dtype_a]} against {ALL_NAMES[dtype_b]}"
+    assert a.shape == b.shape, (a.shape, b.shape)
     if dtype_a == dtype_b and same_bits(a, b, dtype_a):
         return None
     wide_a, wide_b = as_double(a, dtype_a), as_double(b, dtype_b)

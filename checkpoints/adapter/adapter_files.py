@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from expertmesh.checkpoints.adapter.peft_format import (
     PREFIX,
+    SCALE_SETTINGS,
     LoraPair,
     adapter_config,
     lora_names,
@@ -279,32 +280,38 @@ def describe_adapter(path: Path, list_tensors: bool) -> Iterator[str]:
             yield f"  {name}  {list(info.shape)}"
 
 
-def compare_adapters(a: Path, b: Path, rtol: float | None) -> Comparison:
-    """Compare the tensors of two adapters by name, and what their configs say of scales: values that
-    are the same; or, with `rtol`, within rtol of the tensor's largest."""
-    configs, infos = [read_json(path / CONFIG) for path in (a, b)], [read_header(path / WEIGHTS) for path in (a, b)]
-    ropes = [read_rope(path) for path in (a, b)]
-    keys = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-    differences = [
-        f"{CONFIG}: {key} is {configs[0].get(key)} in {a}, {configs[1].get(key)} in {b}"
-        for key in keys
-        if (configs[0].get(key) or None) != (configs[1].get(key) or None)
-    ]
-    if ropes[0] != ropes[1]:
-        differences.append(f"{ROPE}: RoPE scaling differs")
-    differences += [f"{name}: in only one of them" for name in sorted(set(infos[0]) ^ set(infos[1]))]
-    both = sorted(set(infos[0]) & set(infos[1]))
+def compare_adapters(a: Path, b: Path, rtol: float | None, ignore_config: bool = False) -> Comparison:
+    """Compare two adapters: what their configs say of scales and of anything beyond low-rank deltas, and the union of
+    their tensors, by name: shape, then dtype and bits; or, with `rtol`, values within rtol of the tensor's largest. Not
+    the path of the base, which may have moved."""
+    differences, infos = [], [read_header(path / WEIGHTS) for path in (a, b)]
+    if not ignore_config:
+        configs = [read_json(path / CONFIG) for path in (a, b)]
+        settings = [{key: c[key] for key in SCALE_SETTINGS if c.get(key)} | unread_settings(c) for c in configs]
+        differences += [
+            f"{CONFIG}: {key} is {settings[0].get(key)!r:.80} in {a}, {settings[1].get(key)!r:.80} in {b}"
+            for key in sorted(settings[0].keys() | settings[1].keys())
+            if settings[0].get(key) != settings[1].get(key)
+        ]
+        if read_rope(a) != read_rope(b):
+            differences.append(f"{ROPE}: RoPE scaling differs")
     with safe_open(a / WEIGHTS, framework="pt") as file_a, safe_open(b / WEIGHTS, framework="pt") as file_b:
-        for name in both:
+        for name in sorted(infos[0].keys() | infos[1].keys()):
+            alone = next((path for path, of in zip((b, a), infos, strict=True) if name not in of), None)
+            if alone is not None:
+                differences.append(f"{name}: only in {alone}")
+                continue
             one, other = file_a.get_tensor(name), file_b.get_tensor(name)
             if one.shape != other.shape or (rtol is None and one.dtype != other.dtype):
                 differences.append(f"{name}: {list(one.shape)} {one.dtype} against {list(other.shape)} {other.dtype}")
                 continue
-            off = (one.double() - other.double()).abs().max()
+            if rtol is None and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
+                continue
+            off = (one.double() - other.double()).abs().amax() if one.numel() else torch.zeros(())
             # not true of NaN
-            if not off <= (rtol or 0.0) * torch.maximum(one.abs().max(), other.abs().max()):
+            if rtol is None or not off <= rtol * torch.maximum(one.abs().amax(), other.abs().amax()):
                 differences.append(f"{name}: values differ, by at most {float(off):.3g}")
-    return Comparison(differences, len(both))
+    return Comparison(differences, len(infos[0].keys() | infos[1].keys()))
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,13 @@ REMAPPED = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_pr
 of a shared expert, or of a dense layer, would not be adapted, and their tensors be dropped without a word."""
 
 
+SCALE_SETTINGS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Settings of PEFT's `LoraConfig` that decide by what B · A is multiplied."""
+
 _PLAIN_SETTINGS = frozenset(
     {
         *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
-        *("inference_mode", "runtime_config", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+        *("inference_mode", "runtime_config", *SCALE_SETTINGS),
         # which modules these come to is to be seen from the tensors
         *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
         # PEFT lets go of it where a layer is linear, and refuses it where a parameter is adapted

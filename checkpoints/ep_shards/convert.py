@@ -16,7 +16,7 @@ from expertmesh.checkpoints.ep_shards.manifest import (
     shard_files,
 )
 from expertmesh.checkpoints.ep_shards.relayout import FileRecord, forget_progress, traces, write_files
-from expertmesh.checkpoints.hf.reader import SafetensorsReader, kept_encodings
+from expertmesh.checkpoints.hf.reader import kept_encodings, tied_copies_that_differ
 from expertmesh.checkpoints.hf.source import Checkpoint
 from expertmesh.checkpoints.opening import (
     Readable,
@@ -34,7 +34,6 @@ from expertmesh.checkpoints.storage.directories import (
     side_files,
     write_errors,
 )
-from expertmesh.checkpoints.storage.dtypes import same_values
 from expertmesh.checkpoints.storage.file_layout import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -46,8 +45,6 @@ from expertmesh.checkpoints.storage.file_layout import (
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.whole import whole
 from expertmesh.sharding.topology import divisors, either
-
-_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -259,15 +256,5 @@ def _finish(out: Path, last: str, content: str | None) -> None:
 
 
 def _check_tied_copies(checkpoint: Checkpoint) -> None:
-    reader = SafetensorsReader(checkpoint)
-    for copy in checkpoint.tied_copies:
-        (region,) = copy.regions
-        for start in range(0, len(region.rows), _ROWS_AT_ONCE):
-            rows = region.rows[start : start + _ROWS_AT_ONCE]
-            (original,) = reader.pieces(region.parameter, rows)
-            (repeated,) = reader.region_pieces(copy, region, rows)
-            if not same_values(original.data, original.dtype, repeated.data, repeated.dtype):
-                raise ExpertMeshError(
-                    f"{checkpoint.source.path}: {copy.name} differs from {region.parameter}, its tied twin"
-                )
-    reader.close()
+    for copy, original in tied_copies_that_differ(checkpoint):
+        raise ExpertMeshError(f"{checkpoint.source.path}: {copy.name} differs from {original}, its tied twin")

@@ -15,7 +15,7 @@ from expertmesh.checkpoints.hf.encodings import WIDE, Encoding, TensorInfo, scal
 from expertmesh.checkpoints.hf.mapping import DiskTensor, Region, overlap
 from expertmesh.checkpoints.hf.source import Checkpoint
 from expertmesh.checkpoints.storage.checksums import to_granule_end
-from expertmesh.checkpoints.storage.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, wider
+from expertmesh.checkpoints.storage.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, same_values, wider
 from expertmesh.checkpoints.storage.paths import fill_from
 from expertmesh.moe import ExpertMeshError
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from expertmesh.checkpoints.hf.names import Names
+
+
+_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,30 @@ def gather(reader: ParameterReader, parameter: str, rows: range) -> tuple[Array,
         dtype = wider(dtype, piece.dtype)
     parts = [cast(piece.data, piece.dtype, dtype) for piece in pieces]
     return (parts[0] if len(parts) == 1 else np.concatenate(parts)), dtype
+
+
+def tied_copies_that_differ(checkpoint: Checkpoint) -> Iterator[tuple[DiskTensor, str]]:
+    """Tensors in files that should repeat others, as an output projection stored beside the tied embedding should, and
+    do not: each with the name of the parameter that it should repeat. Encoded in different ways, both may stand for the
+    same values."""
+    reader = SafetensorsReader(checkpoint)
+    for copy in checkpoint.tied_copies:
+        if any(_differs(reader, copy, region) for region in copy.regions):
+            yield copy, copy.regions[0].parameter
+    reader.close()
+
+
+def _differs(reader: SafetensorsReader, copy: DiskTensor, region: Region) -> bool:
+    """Whether what a copy has in a region is not what the parameter's own tensors have there."""
+    for start in range(0, len(region.rows), _ROWS_AT_ONCE):
+        rows = region.rows[start : start + _ROWS_AT_ONCE]
+        original = gather(reader, region.parameter, rows)
+        if original is None:
+            return False  # a tensor that is missing, which is told elsewhere
+        (repeated,) = reader.region_pieces(copy, region, rows)  # one region is one piece
+        if not same_values(*original, repeated.data, repeated.dtype):
+            return True
+    return False
 
 
 def kept_encodings(checkpoint: Checkpoint, names: Names) -> dict[str, Encoding]:
