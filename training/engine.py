@@ -78,7 +78,7 @@ from expertmesh.training.change.dense_precision import multiply_in_fp8
 from expertmesh.training.change.freezing import freeze
 from expertmesh.training.change.lora_targets import adapt, lora_of, unquantized_lines
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch, answer_ends, batch_of, collate, prompt_tokens
+from expertmesh.training.data import IGNORED, Batch, answer_ends, batch_of, collate, prompt_tokens
 from expertmesh.training.elastic import fit_to_ranks
 from expertmesh.training.evaluate import Evaluation, mean_loss
 from expertmesh.training.fused.fuse import fuse_layers
@@ -526,7 +526,14 @@ class Engine:
             raise ExpertMeshError(
                 f"a batch is a {type(given).__name__}; it must be a dict of input_ids, labels and attention_mask"
             )
-        return batch_of(given, self.config.packing, self.mesh.cp_group, self.padding).to(self.ranks.device)
+        batch = batch_of(given, self.config.packing, self.mesh.cp_group, self.padding)
+        size = self.model.config.get_text_config().vocab_size
+        targets = batch.targets_BS[batch.targets_BS != IGNORED]
+        for name, ids in (("input_ids", batch.tokens_BS), ("labels", targets)):
+            # a GPU would end in an assertion of some later kernel
+            if (outside := ids[(ids < 0) | (ids >= size)]).numel():
+                raise ExpertMeshError(f"{name} of a batch have {outside[0]}: the model's vocabulary is 0 to {size - 1}")
+        return batch.to(self.ranks.device)
 
     # ---- between steps ----
 

@@ -8,13 +8,14 @@ gradients, clipping, update and files.
 import inspect
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,14 @@ from expertmesh.moe import ExpertMeshError, moe_layers
 from expertmesh.moe.base.whole import PARTIAL, whole
 from expertmesh.moe.transformers_private import in_place_of_trainers
 from expertmesh.sharding import raise_together
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import IGNORED, Batch, answer_ends
 from expertmesh.training.engine import Engine
 from expertmesh.training.inference import inference
 from expertmesh.training.loss.balance import choose_balance
 from expertmesh.training.micro_batch import StepCounts, count_step
 from expertmesh.training.step import add_gradients, step_result
-from expertmesh.training.trainer_arguments import heeded_arguments
+from expertmesh.training.trainer_arguments import heeded_arguments, overruled_settings
 from expertmesh.training.watch.nonfinite import NonFiniteGuard
 from expertmesh.training.watch.routing_figures import Routing
 
@@ -56,6 +58,10 @@ _NOT_TAKEN = {
     "optimizer_cls_and_kwargs": "give optim to expertmesh.load",
 }
 """What Trainers take besides training arguments and is refused, and what to do instead."""
+_COLUMNS = ("messages", "conversations", "prompt", "input_ids", "image", "images")
+"""Columns of which trl's SFTTrainer needs one, where there is none with text."""
+_AS_LOADED: WeakKeyDictionary[Engine, TrainConfig] = WeakKeyDictionary()
+"""The settings of engines before a Trainer has changed them."""
 
 
 class _Inputs(dict[str, Any]):
@@ -114,12 +120,16 @@ class TrainerMixin(_Base):
             more["processing_class"] = model.tokenizer
         args = self._default_arguments() if args is None else args
         args = heeded_arguments(args, model.config, model.ranks.device, self._tell)
+        if overruled := overruled_settings(args, _AS_LOADED.setdefault(model, model.config)):
+            self._tell(f"of expertmesh.load's settings Trainer takes its arguments' instead: {', '.join(overruled)}")
+        self._check_columns(args, given)
         self._balance(args)
         held = {name: value for name, value in vars(model.model).items() if name == "forward"}
         text_config = model.model.config.get_text_config()
         routing = {name: getattr(text_config, name) for name in _OF_ROUTING if hasattr(text_config, name)}
         super().__init__(model.model, args, *others, **more)
         self._check_launcher()
+        self._check_data(given.get("train_dataset"))
         if not hasattr(args, "router_aux_loss_coef"):
             self._balance(self.args)  # trl's, made of transformers'
         # trl puts a forward of its own in the model's place, for a loss that ours takes the place of
@@ -234,6 +244,38 @@ class TrainerMixin(_Base):
         config = replace(engine.config, router_aux_loss_coef=coefficient)
         engine.balance = replace(choose_balance(config, engine.model, engine.source.config), origin=origin)
         engine.config = config
+
+    def _check_columns(self, args: Any, given: dict[str, Any]) -> None:
+        """
+        Raises:
+            ExpertMeshError: trl's preparation finds no column that it could read.
+        """
+        rows, text = given.get("train_dataset"), getattr(args, "dataset_text_field", None)
+        columns = getattr(rows, "column_names", None)
+        if text is None or not columns or given.get("formatting_func") is not None:
+            return
+        if not {text, *_COLUMNS} & set(columns):
+            raise ExpertMeshError(
+                f"dataset_text_field={text!r}: train_dataset has no such column, but {', '.join(columns)}; name the "
+                f"one with the text, or have one of {', '.join(_COLUMNS)}"
+            )
+
+    def _check_data(self, given: Any) -> None:
+        """Warn of examples that trl has left out.
+
+        Raises:
+            ExpertMeshError: none is left.
+        """
+        if not isinstance(self.train_dataset, Sized):
+            return
+        left, args = len(self.train_dataset), self.args
+        length = getattr(args, "max_length", None)
+        within = "" if length is None else f" within max_length={length}"
+        if left == 0:
+            raise ExpertMeshError(f"train_dataset has no example with a target{within}: nothing can be trained on")
+        if isinstance(given, Sized) and not getattr(args, "packing", False) and left < len(given):
+            out = f"{len(given) - left:,} of {len(given):,} examples of train_dataset"
+            self._tell(f"{out} are left out: they have no target{within}")
 
     def _check_launcher(self) -> None:
         """

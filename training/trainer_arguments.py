@@ -6,6 +6,7 @@ classes then fails, and a user who sets it is warned.
 """
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -169,6 +170,23 @@ def heeded_arguments(args: Any, config: TrainConfig, device: torch.device, tell:
     args.accelerator_config = replace(args.accelerator_config, dispatch_batches=False)
     args._n_gpu = min(args.n_gpu, 1)
     return args
+
+
+def overruled_settings(args: Any, config: TrainConfig) -> list[str]:
+    """Settings that `expertmesh.load` was given and that Trainer takes from its arguments, where these say otherwise.
+
+    Args:
+        config: the engine's settings as it was loaded.
+    """
+    theirs = {name for names in HEEDED.values() for name in names} - {"seed", "router_aux_loss_coef"}
+    said = []
+    for setting in fields(config):
+        name, given = setting.name, getattr(config, setting.name)
+        if name in theirs and hasattr(args, name) and given != _default(config, name):
+            asked = getattr(args, name)
+            if given not in (asked, json.dumps(asked)):
+                said.append(f"{name}={_shown(given)} (there {_shown(asked)})")
+    return said
 
 
 def known_fields() -> dict[str, str]:

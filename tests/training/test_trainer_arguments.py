@@ -447,6 +447,32 @@ def test_accelerates_environment(tiny_model: Path, tmp_path: Path, monkeypatch: 
         expertmesh.Trainer(engine, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
 
 
+def test_settings_that_trainers_arguments_overrule(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    """They are named once, where they say otherwise."""
+    given = {"learning_rate": 3e-3, "max_grad_norm": 1.0, "weight_decay": 0.1, "report_to": ["tensorboard"]}
+    with pytest.warns(UserWarning, match="settings Trainer takes its arguments' instead") as said:
+        run = train(tiny_model, rows, tmp_path, {"weight_decay": 0.1}, **given)
+    (line,) = [str(each.message) for each in said if "instead" in str(each.message)]
+    assert line.endswith("instead: learning_rate=0.003 (there 0.01), report_to=['tensorboard'] (there [])")
+    assert run.column("learning_rate")[0] == 1e-2
+    again = TrainingArguments(str(tmp_path), **(BASE | {"learning_rate": 3e-3, "weight_decay": 0.1}))
+    with pytest.warns(UserWarning, match=r"instead: report_to=\['tensorboard'\] \(there \[\]\)$"):
+        expertmesh.Trainer(run.trainer.engine, again)  # what the first one has set is no wish
+
+
+def test_data_that_trl_cannot_use(tiny_model: Path, tmp_path: Path) -> None:
+    engine = load(tiny_model)
+    without = [{"input_ids": [3, 4, 5], "labels": [-100] * 3}] * 3
+    with pytest.raises(ExpertMeshError, match="train_dataset has no example with a target within max_length=1024"):
+        train_sft(tiny_model, tmp_path, engine, without)
+    with pytest.warns(UserWarning, match="3 of 15 examples of train_dataset are left out: they have no target"):
+        train_sft(tiny_model, tmp_path, engine, [*without, *[{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}] * 12])
+    with pytest.raises(ExpertMeshError, match=r"dataset_text_field='body': .* no such column, but text; name the one"):
+        train_sft(tiny_model, tmp_path, engine, dataset_text_field="body")
+    with pytest.raises(ExpertMeshError, match="input_ids of a batch have 320: the model's vocabulary is 0 to 319"):
+        train_sft(tiny_model, tmp_path, engine, [{"input_ids": [5, 320, 7]}] * 4)
+
+
 # ---- steps that are skipped ----
 
 
