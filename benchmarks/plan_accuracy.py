@@ -322,7 +322,7 @@ def measure(case: Case, directory: Path, is_timed: bool) -> int:
         "bytes_measured": {kind: round(counted.sent[kind]) for kind in KINDS if counted.sent[kind]},
     }
     if is_timed:
-        speeds = check_groups(mesh, 4 * model_config.hidden_size, ranks.device)
+        speeds = check_groups(mesh, 4 * model_config.hidden_size, ranks.device, WORLD_SIZE)
         figures["seconds"] = statistics.median(seconds)
         figures["hardware"] = asdict(measured_hardware(speeds, WORLD_SIZE, ranks.device))
     (directory / f"{ranks.rank}.json").write_text(json.dumps(figures))

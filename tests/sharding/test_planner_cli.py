@@ -13,7 +13,13 @@ import pytest
 from expertmesh.sharding import Topology
 from expertmesh.training import parse_config
 from expertmesh.training.foresight.cluster_commands import _print_speeds, main
-from expertmesh.training.foresight.planner.check import GroupSpeed, check_groups, mark_slow, measured_hardware
+from expertmesh.training.foresight.planner.check import (
+    GroupSpeed,
+    check_groups,
+    mark_slow,
+    measured_hardware,
+    measured_links,
+)
 from expertmesh.training.foresight.planner.hardware import load_measured, save_measured
 from expertmesh.training.foresight.planner.mesh_picture import picture
 from tests.distributed.pool import RankPool
@@ -426,7 +432,8 @@ def test_mesh_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int, wor
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_speeds_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     groups = [tuple(range(index, 128, 8)) for index in range(2)]
-    speeds = [GroupSpeed("dp", ranks, 123456e-6, 234.5e9, ranks[0] == 1) for ranks in groups]
+    sent, seconds = (32768.0, 234.5e9), (123456e-6, 1.0)
+    speeds = [GroupSpeed("dp", ranks, "all-reduce", sent, seconds, ranks[0] == 1) for ranks in groups]
     monkeypatch.setenv("COLUMNS", str(width))
     with contextlib.redirect_stdout(Terminal()) as terminal:
         _print_speeds(speeds, 32768)
@@ -454,7 +461,7 @@ def measure_groups(topology: Topology) -> tuple[list[GroupSpeed], Any]:
     from expertmesh.sharding import build_mesh
 
     device = torch.device("cpu")
-    speeds = check_groups(build_mesh("cpu", topology), 256, device)
+    speeds = check_groups(build_mesh("cpu", topology), 256, device, 2)
     return speeds, measured_hardware(speeds, 2, device)
 
 
@@ -472,8 +479,7 @@ def test_check_measures_every_group(ranks: RankPool, tmp_path: Path) -> None:
         assert all(speed.latency > 0 and speed.bandwidth > 0 for speed in speeds)
     hardware = results[0][1]
     # ranks 0 and 1 share a node: the ep groups are inside, the others cross
-    inside = [s.bandwidth for s in results[0][0] if s.name == "ep"]
-    assert hardware.inside.bandwidth == min(inside)
+    assert hardware.inside == measured_links([s for s in results[0][0] if s.name == "ep"], 2)[0]
     save_measured(hardware, tmp_path / "rates.json")
     assert load_measured(tmp_path / "rates.json") == hardware
 
@@ -495,8 +501,20 @@ def test_check_measures_the_groups_of_a_pipeline(ranks: RankPool, tp_size: int) 
     assert {(speed.name, speed.ranks) for speed in speeds} == expected
 
 
+@pytest.mark.exhaustive
+def test_check_measures_inside_nodes_where_every_group_spans_them(ranks: RankPool) -> None:
+    speeds, _ = ranks.run(measure_groups, 4, Topology(4, 4))[0]
+    assert {(speed.name, speed.ranks) for speed in speeds} == {
+        *(("ep", (0, 1, 2, 3)), ("all", (0, 1, 2, 3))),
+        *(("node", (0, 1)), ("node", (2, 3)), ("across", (0, 2)), ("across", (1, 3))),
+    }
+
+
 def test_a_slow_group_is_flagged() -> None:
-    speeds = [GroupSpeed("ep", (i, i + 1), 1e-6, bandwidth) for i, bandwidth in ((0, 10.0), (2, 4.0), (4, 9.0))]
+    speeds = [
+        GroupSpeed("ep", (i, i + 1), "all-to-all", (0.0, bandwidth), (1e-6, 1.0))
+        for i, bandwidth in ((0, 10.0), (2, 4.0), (4, 9.0))
+    ]
     assert [speed.is_slow for speed in mark_slow(speeds)] == [False, True, False]
 
 

@@ -95,16 +95,58 @@ def test_every_stage_of_a_pipeline(model: str, capsys: pytest.CaptureFixture[str
     assert "pp 2 1f1b" in said
     assert "(bubble of all ranks " in said
     assert "ranks run: 0: " in said
-    assert ", 8: " in said
+    assert "; 8: " in said
     ElementTree.fromstring((tmp_path / "step.svg").read_text())
     assert main([*command, "--ranks", "all", "--json"]) == 0
-    first, *_, second = json.loads(capsys.readouterr().out)
-    assert (first["rank"], second["rank"]) == (0, 8)
+    by_rank = {account["rank"]: account for account in json.loads(capsys.readouterr().out)}
+    assert sorted(by_rank) == [0, 1, 8, 9, 15]
+    first = by_rank[0]
     assert first["layers"] == [4, LAYERS]
     assert first["ledger"]["pipeline"]["waited"] > 0
     # a layer gives one tensor, which is sent with each micro-batch, and its gradient comes back
     sent = {(each["group"], each["kind"]): each["times"] for each in first["sent"]}
     assert sent["pp, forward", "send"] == sent["pp, backward", "receive"] == 5
+
+
+def test_every_stage_is_run_by_its_most_loaded_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `--ranks all` tells of a stage is what its most loaded rank says when it is run alone."""
+    config = MixtralConfig(
+        vocab_size=32768,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    config.save_pretrained(tmp_path)
+    command = [
+        *("rehearse", "--model", str(tmp_path), "--gpus", "8", "--ep-size", "4", "--pp-size", "2", "--bf16"),
+        *("--pipeline-layers", "1,1", "--pipeline-schedule", "1f1b", "--max-seq-length", "8192"),
+        *("--per-device-train-batch-size", "1", "--imbalance", "3", "--json"),
+    ]
+
+    def run(*flags: str, code: int = 0) -> dict[int, Any]:
+        assert main([*command, *flags]) == code
+        return {account["rank"]: account for account in json.loads(capsys.readouterr().out)}
+
+    together = run("--ranks", "all")
+    assert sorted(together) == [0, 1, 4, 5, 7]
+    for stage, (first, loaded) in enumerate([(0, 1), (4, 5)]):
+        # a rank that is run alone is the most loaded one
+        alone = run("--rank", str(loaded))[loaded]
+        assert together[loaded]["memory"]["peak"] == alone["memory"]["peak"] > together[first]["memory"]["peak"]
+        slow, fast = (of["ledger"]["pipeline"]["stages"][str(stage)] for of in (alone, together[first]))
+        assert slow["forward"] > fast["forward"]
+        # whoever tells of the step, its stages are as slow
+        assert all(account["seconds"] > slow["forward"] + slow["backward"] for account in together.values())
+    # where memory suffices for every rank but the most loaded one of the last stage, the run does not fit
+    needed = {rank: account["needed_bytes"] for rank, account in together.items()}
+    enough = max(bytes_ for rank, bytes_ in needed.items() if rank != 5)
+    assert needed[5] > enough
+    card = f"{(needed[5] + enough) / 2 / 2**20:.0f}MiB"
+    assert not run("--ranks", "all", "--gpu-memory", card, code=1)[5]["fits"]
 
 
 @pytest.mark.complete

@@ -486,7 +486,7 @@ def _check(arguments: argparse.Namespace, topology: Topology, gpus_per_node: int
     ranks = start_process_group(arguments.use_cpu, arguments.timeout)
     mesh = build_mesh(device_type(arguments.use_cpu), topology, arguments.timeout)
     row_bytes = arguments.hidden_size * (2 if ranks.device.type == "cuda" else 4)
-    speeds = check_groups(mesh, row_bytes, ranks.device)
+    speeds = check_groups(mesh, row_bytes, ranks.device, gpus_per_node)
     hardware = measured_hardware(speeds, gpus_per_node, ranks.device)
     if ranks.rank == 0:
         _print_speeds(speeds, row_bytes)

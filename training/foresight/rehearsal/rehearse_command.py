@@ -62,8 +62,8 @@ def build_parser() -> Parser:
         "--ranks",
         choices=["one", "all"],
         default="one",
-        help="all: one rank of each kind (the first, the last, the most loaded, the first of each pipeline stage), "
-        "and whether their collectives match",
+        help="all: one rank of each kind (the first and the last, and of each pipeline stage the first and the most "
+        "loaded), and whether their collectives match",
     )
     add_imbalance_flags(parser)
     parser.add_argument(
@@ -102,6 +102,7 @@ def main(argv: Sequence[str]) -> int:
     from expertmesh.training.foresight.rehearsal.account import Account, account_of
     from expertmesh.training.foresight.rehearsal.collective_order import Call, calls, check_order
     from expertmesh.training.foresight.rehearsal.picture import draw
+    from expertmesh.training.foresight.rehearsal.stages import slowest_of_stages
     from expertmesh.training.foresight.rehearsal.world import rehearse
     from expertmesh.training.foresight.tables import print_account
 
@@ -125,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         del rehearsed
     ranks_per_stage = arguments.gpus // config.pp_size
     compared = check_order(orders, ranks_per_stage)
-    stages = {n: stage for each in accounts if (part := each.ledger.pipeline) for n, stage in part.stages.items()}
+    stages = slowest_of_stages(part.stages for account in accounts if (part := account.ledger.pipeline))
     accounts = [account.among(stages, hardware) for account in accounts]
     largest = max(accounts, key=lambda account: account.fit.total)
     if arguments.json:
@@ -133,8 +134,15 @@ def main(argv: Sequence[str]) -> int:
         return 0 if largest.fit.is_enough else 1
     print_account(largest, config, where, hardware, told, arguments.gpus)
     if len(ranks) > 1:
-        totals = ", ".join(f"{account.rank}: {account.fit.total / 2**30:,.1f} GiB" for account in accounts)
-        print(f"ranks run: {totals}; shown: the largest. Their {compared:,} collectives have the same order.")
+        figures = "; ".join(
+            f"{account.rank}: {account.fit.total / 2**30:,.1f} GiB, {account.ledger.seconds:,.3f} s"
+            for account in accounts
+        )
+        print(
+            f"ranks run: {figures}; shown: the largest. A step takes as long as the slowest of them, "
+            f"{max(account.ledger.seconds for account in accounts):,.3f} s. "
+            f"Their {compared:,} collectives have the same order."
+        )
     print(f"dry run took {time.time() - started:.0f} s")
     return 0 if largest.fit.is_enough else 1
 
@@ -188,9 +196,11 @@ def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:
 def _ranks(arguments: argparse.Namespace, config: TrainConfig, told: Told) -> list[int]:
     if arguments.ranks == "one":
         return [arguments.rank]
-    most_loaded = [told.most_loaded] if told.shares or told.busiest != 1 else []
-    stages = range(0, arguments.gpus, arguments.gpus // config.pp_size)
-    return list(dict.fromkeys([0, arguments.gpus - 1, *most_loaded, *stages]))
+    is_uneven = bool(told.shares) or told.busiest != 1
+    firsts = range(0, arguments.gpus, arguments.gpus // config.pp_size)
+    # a stage waits for the most loaded of its ranks, which holds the most, too
+    most_loaded = [first + told.most_loaded for first in firsts] if is_uneven else []
+    return list(dict.fromkeys([0, arguments.gpus - 1, *most_loaded, *firsts]))
 
 
 def _write(file: Path, content: str) -> None:

@@ -1,6 +1,6 @@
 """A rank's part of a pipeline: which micro-batches of a step to run, and how long it waits for other stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from expertmesh.sharding.pipeline.pipeline import Pipeline
@@ -54,6 +54,17 @@ class StageSeconds:
     backward: float
     weights: float
     send: float
+
+
+def slowest_of_stages(by_rank: Iterable[Mapping[int, StageSeconds]]) -> dict[int, StageSeconds]:
+    """Each stage's seconds where several of its ranks were run: of each figure the largest, as the ranks of a stage
+    exchange tokens with one another and wait for the slowest."""
+    slowest: dict[int, StageSeconds] = {}
+    for stages in by_rank:
+        for number, seconds in stages.items():
+            known = slowest.get(number, seconds)
+            slowest[number] = StageSeconds(*map(max, astuple(known), astuple(seconds)))
+    return slowest
 
 
 @dataclass(frozen=True)
