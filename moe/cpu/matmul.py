@@ -122,6 +122,13 @@ def pad_rows(x_MK: Tensor) -> Tensor:
     return F.pad(x_MK, (0, 0, 0, padded_rows(num_rows) - num_rows))
 
 
+def padded_matmul(x_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """x_MK @ b_KN, with `pad_rows` within, for the forward of an autograd function: no view of what has the padding's
+    rows too. Autograd lets nobody change in place a view that a function returns, and models clamp projections so."""
+    product = matmul(pad_rows(x_MK), b_KN)
+    return product if len(product) == len(x_MK) else product[: len(x_MK)].data
+
+
 def suits_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
     is_fp32_on_cpu = computes_on_cpu(a_MK) and a_MK.dtype == torch.float32
     is_large = a_MK.numel() * b_KN.shape[1] >= SMALL
@@ -172,7 +179,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         # of a frozen weight there is no gradient
         ctx.save_for_backward(x_MK if ctx.needs_input_grad[1] else None, weight_NK)
-        return matmul(pad_rows(x_MK), weight_NK.t())[: len(x_MK)]
+        return padded_matmul(x_MK, weight_NK.t())
 
     @staticmethod
     @once_differentiable

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import matmul, pad_rows
+from expertmesh.moe.cpu.matmul import matmul, pad_rows, padded_matmul
 from expertmesh.moe.experts.replay import kept, kept_product, placeholder
 from expertmesh.moe.kernels.expert_products import host_counts, runs
 from expertmesh.moe.kernels.gpu import computes_on_cpu, takes_triton
@@ -175,7 +175,7 @@ class _StoredLinear(torch.autograd.Function):
         ctx.save_for_backward(codes, scales)
         ctx.storage, ctx.is_transposed = storage, is_transposed
         weight = widen(codes, scales, storage, x_MI.dtype)
-        return matmul(pad_rows(x_MI), weight if is_transposed else weight.t())[: len(x_MI)]
+        return padded_matmul(x_MI, weight if is_transposed else weight.t())
 
     @staticmethod
     @once_differentiable

@@ -43,6 +43,7 @@ from expertmesh.moe.kernels.expert_products import (
     grouped_product,
     host_counts,
     looped_product,
+    padded,
     runs,
 )
 from expertmesh.moe.kernels.fp8 import fp8_products
@@ -78,7 +79,7 @@ class JoinedSwiGLU(Protocol):
 @dataclass(frozen=True)
 class ExpertKernel:
     """One way of computing experts; has at least one of `product` and `fused`. low_rank: what multiplies by adapters'
-    matrices, where that is not `product`. joined: beside `fused` alone."""
+    matrices, of any rank, where that is not `product`. joined: beside `fused` alone."""
 
     name: str
     product: Product | None
@@ -267,8 +268,8 @@ def _check_grouped_mm(dtype: torch.dtype, model_width: int, width: int) -> None:
     step = 16 // dtype.itemsize
     if model_width % step or width % step:
         raise ExpertMeshError(
-            f"--expert-kernel torch-grouped needs hidden and expert width, and an adapter's rank, to be multiples of "
-            f"{step} in {dtype}; this model has {model_width} and {width}; use --expert-kernel loop"
+            f"--expert-kernel torch-grouped needs hidden and expert width to be multiples of {step} in {dtype}; this "
+            f"model has {model_width} and {width}; use --expert-kernel loop"
         )
 
 
@@ -283,9 +284,20 @@ KERNELS: dict[str, ExpertKernel] = {
     kernel.name: kernel
     for kernel in (
         LOOP,
-        ExpertKernel("torch-grouped", torch_grouped_product, torch_grouped, joined=torch_grouped_joined),
+        ExpertKernel(
+            "torch-grouped",
+            torch_grouped_product,
+            torch_grouped,
+            low_rank=padded(torch_grouped_product),
+            joined=torch_grouped_joined,
+        ),
         ExpertKernel("megablocks-sparse", None, megablocks_sparse),
-        ExpertKernel("megablocks-grouped", megablocks_grouped_product, megablocks_grouped),
+        ExpertKernel(
+            "megablocks-grouped",
+            megablocks_grouped_product,
+            megablocks_grouped,
+            low_rank=padded(megablocks_grouped_product),
+        ),
     )
 }
 
@@ -295,20 +307,13 @@ class Needs:
     """The properties that decide whether a kernel can compute a model's experts.
 
     widths: D and F of each kind of MoE layer. is_swiglu: whether all experts are plain SwiGLU without biases and
-    adapters. ranks: those of adapters.
+    adapters. Adapters' ranks are no matter: their products are padded.
     """
 
     device_type: str
     dtype: torch.dtype
     widths: tuple[tuple[int, int], ...]
     is_swiglu: bool = True
-    ranks: tuple[int, ...] = ()
-
-    @property
-    def products(self) -> tuple[tuple[int, int], ...]:
-        """The two widths of each matmul."""
-        low_rank = tuple((width, rank) for pair in self.widths for width in pair for rank in self.ranks)
-        return self.widths + low_rank
 
 
 @dataclass(frozen=True)
@@ -333,7 +338,8 @@ def choose_kernel(name: str, needs: Needs, precision: Precision = "same") -> Ker
         check_fp8(name, needs)
         is_cpu = needs.device_type == "cpu"
         how = "emulated on a CPU" if is_cpu else "grouped, with row-wise scales; MFU is of the bf16 peak"
-        return KernelChoice(replace(FP8, low_rank=choose_kernel(name, needs).kernel.product), how)
+        beside = choose_kernel(name, needs).kernel
+        return KernelChoice(replace(FP8, low_rank=beside.low_rank or beside.product), how)
     if name == "auto":
         name, why = _choose(needs)
         return KernelChoice(KERNELS[name], f"auto: {why}")
@@ -378,7 +384,7 @@ def _choose(needs: Needs) -> tuple[str, str]:
         return "megablocks-sparse", "in grouped_mm this GPU would launch one matmul per expert"
     if _can_compute("torch-grouped", needs):
         return "torch-grouped", "as megablocks-sparse is not installed, or does not suit these experts"
-    widths = ", ".join(f"{d} and {f}" for d, f in needs.products)
+    widths = ", ".join(f"{d} and {f}" for d, f in needs.widths)
     return "loop", f"widths {widths} do not suit grouped_mm"
 
 
@@ -407,7 +413,7 @@ def check_kernel(name: str, needs: Needs) -> None:
             f"--expert-kernel {name} computes plain SwiGLU only, and this model's experts have biases, adapters or "
             "another activation; use torch-grouped or loop"
         )
-    for model_width, width in needs.products:
+    for model_width, width in needs.widths:
         if name == "torch-grouped":
             _check_grouped_mm(needs.dtype, model_width, width)
         if name == "megablocks-sparse":

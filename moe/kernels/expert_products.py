@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -154,6 +155,23 @@ def _grouped_weight_gradient(gmm: GroupedMatmul, is_as_it_lies: bool, grad_RO: T
     if is_as_it_lies:
         return (gmm(grad_RO, x_RI, trans_a=True),)
     return (gmm(x_RI, grad_RO, trans_a=True).transpose(1, 2),)
+
+
+def padded(product: Product) -> Product:
+    """`product` for matrices of any widths: the kernel's operands begin each row at a multiple of 16 bytes, for which
+    zeros are added to a width, as to an adapter's rank; they change no result."""
+
+    def multiply(x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True) -> Tensor:
+        step = 16 // x_RI.element_size()
+        num_out, num_in = weight_eOI.shape[1:]
+        more_out, more_in = -num_out % step, -num_in % step
+        if not (more_out or more_in):
+            return product(x_RI, counts_e, weight_eOI, needs_output=needs_output)
+        weight_eOI = F.pad(weight_eOI, (0, more_in, 0, more_out))
+        out_RO = product(F.pad(x_RI, (0, more_in)), counts_e, weight_eOI, needs_output=needs_output)
+        return out_RO[:, :num_out]
+
+    return multiply
 
 
 class AddBias(torch.autograd.Function):

@@ -389,9 +389,8 @@ def kernel_needs(model: nn.Module, device_type: str, dtype: torch.dtype) -> Need
     """The requirements of this model on an expert kernel."""
     layers = moe_layers(model)
     widths = dict.fromkeys((layer.shape.model_width, layer.shape.expert_width) for layer in layers)
-    ranks = dict.fromkeys(layer.mlp.low_rank.rank for layer in layers if layer.mlp.low_rank is not None)
-    is_swiglu = all(layer.mlp.is_swiglu for layer in layers) and not ranks
-    return Needs(device_type, dtype, tuple(widths), is_swiglu, tuple(ranks))
+    is_swiglu = all(layer.mlp.is_swiglu and layer.mlp.low_rank is None for layer in layers)
+    return Needs(device_type, dtype, tuple(widths), is_swiglu)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

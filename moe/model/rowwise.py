@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import matmul, pad_rows
+from expertmesh.moe.cpu.matmul import matmul, pad_rows, padded_matmul
 from expertmesh.moe.kernels.gpu import computes_on_cpu
 
 STEP_PART: StepPart = None
@@ -47,7 +47,7 @@ class _RowwiseProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_KN: Tensor) -> Tensor:
         ctx.save_for_backward(x_MK, weight_KN)
-        return matmul(pad_rows(x_MK), weight_KN)[: len(x_MK)]
+        return padded_matmul(x_MK, weight_KN)
 
     @staticmethod
     @once_differentiable

@@ -107,6 +107,8 @@ EXTRA: dict[str, dict[str, Any]] = {
         moe_intermediate_size=[24, 16],
         rope_parameters={"rope_type": "default", "rope_theta": 5e5, "mrope_section": [1, 1, 2]},
     ),
+    # clamps its projections in place, where it is told to
+    "olmoe": dict(clip_qkv=1.0),
     # its MoE blocks are off by default
     "gemma4_text": dict(enable_moe_block=True),
     # of a head's frequencies those for time, rows and columns

@@ -361,7 +361,7 @@ def test_experts_of_other_kinds(kind: str) -> None:
 
 def test_adapters_are_multiplied_in_bf16() -> None:
     experts = our_experts(random(of_family("mixtral", "MixtralExperts", hidden_act="silu")), TOP_K).bfloat16()
-    chosen = choose_kernel("auto", Needs("cpu", torch.bfloat16, ((16, 48),), False, (4,)), "fp8").kernel
+    chosen = choose_kernel("auto", Needs("cpu", torch.bfloat16, ((16, 48),), False), "fp8").kernel
     assert chosen.product is FP8.product
     assert chosen.low_rank is LOOP.product
     counters = [mock.Mock(wraps=chosen.product), mock.Mock(wraps=chosen.low_rank)]

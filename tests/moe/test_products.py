@@ -57,6 +57,30 @@ def check(
         torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [1, 4, 12])
+def test_adapters_of_any_rank(dtype: torch.dtype, rank: int) -> None:
+    """A and B in one grouped GEMM each, padded; by torch's, which refuses such widths as they are."""
+    low_rank = KERNELS["torch-grouped"].low_rank
+    assert low_rank is not None
+    counts, results = [3, 0, 5], []
+    for product, numbers in ((low_rank, dtype), (plain, torch.float64)):
+        generator = torch.Generator().manual_seed(0)
+        sizes = [(sum(counts), I), (len(counts), rank, I), (len(counts), O, rank)]
+        tensors = [torch.randn(size, generator=generator).to(dtype).to(numbers).requires_grad_() for size in sizes]
+        x_RI, a_erI, b_eOr = tensors
+        split = counts if product is plain else torch.tensor(counts)
+        out_RO = product(product(x_RI, split, a_erI), split, b_eOr)  # type: ignore[arg-type]
+        grad_RO = torch.randn(out_RO.shape, generator=generator).to(dtype).to(numbers)
+        results.append([out_RO.detach(), *torch.autograd.grad(out_RO, tensors, grad_RO)])
+    for found, expected in zip(*results, strict=True):
+        assert found.shape == expected.shape
+        assert relative_error(found.double(), expected) < (1e-6 if dtype == torch.float32 else 2e-2)
+    if rank % (16 // dtype.itemsize):
+        with pytest.raises(ExpertMeshError, match="hidden and expert width to be multiples of"):
+            product_of("torch-grouped")(x_RI.to(dtype), torch.tensor(counts), a_erI.to(dtype))
+
+
 @pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("kernel", CPU_KERNELS)

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 from expertmesh.moe import build_model
+from expertmesh.moe.cpu.matmul import Linear
+from expertmesh.moe.experts.quantised import Storage, quantise, stored_linear
+from expertmesh.moe.kernels.fp8_linear import FP8Linear
 from expertmesh.moe.model import build
 from expertmesh.moe.model.rowwise import RowwiseLinear
 from expertmesh.moe.model.tensor_plan import regions_of
@@ -49,6 +52,44 @@ def test_computes_what_a_linear_layer_does(dtype: torch.dtype, bias: bool) -> No
     assert relative_error(our_out, out) < tolerance
     assert relative_error(our_grad_x, grad_x) < tolerance
     assert relative_error(our_grad_weight.t(), grad_weight) < tolerance
+
+
+def clamping(kind: str) -> Any:
+    """A linear layer of a model in each of its forms, of 64 inputs and 48 outputs."""
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(64, 48, bias=False)
+    if kind == "rowwise":
+        layer.__class__, layer.weight = RowwiseLinear, nn.Parameter(layer.weight.detach().t().contiguous())
+    elif kind == "Linear":
+        layer.__class__ = Linear
+    elif kind == "fp8 matmuls":
+        layer.__class__ = FP8Linear
+        layer.bfloat16()
+    else:
+        storage = Storage(kind, 64)  # type: ignore[arg-type]
+        codes, scales = quantise(layer.weight.detach(), storage)
+        return lambda x: stored_linear(x, codes, scales, storage)
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["Linear", "rowwise", "fp8 matmuls", "fp8", "nf4"])
+def test_results_may_be_changed_in_place(kind: str) -> None:
+    """As models clamp queries, keys and values, where the rows of a batch are padded for oneDNN too."""
+    layer = clamping(kind)
+    dtype = torch.bfloat16 if kind == "fp8 matmuls" else torch.float32
+    given = torch.randn(3, 211, 64).to(dtype)
+    found = []
+    for in_place in (False, True):
+        x = given.clone().requires_grad_()
+        out = layer(x)
+        out = out.clamp_(-0.25, 0.25) if in_place else out.clamp(-0.25, 0.25)
+        out.square().sum().backward()
+        assert x.grad is not None
+        found.append((out.detach(), x.grad))
+    (out, grad), (our_out, our_grad) = found
+    assert torch.equal(our_out, out)
+    assert torch.equal(our_grad, grad)
+    assert out.abs().max() == 0.25
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2", OF_PARTS])

@@ -1,7 +1,5 @@
 """`mesh --check --json`: the cost model, fed with its own times, gives back the links that it was computed with."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from expertmesh.sharding import Topology
@@ -14,7 +12,7 @@ TRUE_LINKS = Link(450e9, 3e-6), Link(50e9, 8e-6)
 
 
 def modelled_speeds(
-    topology: Topology, gpus_per_node: int, beside_mesh: bool, links: Sequence[Link]
+    topology: Topology, gpus_per_node: int, beside_mesh: bool, links: tuple[Link, Link]
 ) -> list[GroupSpeed]:
     """What `check_groups` would measure on a machine that is as the cost model has it."""
     world, stage, ep = topology.world_size, topology.ranks_per_stage, topology.ep_size

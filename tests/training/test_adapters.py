@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe import ExpertMeshError, build_model, count_parameters
+from expertmesh.moe import KERNELS, ExpertMeshError, build_model, choose_kernel, count_parameters, kernel_needs
 from expertmesh.moe.experts.lora import first_values
+from expertmesh.moe.kernels.kernel_names import Precision
 from expertmesh.training.change.lora_targets import adapt, unquantized_lines
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from tests.families.configs import tiny_config
@@ -53,6 +54,18 @@ def test_targets(family: str, targets: list[str], layer: int, expected: set[str]
     names = adapted(family, *targets)
     assert modules(names, layer) == expected
     assert all(name.endswith(("lora_A", "lora_B")) for name in names)
+
+
+@pytest.mark.parametrize("rank", [4, 8, 12])
+@pytest.mark.parametrize("precision", ["same", "fp8"])
+def test_no_rank_makes_the_base_experts_loop(monkeypatch: pytest.MonkeyPatch, rank: int, precision: Precision) -> None:
+    """On an H100 in bf16; 8 does not divide 4 and 12. Nor are the adapters' products a loop."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    model = build_model(tiny_config("mixtral"))
+    adapt(model, TrainConfig(model="m", dataset=["d"], adapter="lora", lora_targets=["experts"], lora_rank=rank))
+    choice = choose_kernel("auto", kernel_needs(model, "cuda", torch.bfloat16), precision)
+    assert choice.name == ("torch-grouped" if precision == "same" else "fp8")
+    assert choice.kernel.low_rank is KERNELS["torch-grouped"].low_rank is not None
 
 
 def test_what_is_not_quantized_is_told() -> None:

@@ -58,6 +58,7 @@ def assert_same_as_by_all_scores(
     expected = by_all_scores([x.double() for x in wide], 0.3, window)
     assert found.shape == expected.shape
     assert found.dtype == dtype
+    assert found.is_contiguous()
     weights = torch.linspace(-1, 1, expected.numel(), device=device).view(expected.shape)
     (found * weights).sum().backward()
     (expected * weights).sum().backward()

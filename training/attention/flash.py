@@ -60,7 +60,8 @@ def flash_attention(
     width, value_width = _kernel_width(query_NHA, value_NGA), value_NGA.shape[-1]
     query_NHA, key_NGA, value_NGA = (_widened(x, width) for x in (query_NHA, key_NGA, value_NGA))
     out_NHA, _ = _forward(query_NHA, key_NGA, value_NGA, sinks_H, segments, scale, window)
-    return out_NHA[..., :value_width]
+    # in one piece, as every other attention gives it: models view heads side by side as one row
+    return out_NHA[..., :value_width].contiguous()
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
