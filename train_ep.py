@@ -69,13 +69,9 @@ def read_flags(argv: Sequence[str] | None) -> training.TrainConfig:
     """
     try:
         config = training.parse_config(argv)
-        checkpoints.check_model(config.model)
+        training.prepare_process(config)
         if sharding.device_type(config.use_cpu) == "cpu":
             sharding.settle_malloc()
-        if config.tf32:
-            training.compute_in_tf32(sharding.device_type(config.use_cpu))
-        if config.deterministic:
-            training.compute_deterministically()
         return config
     except ExpertMeshError as error:
         if sharding.spans_nodes():
@@ -95,13 +91,8 @@ def run_training(
     watchdog.at("the checks before training", limited=False)
     with sharding.raise_together(patient=ranks):
         training.check_trackers(config)
-        source = checkpoints.open_source(checkpoints.resolve_model(config.model), config.rope)
-        checkpoints.side_files(source.path)  # what cannot go along is better told now than at the export
-    engine = training.Engine(config, source, ranks)
-    config = engine.config
-    if ranks.rank == 0 and engine.changes:
-        print(f"elastic: {ranks.world_size} ranks: {'; '.join(engine.changes)}", flush=True)
-    products = training.choose_matmul_libraries(config, ranks)
+    engine, products = training.start_engine(config, ranks, tell)
+    config, source = engine.config, engine.source
     if config.offload and ranks.device.type == "cuda":
         sharding.use_own_cores()
     if not config.preview:
@@ -112,10 +103,9 @@ def run_training(
     order = training.data_order(config, inputs.training, ranks.world_size)
     num_steps = training.number_of_steps(config, order)
     prompts = None if config.preview else training.make_prompts(config, inputs)
-    data_facts: training.Facts = {}
     if not config.preview:
         watchdog.at("comparing the data", limited=False)
-        data_facts = training.compare_data(inputs, prompts, num_steps, ranks)
+        engine.facts |= training.compare_data(inputs, prompts, num_steps, ranks)
     training.check_schedule(config, num_steps, config.evaluates)
     training.check_profile(config, num_steps, ranks.world_size)
     memory = training.forecast(source, engine.topology, engine.kernel, config, inputs, ranks, engine.padding)
@@ -135,10 +125,9 @@ def run_training(
             memory.check(ranks.world_size)
     log = training.RunLog(config, output_dir, num_steps, ranks, products, engine.flash_attention_3, chosen)
     watchdog.at("loading the model", limited=False)
-    resume_from = find_resume(config, output_dir, ranks)
-    facts = engine.facts | data_facts
-    if resume_from is not None and (changed := training.check_resumed(resume_from, config, facts, ranks)):
-        log.line(f"warning: {changed}")
+    resume_from: Path | None = None
+    if config.resume:
+        resume_from = training.find_resume(config.resume, output_dir / "checkpoints", config, engine.tell)
     engine.place(resume_from, watchdog.limit)
     for line in (*training.pipeline_lines(engine, memory), *training.dispatch_lines(engine)):
         log.line(folded(line))
@@ -149,7 +138,7 @@ def run_training(
         if ranks.rank == 0:
             training.clear_output(config, output_dir)
     if config.save_steps:
-        engine.saves_to(output_dir / "checkpoints", inputs.saved_tokenizer, data_facts)
+        engine.saves_to(output_dir / "checkpoints", inputs.saved_tokenizer)
     run = training.Run(engine, inputs, order, prompts, log, watchdog)
     # an error is told before the log is closed, which may wait for a tracker
     with log, watchdog.ending_clearly():
@@ -193,17 +182,9 @@ def export(engine: training.Engine, output_dir: Path, tokenizer: Any) -> list[st
     return [*engine.merge(adapter, hf, tokenizer), f"exported to {adapter}", f"exported to {hf}"]
 
 
-def find_resume(config: training.TrainConfig, output_dir: Path, ranks: sharding.Ranks) -> Path | None:
-    """The checkpoint to resume from; None to start from the model."""
-    if not config.resume:
-        return None
-    found, warnings = checkpoints.find_checkpoint(
-        config.resume, output_dir / "checkpoints", config.trust_checkpoint_owner
-    )
-    if ranks.rank == 0:
-        for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-    return found
+def tell(line: str) -> None:
+    """Print a line for the user: a warning to standard error."""
+    print(folded(line), file=sys.stderr if line.startswith("warning: ") else sys.stdout, flush=True)
 
 
 def script() -> NoReturn:

@@ -10,9 +10,6 @@ if __name__ == "training":  # `python -m training` in a checkout: its own module
 from expertmesh.moe.base.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from expertmesh.training.change.cpu_matmuls import choose_matmul_libraries
-    from expertmesh.training.change.determinism import compute_deterministically
-    from expertmesh.training.change.tf32 import compute_in_tf32
     from expertmesh.training.config.train_config import TrainConfig, parse_config
     from expertmesh.training.data import print_preview
     from expertmesh.training.engine import Engine, assemble, place
@@ -22,7 +19,9 @@ if TYPE_CHECKING:
     from expertmesh.training.loop import Run, data_order, number_of_steps, train
     from expertmesh.training.optim.schedule import check_schedule
     from expertmesh.training.output import clear_output, output_directory
-    from expertmesh.training.watch.alike import Facts, check_resumed, compare_data, start_facts
+    from expertmesh.training.resume import find_resume
+    from expertmesh.training.start import prepare_process, start_engine
+    from expertmesh.training.watch.alike import compare_data, start_facts
     from expertmesh.training.watch.log import RunLog
     from expertmesh.training.watch.profiling import check_profile
     from expertmesh.training.watch.trackers import check_trackers
@@ -31,7 +30,6 @@ else:
 
 __all__ = [
     "Engine",
-    "Facts",
     "Forecast",
     "Inputs",
     "NoForecast",
@@ -41,16 +39,13 @@ __all__ = [
     "assemble",
     "beside",
     "check_profile",
-    "check_resumed",
     "check_schedule",
     "check_trackers",
-    "choose_matmul_libraries",
     "clear_output",
     "compare_data",
-    "compute_deterministically",
-    "compute_in_tf32",
     "data_order",
     "dispatch_lines",
+    "find_resume",
     "first_lines",
     "forecast",
     "make_prompts",
@@ -60,8 +55,10 @@ __all__ = [
     "parse_config",
     "pipeline_lines",
     "place",
+    "prepare_process",
     "print_preview",
     "read_inputs",
+    "start_engine",
     "start_facts",
     "train",
 ]

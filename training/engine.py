@@ -7,6 +7,7 @@ model that was made so, for a training loop: ours in `training.loop`, a user's o
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -29,12 +30,10 @@ from expertmesh.checkpoints import (
     encoded_as_source,
     export_adapter,
     export_model,
-    find_checkpoint,
     is_complete,
     load_adapter,
     load_training_state,
     merge_adapter,
-    recorded_settings,
     shard_and_load,
     write_errors,
 )
@@ -89,7 +88,7 @@ from expertmesh.training.loss.head import attach_loss_head, choose_cross_entropy
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
 from expertmesh.training.overlapped_regions import check_async, symmetric_memory
-from expertmesh.training.resume_checks import check_trained
+from expertmesh.training.resume import Tell, check_resume, find_resume
 from expertmesh.training.step import StepResult, after_update, compute_gradients, train_step
 from expertmesh.training.tensor_parallel import apply_tensor_parallel, divide_vocabulary
 from expertmesh.training.watch.alike import compare_models
@@ -253,7 +252,7 @@ class Engine:
         flash_attention_3: whether it is used, in words; None where it is not installed.
         balance: how the experts' load is kept even.
         counts: of its parameters. topology: of its ranks.
-        facts: of what the run has read, to be compared on resume.
+        facts: of what the run has read, to be recorded by checkpoints and compared on resume.
         step_number, tokens: optimizer steps so far, and the tokens in them.
         mesh, checkpoint, untrained: from `place` on; the last one says what becomes of tensors that are not trained.
         encoding: of the export, in words, from `place` on; None where --export-encoding asks for nothing.
@@ -265,8 +264,9 @@ class Engine:
     mesh: Mesh
     checkpoint: Checkpoint
 
-    def __init__(self, config: TrainConfig, source: ModelSource, ranks: Ranks):
+    def __init__(self, config: TrainConfig, source: ModelSource, ranks: Ranks, tell: Tell = warnings.warn):
         self.source, self.ranks = source, ranks
+        self.tell: Tell = tell if ranks.rank == 0 else lambda line: None
         config = config.settled()
         self.facts = {"model": compare_models(config, source, ranks)}
         with raise_together():
@@ -306,9 +306,12 @@ class Engine:
             limit: seconds after which a collective fails; None: never.
 
         Raises:
-            ExpertMeshError: on all ranks, where the model's files are damaged or do not fit.
+            ExpertMeshError: on all ranks, where the model's files are damaged or do not fit, or the checkpoint is not
+                of this run (see `check_resume`).
         """
         config, ranks = self.config, self.ranks
+        if resume_from is not None:
+            check_resume(resume_from, config, self.facts, ranks, self.tell)
         overlaps = config.overlap_chunks > 1
         self.mesh = build_mesh(ranks.device.type, self.topology, collectives_limit(limit), overlaps)
         checkpoint = place(config, self.model, self.source, self.mesh, ranks.device, resume_from)
@@ -653,21 +656,24 @@ class Engine:
             checkpoint: its path, or that of a directory of checkpoints, of which the newest complete one is taken.
 
         Raises:
-            ExpertMeshError: on all ranks, when it is damaged, or of another model or optimizer.
+            ExpertMeshError: on all ranks, when it is damaged, or of another model or optimizer, or of an adapter beside
+                other weights.
         """
         path = Path(checkpoint)
         is_one = is_complete(path) or not path.is_dir()
         named, directory = (str(path), path.parent) if is_one else ("auto", path)
-        found, _ = find_checkpoint(named, directory, self.config.trust_checkpoint_owner)
+        found = find_resume(named, directory, self.config, self.tell)
         if found is None:
             raise ExpertMeshError(f"{checkpoint}: has no training checkpoint")
+        check_resume(found, self.config, self.facts, self.ranks, self.tell)
+        with raise_together():
+            check_carried(found, self.checkpoint)
         self.load_state(found)
         return found
 
     def load_state(self, path: Path) -> Progress:
-        """Put model, optimizer and schedule where a checkpoint that was found complete has them."""
+        """Put model, optimizer and schedule where a checkpoint has them that `place` or `resume` has checked."""
         self.release()
-        check_trained(recorded_settings(path), self.config, path)
         progress = load_training_state(path, self.model, self.optimizer)
         outdate_working_weights(self.model)
         self.step_number, self.tokens = progress.step, progress.tokens

@@ -540,17 +540,13 @@ class TrainerMixin(_Base):
     @in_place_of_trainers
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights come with the optimizer's state, once there is an optimizer."""
-        if not (Path(resume_from_checkpoint) / STATE).is_dir():
-            raise ExpertMeshError(
-                f"{resume_from_checkpoint}: has no {STATE}/, the training checkpoint that expertmesh writes there "
-                "(with save_only_model it writes none); it cannot be resumed"
-            )
+        _state_in(resume_from_checkpoint)
 
     @in_place_of_trainers
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self.engine.resume(Path(checkpoint) / STATE)
+        self.engine.resume(_state_in(checkpoint))
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
         # the rates of its next step; a training checkpoint of ours has the optimizer's tensors alone
@@ -560,7 +556,22 @@ class TrainerMixin(_Base):
     @in_place_of_trainers
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
-        self.engine.resume(Path(self.state.best_model_checkpoint) / STATE)
+        self.engine.resume(_state_in(self.state.best_model_checkpoint))
+
+
+def _state_in(checkpoint: str) -> Path:
+    """The training checkpoint of ours in one of Trainer's: of its last step, which the rest of it is of.
+
+    Raises:
+        ExpertMeshError: there is none.
+    """
+    found = sorted((Path(checkpoint) / STATE).glob("step-*"))
+    if not found:
+        raise ExpertMeshError(
+            f"{checkpoint}: has no {STATE}/, the training checkpoint that expertmesh writes there (with "
+            "save_only_model it writes none); it cannot be resumed"
+        )
+    return found[-1]
 
 
 def _is_of_trl(kind: type) -> bool:

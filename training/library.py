@@ -6,15 +6,14 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Unpack
 
-from expertmesh.checkpoints import check_model, find_checkpoint, open_source, resolve_model, side_files
 from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import collectives_limit, device_type, join_process_group, raise_together
-from expertmesh.training.change.cpu_matmuls import choose_matmul_libraries
-from expertmesh.training.change.determinism import compute_deterministically
-from expertmesh.training.change.tf32 import compute_in_tf32
+from expertmesh.sharding import check_alike, collectives_limit, join_process_group
 from expertmesh.training.config.load_settings import LoadSettings
 from expertmesh.training.config.train_config import TrainConfig, make_config
 from expertmesh.training.engine import Engine
+from expertmesh.training.resume import find_resume
+from expertmesh.training.start import prepare_process, start_engine
+from expertmesh.training.watch.alike import start_facts
 
 
 def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
@@ -41,29 +40,24 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
         warnings.warn(line, stacklevel=2)
     if config.max_steps < 0 and (config.warmup_steps or config.warmup_ratio):
         raise ExpertMeshError("warmup_steps: the learning rate has no schedule without max_steps; give both")
-    check_model(config.model)
-    device = device_type(config.use_cpu)
-    if config.tf32:
-        compute_in_tf32(device)
-    if config.deterministic:
-        compute_deterministically()
+    prepare_process(config)
     ranks = join_process_group(config.use_cpu, collectives_limit(config.ddp_timeout))
-    with raise_together(patient=ranks):
-        source = open_source(resolve_model(config.model), config.rope)
-        side_files(source.path)
-    engine = Engine(config, source, ranks)
+    check_alike(ranks, "settings or software", start_facts(config), "load with the same on all ranks")
+    engine, _ = start_engine(config, ranks, _warn)
     config = engine.config
-    choose_matmul_libraries(config, ranks)
     resume_from: Path | None = None
     if config.resume:
-        directory = Path(config.output_dir) / "checkpoints"
-        resume_from, _ = find_checkpoint(config.resume, directory, config.trust_checkpoint_owner)
+        resume_from = find_resume(config.resume, Path(config.output_dir) / "checkpoints", config, engine.tell)
     engine.place(resume_from, config.ddp_timeout)
     if config.max_steps >= 0:
         engine.schedule(config.max_steps)
     if resume_from is not None:
         engine.load_state(resume_from)
     return engine
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line.removeprefix("warning: "), stacklevel=2)
 
 
 def _signature() -> inspect.Signature:

@@ -12,7 +12,7 @@ from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import Topology
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.shampoo import inverse_fourth_root
-from expertmesh.training.resume_checks import check_trained
+from expertmesh.training.resume import check_trained
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, ours, random_samples, reference, sharded_model, train_config
 from tests.distributed.test_checkpoints import read

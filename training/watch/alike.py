@@ -1,26 +1,18 @@
-"""What a run is made of, in facts: compared over all nodes before the first step, and on resume with what it had read.
+"""What a run is made of, in facts: compared over all nodes before the first step, and on resume (see
+`training.resume`) with what it had read.
 
 Flags and software are compared before ranks join a process group, the model's files before the model is built, the
 data before weights are loaded. One rank of each node reads its node's files.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
-from expertmesh.checkpoints import (
-    ModelSource,
-    explain_model,
-    file_facts,
-    model_facts,
-    recorded_facts,
-    recorded_settings,
-)
-from expertmesh.moe import ExpertMeshError
+from expertmesh.checkpoints import ModelSource, file_facts, model_facts
 from expertmesh.moe.base.parser import flag_of
-from expertmesh.sharding import Ranks, check_alike, device_type, differences, raise_together, read_environment
+from expertmesh.sharding import Ranks, check_alike, device_type, raise_together, read_environment
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import explain_samples, samples_facts
 from expertmesh.training.inputs import Inputs, Prompts
@@ -101,43 +93,3 @@ def compare_data(inputs: Inputs, prompts: Prompts | None, num_steps: int, ranks:
 def _reads() -> bool:
     """Whether this rank is the one that reads its node's files."""
     return read_environment()[2] == 0
-
-
-def check_resumed(path: Path, config: TrainConfig, here: Facts, ranks: Ranks) -> str | None:
-    """Compare what the run reads with what the one that it resumes had read. All ranks call it together.
-
-    Returns:
-        On rank 0, a line about what is not as it was, or cannot be compared; None where there is nothing to tell.
-
-    Raises:
-        ExpertMeshError: on all ranks, when the model or the data are others, and --allow-changed does not name them.
-    """
-    told: list[str] = []
-    with raise_together():
-        if ranks.rank == 0:
-            there = recorded_facts(path)
-            if there is None:
-                return f"{path}: was written by an earlier release, which did not record its model and data"
-            told = [
-                _compared(path, name, there[name], here[name], config)
-                for name in there
-                if name in here and there[name] != here[name]
-            ]
-    return "; ".join(told) or None
-
-
-def _compared(path: Path, name: str, there: Mapping[str, str], here: Mapping[str, str], config: TrainConfig) -> str:
-    said = differences([there, here], ["in that run", "now"])
-    if hint := (explain_model if name == "model" else explain_samples)(there, here):
-        said = f"{hint}: {said}"
-    which = "model" if name == "model" else "data"
-    if which in config.allow_changed:
-        return f"resuming with a different {name}, as --allow-changed permits: {said}"
-    settings = recorded_settings(path)
-    began = settings.get("model" if which == "model" else "dataset")
-    if name == "evaluation data":  # held out of the other where it has no data set of its own
-        began = settings.get("eval_dataset") or began
-    raise ExpertMeshError(
-        f"--resume {path}: is of {'another model' if which == 'model' else f'other {name}'} (it began with {began}): "
-        f"{said}; use what it began with, or resume anyway with --allow-changed {which}"
-    )

@@ -1,0 +1,129 @@
+"""Resume from a training checkpoint: which one, and whether the run that resumes it is the run that wrote it.
+
+Every way to resume comes here before it reads a weight: `--resume` of train_ep.py, `expertmesh.load(resume=...)`,
+`Engine.resume`, and a Trainer's `train(resume_from_checkpoint=...)`.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from expertmesh.checkpoints import explain_model, find_checkpoint, recorded_facts, recorded_settings
+from expertmesh.moe import ExpertMeshError, read_rope_scaling
+from expertmesh.moe.base.parser import flag_of
+from expertmesh.sharding import Ranks, differences, raise_together
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import explain_samples
+from expertmesh.training.watch.alike import Facts
+
+Tell = Callable[[str], object]
+"""Takes a line for the user, with "warning: " before it where it is one."""
+
+_ADAPTER_SETTINGS = ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_targets", "base_dtype")
+
+
+def find_resume(resume: str, directory: Path, config: TrainConfig, tell: Tell) -> Path | None:
+    """The checkpoint to resume from, complete and undamaged; None where there is none yet. All ranks call it together.
+
+    Args:
+        resume: the path of one, or "auto" for the newest one in `directory` that is undamaged.
+        tell: is told of those that are skipped.
+
+    Raises:
+        ExpertMeshError: on all ranks, when the one named is incomplete or damaged, or all that "auto" could take are.
+    """
+    found, skipped = find_checkpoint(resume, directory, config.trust_checkpoint_owner)
+    for line in skipped:
+        tell(f"warning: {line}")
+    return found
+
+
+def check_resume(path: Path, config: TrainConfig, facts: Facts, ranks: Ranks, tell: Tell) -> None:
+    """Compare settings, model and data with those of the run that wrote a checkpoint. All ranks call it together.
+
+    Args:
+        facts: of what this run has read, on rank 0; data that it has not read are not compared.
+        tell: is told of what is not as it was, and permitted by --allow-changed, or cannot be compared.
+
+    Raises:
+        ExpertMeshError: on all ranks, when its state means nothing to these settings, or the model or the data are
+            others and --allow-changed does not name them.
+    """
+    with raise_together():
+        if ranks.rank != 0:
+            return
+        there = recorded_facts(path)
+        for name in there or {}:
+            if name in facts and there is not None and there[name] != facts[name]:
+                tell(f"warning: {_compared(path, name, there[name], facts[name], config)}")
+        check_trained(recorded_settings(path), config, path)
+        if there is None:
+            tell(f"warning: {path}: was written by an earlier release, which did not record its model and data")
+        elif "data" in facts and "data" not in there:
+            tell(f"warning: {path}: was saved from Python, and does not record its data, which are not compared")
+
+
+def _compared(path: Path, name: str, there: Mapping[str, str], here: Mapping[str, str], config: TrainConfig) -> str:
+    said = differences([there, here], ["in that run", "now"])
+    if hint := (explain_model if name == "model" else explain_samples)(there, here):
+        said = f"{hint}: {said}"
+    which = "model" if name == "model" else "data"
+    if which in config.allow_changed:
+        return f"resuming with a different {name}, as --allow-changed permits: {said}"
+    settings = recorded_settings(path)
+    began = settings.get("model" if which == "model" else "dataset")
+    if name == "evaluation data":  # held out of the other where it has no data set of its own
+        began = settings.get("eval_dataset") or began
+    raise ExpertMeshError(
+        f"--resume {path}: is of {'another model' if which == 'model' else f'other {name}'} (it began with {began}): "
+        f"{said}; use what it began with, or resume anyway with --allow-changed {which}"
+    )
+
+
+def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> None:
+    """Refuse a checkpoint whose state means nothing to this configuration: one optimizer's means nothing to another, to
+    another adapter, or to what was frozen; and weights trained with one RoPE scaling are not meant for another.
+
+    Args:
+        settings: that the checkpoint was saved with.
+
+    Raises:
+        ExpertMeshError: they differ.
+    """
+    if settings.get("adapter", "none") != "none" or config.adapter != "none":
+        for name in _ADAPTER_SETTINGS:
+            if settings.get(name, "none") != getattr(config, name):
+                flag = flag_of(name)
+                raise ExpertMeshError(
+                    f"--resume {path}: that run had {flag} {settings.get(name, 'none')}, this one has "
+                    f"{getattr(config, name)}; take the same"
+                )
+    there = settings.get("optim", "adamw_torch_fused")
+    if there != config.optim:
+        raise ExpertMeshError(
+            f"--resume {path}: that run had --optim {there}, this one has {config.optim}; take the same"
+        )
+    if config.optim == "shampoo":
+        # the shapes of its state depend on the one, and whether there are roots yet on the other
+        for flag, number, own in (
+            ("--shampoo-block-size", settings["shampoo_block_size"], config.shampoo_block_size),
+            ("--shampoo-start", settings["shampoo_start"] or settings["shampoo_frequency"], config.first_roots),
+        ):
+            if number != own:
+                is_default = flag == "--shampoo-start" and config.shampoo_start is None
+                also = ", by default its --shampoo-frequency" if is_default else ""
+                raise ExpertMeshError(
+                    f"--resume {path}: that run had {flag} {number}, this one has {own}{also}; use {flag} {number}"
+                )
+    scaling = settings.get("rope_scaling", "")
+    if (read_rope_scaling(scaling) if scaling else None) != config.rope:
+        there, here = (
+            f"--rope-scaling {text}" if text else "no --rope-scaling" for text in (scaling, config.rope_scaling)
+        )
+        raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")
+    frozen = settings.get("freeze", [])
+    if sorted(frozen) != sorted(config.freeze):
+        there, here = (
+            f"--freeze {' '.join(entries)}" if entries else "nothing frozen" for entries in (frozen, config.freeze)
+        )
+        raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")

@@ -1,0 +1,47 @@
+"""Start: from settings to an engine, as train_ep.py and `expertmesh.load` do it alike."""
+
+from collections.abc import Callable
+
+from expertmesh.checkpoints import check_model, open_source, resolve_model, side_files
+from expertmesh.sharding import Ranks, device_type, raise_together
+from expertmesh.training.change.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
+from expertmesh.training.change.determinism import compute_deterministically
+from expertmesh.training.change.tf32 import compute_in_tf32
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.engine import Engine
+
+
+def prepare_process(config: TrainConfig) -> None:
+    """Settle what the settings ask of this process, before it joins a process group.
+
+    Raises:
+        ExpertMeshError: there is no such model, or a setting does not work here.
+    """
+    check_model(config.model)
+    if config.tf32:
+        compute_in_tf32(device_type(config.use_cpu))
+    if config.deterministic:
+        compute_deterministically()
+
+
+def start_engine(
+    config: TrainConfig, ranks: Ranks, tell: Callable[[str], object]
+) -> tuple[Engine, MatmulLibraries | None]:
+    """Open the model and make the engine, whose weights `Engine.place` reads. All ranks call it together.
+
+    Args:
+        tell: takes lines for the user, on rank 0.
+
+    Returns:
+        It, and the libraries that compute fp32 matmuls on a CPU; None on a GPU.
+
+    Raises:
+        ExpertMeshError: on all ranks, when the model cannot be read, or trained with these settings.
+    """
+    with raise_together(patient=ranks):
+        source = open_source(resolve_model(config.model), config.rope)
+        side_files(source.path)  # what cannot go along is better told now than at the export
+    engine = Engine(config, source, ranks, tell)
+    if engine.changes:
+        engine.tell(f"elastic: {ranks.world_size} ranks: {'; '.join(engine.changes)}")
+    return engine, choose_matmul_libraries(engine.config, ranks)
