@@ -108,6 +108,7 @@ def run_training(
         engine.facts |= training.compare_data(inputs, prompts, num_steps, ranks)
     training.check_schedule(config, num_steps, config.evaluates)
     training.check_profile(config, num_steps, ranks.world_size)
+    watchdog.at("forecasting the memory", limited=False)
     memory = training.forecast(source, engine.topology, engine.kernel, config, inputs, ranks, engine.padding)
     chosen = memory.chosen(config)
     config = engine.config = replace(config, **chosen)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,7 +21,10 @@ import torch.distributed as dist
 import transformers
 
 import expertmesh
+from expertmesh.training import evaluate as evaluation
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data import Batch
+from expertmesh.training.evaluate import Best
 from tests.families.configs import is_older
 
 IN_A_PROCESS = """
@@ -250,3 +254,67 @@ def test_a_prompt_does_not_end_before_its_answer(engine: Any, monkeypatch: pytes
         engine.generate(["say hello"])
         expected = tokenizer.encode("say hello", add_special_tokens=False)
         assert generate.call_args.args[1] == [[tokenizer.bos_token_id] * ("<s>" in template) + expected]
+
+
+def test_a_mean_over_no_target_is_not_a_number(engine: Any) -> None:
+    """A step without a target updates nothing, and an evaluation of none is better than no other."""
+    batch = batch_of_text()
+    engine.step(batch)  # so that the optimizer has momentum by which weights would move
+    nothing = batch | {"labels": torch.full_like(batch["labels"], -100)}
+    before = {name: parameter.to_local().clone() for name, parameter in engine.model.named_parameters()}
+    with pytest.warns(UserWarning, match="every label is -100"):
+        result = engine.step(nothing)
+    assert math.isnan(result.loss)
+    assert result.targets == 0
+    assert not result.is_finite
+    with pytest.warns(UserWarning, match="every label is -100"):
+        result = engine.forward_backward(nothing)
+    engine.update(result)
+    assert all(torch.equal(p.to_local(), before[name]) for name, p in engine.model.named_parameters())
+    with pytest.warns(UserWarning, match="the loss of an evaluation is NaN"):
+        found = engine.evaluate([nothing])
+    assert math.isnan(found.loss)
+    assert math.isnan(found.perplexity)
+    assert found.targets == 0
+    best = Best()
+    assert not best.update(found.loss, 1, threshold=0.0)
+    assert best.update(9.0, 2, threshold=0.0)
+    assert engine.step([batch, nothing]).loss == pytest.approx(engine.evaluate([batch]).loss, rel=0.2)
+
+
+def test_a_trainers_best_is_no_evaluation_of_nothing(engine: Any, tmp_path: Path) -> None:
+    batch = batch_of_text()
+    rows = [{name: tensor[0] for name, tensor in batch.items()}] * 4
+    nothing = [row | {"labels": torch.full_like(row["labels"], -100)} for row in rows]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", remove_unused_columns=False,
+        eval_strategy="steps", eval_steps=1, metric_for_best_model="loss", logging_steps=1, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = expertmesh.Trainer(
+        model=engine, args=arguments, train_dataset=rows, eval_dataset=nothing,
+        data_collator=transformers.default_data_collator,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="the loss of an evaluation is NaN"):
+        trainer.train()
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert len(losses) == 2
+    assert all(map(math.isnan, losses))
+    assert trainer.state.best_global_step in (None, 0)
+
+
+def test_an_evaluation_comes_to_the_device_batch_by_batch(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    forward, to = evaluation.token_loss_sum, Batch.to
+
+    def to_device(batch: Batch, device: torch.device) -> Batch:
+        order.append("to the device")
+        return to(batch, device)
+
+    def loss_sum(*arguments: Any) -> Any:
+        order.append("forward")
+        return forward(*arguments)
+
+    monkeypatch.setattr(Batch, "to", to_device)
+    monkeypatch.setattr(evaluation, "token_loss_sum", loss_sum)
+    engine.evaluate(batch_of_text() for _ in range(3))
+    assert order == ["to the device", "forward"] * 3

@@ -89,7 +89,7 @@ from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
 from expertmesh.training.overlapped_regions import check_async, symmetric_memory
 from expertmesh.training.resume import Tell, check_resume, find_resume
-from expertmesh.training.step import StepResult, after_update, compute_gradients, train_step
+from expertmesh.training.step import NO_TARGETS, StepResult, after_update, compute_gradients, train_step
 from expertmesh.training.tensor_parallel import apply_tensor_parallel, divide_vocabulary
 from expertmesh.training.watch.alike import compare_models
 from expertmesh.training.watch.routing_figures import Routing
@@ -371,7 +371,8 @@ class Engine:
     def step(self, batches: MicroBatch | Sequence[MicroBatch]) -> StepResult:
         """One optimizer step: gradients from zero, clipped to --max-grad-norm over all meshes, one update.
 
-        Where the loss or the gradient norm is not finite there is no update. The learning rate follows the schedule, if
+        Where the loss or the gradient norm is not finite there is no update; the loss is NaN where no token of any rank
+        is a target. The learning rate follows the schedule, if
         there is one.
 
         Args:
@@ -384,7 +385,7 @@ class Engine:
         self.model.train()
         result = self.train_step(self.batches(batches))
         self._advance()
-        return result
+        return self._told_targets(result)
 
     def train_step(self, batches: Sequence[Batch], at: Callable[[str], object] = lambda doing: None) -> StepResult:
         """As `step`, of batches on this rank's device, equally many on each; the learning rate stays.
@@ -412,7 +413,7 @@ class Engine:
         """
         self.release()
         self.model.train()
-        return compute_gradients(self.model, self.batches(batches), self.balance.weights)
+        return self._told_targets(compute_gradients(self.model, self.batches(batches), self.balance.weights))
 
     def clip(self, max_norm: float | None = None) -> float:
         """Scale all gradients so that their norm over all meshes is at most `max_norm` (default: --max-grad-norm; 0
@@ -425,16 +426,17 @@ class Engine:
         return clip_grad_norm(self.model, self.mesh, self.config.max_grad_norm if max_norm is None else max_norm)
 
     def update(self, result: StepResult) -> None:
-        """Take the optimizer's step and set the gradients to zero.
+        """Take the optimizer's step, but for one without target tokens, and set the gradients to zero.
 
         Args:
             result: from `forward_backward`.
         """
         self.release()
-        self._wait_for_copies()
-        agree_on_gradients(self.model, self.mesh)
-        self.optimizer.step()
-        self.updated(result.routing)
+        if result.targets:
+            self._wait_for_copies()
+            agree_on_gradients(self.model, self.mesh)
+            self.optimizer.step()
+            self.updated(result.routing)
         self.optimizer.zero_grad()
         self._count(result)
         self._advance()
@@ -447,6 +449,12 @@ class Engine:
         """Let go of parameters that a forward has gathered, as one without a backward leaves some: they would outlive
         the next update of their shards, and be taken for what this rank holds."""
         free_gathered(self.model)
+
+    def _told_targets(self, result: StepResult) -> StepResult:
+        """The same; warned of where it has no target token."""
+        if result.targets == 0:
+            self.tell(f"warning: the loss of a step is NaN, and it updates nothing: {NO_TARGETS}")
+        return result
 
     def _count(self, result: StepResult) -> None:
         self.step_number += 1
@@ -521,10 +529,14 @@ class Engine:
         Raises:
             ExpertMeshError: it is not what it should be (see `training.data.batch_of`).
         """
+        return self._made(given).to(self.ranks.device)
+
+    def _made(self, given: MicroBatch) -> Batch:
+        """A micro-batch, where its tensors are."""
         if isinstance(given, Batch):
             return given
         if given is None:
-            return collate([], self.mesh.cp_group, self.padding).to(self.ranks.device)
+            return collate([], self.mesh.cp_group, self.padding)
         if not isinstance(given, Mapping):
             raise ExpertMeshError(
                 f"a batch is a {type(given).__name__}; it must be a dict of input_ids, labels and attention_mask"
@@ -536,21 +548,27 @@ class Engine:
             # a GPU would end in an assertion of some later kernel
             if (outside := ids[(ids < 0) | (ids >= size)]).numel():
                 raise ExpertMeshError(f"{name} of a batch have {outside[0]}: the model's vocabulary is 0 to {size - 1}")
-        return batch.to(self.ranks.device)
+        return batch
 
     # ---- between steps ----
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
-        """The mean loss over exactly the target tokens of all ranks' batches; ranks may have unequally many."""
+        """The mean loss over exactly the target tokens of all ranks' batches; ranks may have unequally many. Batches
+        come to the device one at a time (through a pipeline, a few)."""
         with raise_together():
-            given = list(batches)
-            made = [self.batch(batch) for batch in given]
+            given: list[MicroBatch] = []
+            for batch in batches:
+                self._made(batch)  # an error is raised by all ranks, before any of them waits for another
+                given.append(batch)
         told: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(told, (len(made), self._digests(given)))
+        dist.all_gather_object(told, (len(given), self._digests(given)))
         numbers, digests = zip(*told, strict=True)
         self._check_shared(digests)
-        made += [self.batch(None)] * (max(numbers) - len(made))
-        return mean_loss(self.model, made, self.ranks.device)
+        given += [None] * (max(numbers) - len(given))
+        found = mean_loss(self.model, map(self._made, given), self.ranks.device)
+        if found.targets == 0:
+            self.tell(f"warning: the loss of an evaluation is NaN: {NO_TARGETS}")
+        return found
 
     def generate(self, prompts: Sequence[str], max_new_tokens: int = 64) -> list[str]:
         """Greedy continuations of texts, the same on every rank.

@@ -21,7 +21,8 @@ from expertmesh.training.pipelined import pipelined_loss_sum
 class Evaluation:
     """An evaluation's figures, over all ranks.
 
-    loss: mean cross-entropy of the target tokens, in nats. targets: how many these are. seconds: that it took.
+    loss: mean cross-entropy of the target tokens, in nats; NaN where there is none. targets: how many these are.
+    seconds: that it took.
 
     Example:
         found = engine.evaluate(batches)
@@ -34,7 +35,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss > 700 else math.exp(self.loss)
 
 
 def evaluate(model: Any, rows: Rows, per_device: int, mesh: Mesh, padding: Padding) -> Evaluation:
@@ -68,7 +69,7 @@ def mean_loss(model: Any, batches: Iterable[Batch], device: torch.device) -> Eva
                 sums[1] += sum(batch.num_targets for batch in several) * (pipeline.groups.index == 0)
     dist.all_reduce(sums)
     total, targets = sums.tolist()
-    return Evaluation(total / max(targets, 1), int(targets), time.perf_counter() - begin)
+    return Evaluation(total / targets if targets else math.nan, int(targets), time.perf_counter() - begin)
 
 
 def _in_lots(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:

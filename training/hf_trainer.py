@@ -6,6 +6,7 @@ gradients, clipping, update and files.
 """
 
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sized
@@ -381,7 +382,8 @@ class TrainerMixin(_Base):
         mine, routing = add_gradients(self.model, inputs.batch, inputs.number, self._counts, weights)
         self._routing = routing if self._routing is None else self._routing + routing
         self._step_losses += mine
-        return mine[0] * self.engine.ranks.world_size
+        # the mean over no target is left out of what Trainer logs
+        return mine[0] * self.engine.ranks.world_size if self._counts.targets else mine[0] * math.nan
 
     @in_place_of_trainers
     def _clip_grad_norm(self, model: Any) -> float:
@@ -445,7 +447,7 @@ class TrainerMixin(_Base):
             loss_sum, targets = self._evaluated.tolist()
             if output.metrics is not None and f"{metric_key_prefix}_loss" in output.metrics:
                 # theirs is the mean of batches' means, which depends on how many ranks there are
-                output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / max(targets, 1)
+                output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / targets if targets else math.nan
             return output
         sampler: Any = getattr(dataloader, "batch_sampler", None)
         if getattr(sampler, "even_batches", False):

@@ -8,7 +8,7 @@ from typing import Any
 from expertmesh.checkpoints import ModelSource
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.terminal import folded
-from expertmesh.sharding import Ranks, raise_together
+from expertmesh.sharding import Ranks, raise_together, read_environment
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import (
     Columns,
@@ -42,15 +42,16 @@ class Inputs:
 
 
 def read_inputs(config: TrainConfig, source: ModelSource, ranks: Ranks) -> Inputs:
-    """Rank 0 goes first and fills the cache that the others then read, however long it takes. All ranks call it
-    together."""
+    """Rank 0 goes first and fills the cache that the others then read, however long it takes; then the first rank of
+    each further node, whose cache may be another. All ranks call it together."""
     import datasets
 
     datasets.disable_progress_bars()  # what takes long is told by our own
     inputs = Inputs(None, None, "", None, None)
-    for first in (True, False):
+    mine = 0 if ranks.rank == 0 else 1 if read_environment()[2] == 0 else 2
+    for turn in range(3):
         with raise_together(patient=ranks):
-            if first == (ranks.rank == 0):
+            if turn == mine:
                 inputs = _read(config, source, tells=ranks.rank == 0)
     return inputs
 

@@ -22,7 +22,7 @@ from expertmesh.training.generate import generate
 from expertmesh.training.inputs import Inputs, Prompts
 from expertmesh.training.optim.schedule import Schedule, step_scheduler
 from expertmesh.training.preemption import StopRequest
-from expertmesh.training.watch.adapter_norms import adapter_norms, norms_line
+from expertmesh.training.step import NO_TARGETS
 from expertmesh.training.watch.alarms import Alarms
 from expertmesh.training.watch.collector import SteadyCollector
 from expertmesh.training.watch.log import RunLog
@@ -184,8 +184,6 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> bool:
     watchdog.at("the end of training", limited=False)
     if config.load_best_model_at_end and not stopping:
         _load_best(run, best)
-    if norms := adapter_norms(run.model, engine.mesh):
-        run.log.event({"step": run.log.num_steps, "adapter_norms": norms}, norms_line(norms))
     return stopping
 
 
@@ -284,7 +282,10 @@ def _evaluate(run: Run, done: int) -> float:
         f"{found.targets:,} target tokens in {found.seconds:.1f} s",
     )
     if not math.isfinite(found.loss):
-        run.log.line(f"warning: step {done}: the evaluation loss is {found.loss}: it counts as not better than any")
+        why = "" if found.targets else f" ({NO_TARGETS})"
+        run.log.line(
+            f"warning: step {done}: the evaluation loss is {found.loss}{why}: it counts as not better than any"
+        )
     return found.loss
 
 

@@ -44,7 +44,8 @@ class Denominators:
 class StepCounts:
     """What the micro-batches of one step hold, over all ranks: what their losses are divided by.
 
-    targets, tokens: of all micro-batches. pairs: see `StepResult`. tokens_M: of each micro-batch, on the device.
+    targets, tokens: of all micro-batches; targets may be 0. pairs: see `StepResult`. tokens_M: of each micro-batch, on
+    the device.
     """
 
     targets: int
@@ -54,7 +55,7 @@ class StepCounts:
 
     def over(self, number: int) -> Denominators:
         """What the losses of a micro-batch, counted from 0, are divided by."""
-        return Denominators(self.targets, self.tokens_M[number].clamp(min=1), self.tokens, len(self.tokens_M))
+        return Denominators(max(self.targets, 1), self.tokens_M[number].clamp(min=1), self.tokens, len(self.tokens_M))
 
 
 def count_step(model: Any, batches: Sequence[Batch]) -> StepCounts:
@@ -66,7 +67,8 @@ def count_step(model: Any, batches: Sequence[Batch]) -> StepCounts:
     figures = [(b.num_targets, b.num_tokens, *seen_pairs(model.attention, b.spans)) for b in batches]
     counted = torch.tensor(figures, device=batches[0].tokens_BS.device)
     dist.all_reduce(counted, group=stage_group(model))
-    targets, tokens, *pairs = (max(n, 1) for n in counted.sum(dim=0).tolist())
+    targets, *others = counted.sum(dim=0).tolist()
+    tokens, *pairs = (max(n, 1) for n in others)
     return StepCounts(targets, tokens, tuple(pairs), counted[:, 1])
 
 

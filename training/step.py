@@ -25,13 +25,15 @@ from expertmesh.training.watch.routing_figures import Routing
 
 STEP_PART: StepPart = "the step"
 
+NO_TARGETS = "no token is to be predicted, on any rank: every label is -100"
+
 
 @dataclass(frozen=True, repr=False)
 class StepResult:
     """Figures of one optimizer step, over all ranks and micro-batches.
 
     Attributes:
-        loss: mean cross-entropy of the target tokens, in nats.
+        loss: mean cross-entropy of the target tokens, in nats; NaN where there is none.
         balance_loss, z_loss: the auxiliary losses before they are weighted; 0.0 where their weight is 0.
         grad_norm: of all gradients before they are clipped; 0.0 from `forward_backward`, which does not take it.
         tokens: without padding.
@@ -119,6 +121,7 @@ def step_result(losses: Tensor, routing: Routing, counts: StepCounts) -> StepRes
     """
     dist.all_reduce(losses)
     loss, balance_loss, z_loss = losses.tolist()
+    loss = loss if counts.targets else math.nan  # a mean of nothing, and not the best there is
     return StepResult(loss, balance_loss, z_loss, 0.0, counts.tokens, counts.targets, counts.pairs, routing)
 
 

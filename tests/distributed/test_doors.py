@@ -136,7 +136,7 @@ def test_a_skipped_checkpoint_is_told(
     shutil.copytree(saved, spoilt)
     metadata = spoilt / "step-00000002" / "state" / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:-1])
-    arguments = (door, tiny_model, tiny_data, spoilt, tmp_path / "run", {})
+    arguments: Any = (door, tiny_model, tiny_data, spoilt, tmp_path / "run", {})
     ((step, said),) = ranks.run(through, 1, *arguments, join_group=door != "command")
     assert step is not None, said
     assert "step-00000002/state/.metadata: has" in said

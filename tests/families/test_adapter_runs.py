@@ -125,19 +125,6 @@ def test_whatever_else_a_run_has(
     several = trained(ranks, world_size, models["mixtral"], tiny_data, tmp_path / "several", "--save-steps", 0, *flags)
     one = [*flags, "--ep-size", 1]
     alone = trained(ranks, 1, models["mixtral"], tiny_data, tmp_path / "alone", "--save-steps", 0, *one)
-    norms = [
-        next(
-            line["adapter_norms"]
-            for line in map(json.loads, metrics.read_text().splitlines())
-            if "adapter_norms" in line
-        )
-        for metrics in (tmp_path / "several" / "metrics.jsonl", tmp_path / "alone" / "metrics.jsonl")
-    ]
-    assert len(norms[0]) == 2
-    squares = sum(norm**2 for layer in norms[0] for norm in layer)
-    of_experts = [t.double() for name, t in several.items() if ".experts." in name and "lora_B" in name]
-    assert squares == pytest.approx(sum(float(tensor.square().sum()) for tensor in of_experts), rel=1e-4)
-    assert "Adapters of experts" in (tmp_path / "several" / "report.html").read_text()
     found, want = (torch.cat([run[name].float().flatten() for name in sorted(run)]) for run in (several, alone))
     assert relative_error(found, want) < (0.05 if "--bf16" in flags or "adamw_bf16" in flags else 1e-4)
     assert any(tensor.any() for name, tensor in several.items() if "lora_B" in name)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from expertmesh.checkpoints import ModelSource, recorded_settings, recorded_world_size, whole_checkpoints
 from expertmesh.moe import ExpertMeshError, KernelChoice
-from expertmesh.sharding import Ranks, Topology
+from expertmesh.sharding import Ranks, Topology, raise_together
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Padding
@@ -144,15 +144,17 @@ def forecast(
     A run that resumes on as many ranks keeps the pipeline that it had, where its settings leave it open.
     """
     told: list[Any] = [None]
-    if ranks.rank == 0:
-        try:
-            recorded = recorded_pipeline(config, topology.world_size)
-            run = _planned(source, topology, kernel, replace(config, **recorded), inputs, ranks, padding)
-            # without training there is no schedule to choose
-            is_open = topology.pp_size > 1 and inputs.training is not None
-            told = [_choose(run, kernel, config, ranks, recorded) if is_open else (peak(run), None)]
-        except Exception as error:  # a run does not depend on it: what cannot be measured may still be trained
-            told = [" ".join(f"{type(error).__name__}: {error}".split())[:200]]
+    # measuring a large model may take longer than a collective's time limit
+    with raise_together(patient=ranks):
+        if ranks.rank == 0:
+            try:
+                recorded = recorded_pipeline(config, topology.world_size)
+                run = _planned(source, topology, kernel, replace(config, **recorded), inputs, ranks, padding)
+                # without training there is no schedule to choose
+                is_open = topology.pp_size > 1 and inputs.training is not None
+                told = [_choose(run, kernel, config, ranks, recorded) if is_open else (peak(run), None)]
+            except Exception as error:  # a run does not depend on it: what cannot be measured may still be trained
+                told = [" ".join(f"{type(error).__name__}: {error}".split())[:200]]
     dist.broadcast_object_list(told, src=0)
     (found,) = told
     if isinstance(found, str):

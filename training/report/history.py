@@ -227,7 +227,6 @@ class History:
         self.curves: dict[str, Curve] = {}
         self.load: ExpertLoad | None = None
         self.generations = Generations()
-        self.adapter_norms: list[list[float]] = []
         self.last_step = 0
         self.epoch, self.epoch_step = 0.0, 0
         self.tokens = 0
@@ -258,8 +257,6 @@ class History:
             self._add_point("router_entropy", step, known.mean(), known.min(), known.max())
         if record.get("expert_tokens"):
             self._add_load(step, np.array(record["expert_tokens"], np.int64), entropy_L)
-        if record.get("adapter_norms"):
-            self.adapter_norms = np.array(record["adapter_norms"], float).tolist()
         if "generations" in record:
             self.generations.add(step, record["generations"])
         if record.get("dropped_tokens") is not None:

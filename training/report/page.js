@@ -765,18 +765,13 @@ function settings() {
   return element("section", "", element("h2", "", "Settings"), element("div", "tables", ...tables));
 }
 
-function adapters() {
-  const made = table("Norm of B, by expert", "0: what it began with", run.adapters, []);
-  return made && element("section", "", element("h2", "", "Adapters of experts"), element("div", "tables", made));
-}
-
 function footer() {
   const skipped = run.unreadable_lines ? ` Unreadable lines of metrics.jsonl, skipped: ${run.unreadable_lines}.` : "";
   return element("footer", "quiet", `Written ${run.written} by expertmesh.${skipped}`);
 }
 
 const nothing = Object.keys(run.curves).length === 0 ? element("p", "quiet", "No step has been logged yet.") : null;
-const sections = [header(), warnings(), nothing, curves(), expertLoad(), pipeline(), profiles(), adapters(), generations(), settings(), footer()];
+const sections = [header(), warnings(), nothing, curves(), expertLoad(), pipeline(), profiles(), generations(), settings(), footer()];
 document.getElementById("report").replaceChildren(...sections.filter((section) => section !== null));
 
 function drawAll() {

@@ -108,23 +108,12 @@ def _content(
         "warnings": list(history.warnings),
         "generations": history.generations.spread(),
         "num_generations": history.generations.number,
-        "adapters": _of_adapters(history.adapter_norms),
         "max_grad_norm": config.get("max_grad_norm"),
         "config": {str(name): _as_text(value) for name, value in config.items()},
         "not_default": [name for name, value in _defaults().items() if name in config and config[name] != value],
         "environment": {str(name): _as_text(value) for name, value in environment.items()},
         "unreadable_lines": history.unreadable_lines,
     }
-
-
-def _of_adapters(norms_LE: list[list[float]]) -> dict[str, str]:
-    """In words, by layer: how far the experts' adapters have come, and which have not begun."""
-    told = {}
-    for layer, norms_E in enumerate(norms_LE):
-        still = [str(expert) for expert, norm in enumerate(norms_E) if norm == 0]
-        spread = f"{min(norms_E):.3g} to {max(norms_E):.3g}, mean {sum(norms_E) / len(norms_E):.3g}"
-        told[f"layer {layer}"] = spread + (f"; no token has reached {', '.join(still)}" if still else "")
-    return told
 
 
 def _num_steps(history: History, config: dict[str, Any]) -> int | None:

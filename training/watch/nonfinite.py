@@ -5,7 +5,7 @@ from typing import Any
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.step import StepResult
+from expertmesh.training.step import NO_TARGETS, StepResult
 from expertmesh.training.watch.anomaly import AnomalyDetector
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -42,6 +42,9 @@ class NonFiniteGuard:
             self.detector.forget()
 
     def _take_in(self, step: int, result: StepResult) -> None:
+        if result.targets == 0:
+            self._without_targets(step)
+            return
         what = f"the loss is {result.loss} and the gradient norm {result.grad_norm}"
         where = "--detect-anomaly names the first tensor that is not finite"
         if self.detector is not None:
@@ -58,4 +61,14 @@ class NonFiniteGuard:
                 f"--on-nonfinite skip: steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were all skipped, the last as "
                 f"{what}: training has diverged; {where}; go back to an earlier checkpoint by --resume PATH, with a "
                 "lower --learning-rate, or with --max-grad-norm 1"
+            )
+
+    def _without_targets(self, step: int) -> None:
+        """Of a step that nothing is wrong with but its data: it is skipped whatever --on-nonfinite says."""
+        self.skipped_in_a_row += 1
+        self.tell(f"warning: step {step} is skipped: {NO_TARGETS}")
+        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise ExpertMeshError(
+                f"steps {step - MAX_SKIPPED_IN_A_ROW + 1} to {step} were all skipped, the last as {NO_TARGETS}; check "
+                "the labels that the data have"
             )

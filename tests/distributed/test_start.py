@@ -1,0 +1,66 @@
+"""What happens before the first step, on several ranks: who goes first, and who waits where."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+import expertmesh
+from expertmesh.sharding.life import agreement
+from expertmesh.training import inputs
+from expertmesh.training.foresight import rank_memory
+from tests.distributed.pool import RankPool
+
+
+def forecast_while_others_wait(model: Path) -> str:
+    """Rank 0 measures until the others have come to where nobody waits in a collective."""
+    engine = expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn")
+    ranks, came = engine.ranks, f"{agreement._MEETINGS}/came"
+    dist.barrier()
+    before = ranks.store.add(came, 0)
+
+    def planned(*arguments: Any) -> Any:
+        for _ in range(6000):
+            if ranks.store.add(came, 0) - before == ranks.world_size - 1:
+                raise ValueError("the others wait for this rank at the store")
+            time.sleep(0.01)
+        raise ValueError("the others are in a collective")
+
+    dist.barrier()
+    with mock.patch.object(rank_memory, "_planned", planned):
+        nothing = SimpleNamespace(training=None)
+        arguments: Any = (engine.source, engine.topology, engine.kernel, engine.config, nothing, ranks, engine.padding)
+        found = rank_memory.forecast(*arguments)
+    assert isinstance(found, rank_memory.NoForecast)
+    return found.why
+
+
+def test_a_forecast_may_take_longer_than_a_collective(ranks: RankPool, tiny_model: Path) -> None:
+    assert set(ranks.run(forecast_while_others_wait, 2, tiny_model)) == {
+        "ValueError: the others wait for this rank at the store"
+    }
+
+
+def turn_of_this_rank(model: Path, ranks_per_node: int) -> int:
+    """When this rank reads its data, as on nodes of so many ranks."""
+    engine = expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn")
+    ranks = engine.ranks
+    place = (ranks.rank, ranks.world_size, ranks.rank % ranks_per_node)
+
+    def read(*arguments: Any, **more: Any) -> int:
+        return ranks.store.add("reads", 1)
+
+    with mock.patch.object(inputs, "_read", read), mock.patch.object(inputs, "read_environment", return_value=place):
+        turn: Any = inputs.read_inputs(engine.config, engine.source, ranks)
+    return int(turn)
+
+
+def test_the_first_rank_of_each_node_reads_the_data_first(ranks: RankPool, tiny_model: Path) -> None:
+    turns = ranks.run(turn_of_this_rank, 4, tiny_model, 2)
+    assert turns[0] == 1
+    assert turns[2] == 2
+    assert {turns[1], turns[3]} == {3, 4}
+    assert ranks.run(turn_of_this_rank, 2, tiny_model, 2)[0] == 1
