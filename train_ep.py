@@ -35,7 +35,6 @@ STOPPED = 75
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit code is 0, 2 after a mistake of the user's (reported once per node), or STOPPED."""
     sharding.let_segments_grow(os.environ)
-    _, _, local_rank = sharding.read_environment()
     try:
         config = read_flags(argv)
         # nobody at a debugger is to be hurried by a time limit
@@ -56,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return 0 if finished else STOPPED
     except ExpertMeshError as error:
-        if local_rank == 0:
-            print(f"train_ep.py: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return 2
+        return sharding.tell_mistake(f"train_ep.py: error: {' '.join(str(error).split())}")
 
 
 def read_flags(argv: Sequence[str] | None) -> training.TrainConfig:

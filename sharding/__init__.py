@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         start_process_group,
         use_own_cores,
     )
-    from expertmesh.sharding.life.torchrun import node_name, nodes_of, read_environment, spans_nodes
+    from expertmesh.sharding.life.torchrun import node_name, nodes_of, read_environment, spans_nodes, tell_mistake
     from expertmesh.sharding.life.watchdog import NO_LIMIT_SECONDS, SAVERS, STUCK, Watchdog, collectives_limit
     from expertmesh.sharding.mesh import Mesh, build_mesh
     from expertmesh.sharding.pipeline.pipeline import cut_into_stages, pipeline_of, stage_group
@@ -124,6 +124,7 @@ __all__ = [
     "stage_group",
     "start_process_group",
     "state_of",
+    "tell_mistake",
     "trainable_of",
     "use_own_cores",
     "zeros_by_rows",

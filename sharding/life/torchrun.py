@@ -1,9 +1,19 @@
-"""What torchrun tells a process, and what the nodes of a run are called."""
+"""What torchrun tells a process and is told by it, and what the nodes of a run are called."""
 
+import json
 import os
 import socket
+import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
+from pathlib import Path
+
+MISTAKE = 2
+"""Exit code after a mistake of the user's."""
+_PATIENCE = 20.0
+"""Seconds for which ranks wait for the first of their node to tell of a mistake."""
 
 
 def read_environment() -> tuple[int, int, int]:
@@ -22,6 +32,33 @@ def spans_nodes() -> bool:
 def started_by_torchrun() -> bool:
     """Whether this process is a worker of torchrun, which then is its parent and holds the store."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def tell_mistake(message: str) -> int:
+    """Tell a mistake that every rank has found, once per node; the exit code of this process.
+
+    torchrun ends all ranks when the first one fails, prints a block of lines for each that has, and ends with the first
+    one's reason. So the others of a node let its first rank tell of it, and end after that without a failure of their
+    own; the reason that torchrun repeats, in its last line but one, is the message.
+    """
+    _, _, local_rank = read_environment()
+    given = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if local_rank == 0:
+        print(message, file=sys.stderr, flush=True)
+    if not (given and started_by_torchrun()):
+        return MISTAKE
+    if local_rank > 0:
+        first, deadline = Path(given).parent.parent / "0" / Path(given).name, time.monotonic() + _PATIENCE
+        while not first.exists():
+            if time.monotonic() > deadline:
+                return MISTAKE
+            time.sleep(0.02)
+        return 0
+    # as torch.distributed.elastic's ErrorHandler writes it, without torch, which may not be loaded yet
+    told = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+    with suppress(OSError):
+        Path(given).write_text(json.dumps({"message": told}), encoding="utf-8")
+    return MISTAKE
 
 
 def node_name() -> str:

@@ -417,6 +417,24 @@ def test_results_are_not_overwritten(ranks: RankPool, tiny_model: Path, tiny_dat
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_mistakes_under_torchrun_are_told_first_and_last(tmp_path: Path) -> None:
+    """By the first rank of the node, however late it is; the others are no failures, which torchrun would list. So the
+    error is the first line, and the last but torchrun's own rule."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('LOCAL_RANK') == '0':\n    time.sleep(1.0)\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    done = subprocess.run(
+        [*launch, "train_ep.py", "--model", "/nowhere", "--dataset", "d", "--use-cpu"], cwd=ROOT, capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1
+    said = "train_ep.py: error: --model /nowhere: no such directory"
+    lines = [line for line in done.stderr.splitlines() if "OMP_NUM_THREADS" not in line and "*****" not in line]
+    assert (lines[0], lines[-2]) == (said, f"  traceback : {said}"), done.stderr
+    assert "<NO_OTHER_FAILURES>" in done.stderr
+
+
 @pytest.mark.complete
 def test_bad_input_under_torchrun_does_not_hang(tiny_data: Path, tmp_path: Path) -> None:
     """An error met after the process group has formed: the launcher ends, with a code other than 0."""
@@ -427,5 +445,7 @@ def test_bad_input_under_torchrun_does_not_hang(tiny_data: Path, tmp_path: Path)
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
-    assert done.stderr.count("train_ep.py: error:") == 1
-    assert "no tokenizer there" in done.stderr
+    first, *_, last, _ = [line for line in done.stderr.splitlines() if "no tokenizer there" in line or "====" in line]
+    assert first.startswith("train_ep.py: error:")
+    assert last.startswith("  traceback : train_ep.py: error:")
+    assert done.stderr.count("train_ep.py: error:") == 2

@@ -26,7 +26,7 @@ from expertmesh.moe.base.parser import Parser, tell_without_effect
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.terminal import ends_with_reader, folded, terminal_width
 from expertmesh.moe.base.whole import whole
-from expertmesh.sharding.life.torchrun import read_environment
+from expertmesh.sharding.life.torchrun import read_environment, tell_mistake
 from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.schedule import ScheduleName
 from expertmesh.sharding.place.choices import Dispatch
@@ -182,7 +182,6 @@ def build_parser() -> Parser:
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 where nothing fits; 2 after a mistake in the input, or where a group does not answer."""
-    _, _, local_rank = read_environment()
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         if given[:1] == ["rehearse"]:
@@ -194,9 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ExpertMeshError(f"unrecognized arguments: {' '.join(rest)}")
         return _mesh(arguments)
     except ExpertMeshError as error:
-        if local_rank == 0:
-            print(f"sharding: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return 2
+        return tell_mistake(f"sharding: error: {' '.join(str(error).split())}")
 
 
 def _plan(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
