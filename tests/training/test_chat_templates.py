@@ -550,6 +550,8 @@ def long_conversation(seed: int, has_reasoning: bool, has_tools: bool, number: i
             calls = [call(**{says(): says()}) for _ in range(chance.choice([1, 1, 1, 2]))]
             turns.append(assistant("" if thought or chance.random() < 0.7 else says(), thought, *calls))
             turns += [result(says() if chance.random() < 0.9 else "") for _ in calls]
+        if turns[-1]["role"] == "tool" and chance.random() < 0.1:
+            continue  # the next question comes before the answer
         thought = says() if has_reasoning and chance.random() < 0.4 else None
         turns.append(assistant(says() if chance.random() < 0.95 else "", thought))
         if chance.random() < 0.1:
@@ -593,12 +595,14 @@ def test_renderings_do_not_grow_with_the_conversation(tmp_path: Path, name: str)
     for turns in (8, 40):
         pair = [user("yo"), assistant("yo")]
         if not EXPECTED[name, "calls in an earlier turn"].startswith("refused"):
-            pair[1:1] = [assistant("", None, call(a=1)), result("1")]
+            beside = "" if name == "Mixtral-8x22B" else "so"  # it leaves text beside calls out
+            for text in ("", beside):
+                pair[1:1] = [assistant(text, None, call(a=1)), result("1")]
         with patch.object(Written, "write", autospec=True, side_effect=Written.write) as write:
             _, is_trained = rendered(tokenizer, {"messages": pair * turns}, "assistant")
         assert sum(now and not before for now, before in itertools.pairwise(reversed(is_trained))) >= turns - 1
         counts.append(write.call_count)
-    assert counts[0] == counts[1] < 60
+    assert counts[0] == counts[1] < 90
 
 
 def test_arguments_of_the_template(tmp_path: Path) -> None:

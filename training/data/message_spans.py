@@ -7,7 +7,7 @@ the same text stands there. Where the words beside them are is found by renderin
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from expertmesh.training.data.turns import Written, with_reasoning
@@ -41,12 +41,13 @@ def find_spans(written: Written, indices: Sequence[int], final: bool) -> dict[in
         if messages[index]["role"] == "assistant":
             kinds[index > last_question, *_kind(messages, index)].append(index)
     many = [alike for alike in kinds.values() if len(alike) > _FEW]
-    words = _find_words(written) if many else []
+    words = _find_words(written, _words_of) if many else []
+    texts = {one.message: (one.begin, one.end) for one in (_find_words(written, _text_of) if many else [])}
     found: dict[int, list[Span]] = {}
     for alike in many:
         gaps = {index: gap for index in alike if (gap := _gap(words, index, final))}
         if len(gaps) > _FEW:
-            found.update(_take_over(written, gaps, final))
+            found.update(_take_over(written, gaps, texts, final))
     return {index: found[index] if index in found else _spans(written, index, final) for index in indices}
 
 
@@ -56,40 +57,75 @@ def _spans(written: Written, index: int, final: bool) -> list[Span]:
     return written.without_results(index, written.final_span(index) if final else written.span(index))
 
 
-def _take_over(written: Written, gaps: dict[int, Span], final: bool) -> dict[int, list[Span]]:
-    """Spans of messages of one kind, from the gaps they stand in: those that the first and the last one tell."""
+def _take_over(written: Written, gaps: dict[int, Span], texts: dict[int, Span], final: bool) -> dict[int, list[Span]]:
+    """Spans of messages of one kind, from the gaps they stand in: those that the first and the last one tell.
+
+    Args:
+        texts: where the text beside tool calls stands, which may be behind their results.
+    """
     spans = {index: _spans(written, index, final) for index in (min(gaps), max(gaps))}
-    around = {_around(written.text, gaps[index], of_one) for index, of_one in spans.items()}
-    before, after = next(iter(around)) or ("", "")
-    if len(around) > 1 or None in around:
+    around = {_around(written.text, gaps[index], texts.get(index), of_one) for index, of_one in spans.items()}
+    told = next(iter(around))
+    if len(around) > 1 or told is None:
+        by_name: dict[tuple[str, ...], dict[int, Span]] = defaultdict(dict)
+        for index, gap in gaps.items():  # what stands around a call may have its name
+            by_name[tuple(_names(written.messages[index]))][index] = gap
+        for alike in by_name.values():
+            if len(by_name) > 1 and len(alike) > _FEW:
+                spans.update(_take_over(written, alike, texts, final))
         return spans
+    before, after, behind = told
     for index, (start, stop) in gaps.items():
         begin, end = start + len(before), stop - len(after)
         is_there = written.text.startswith(before, start, stop) and written.text.endswith(after, start, stop)
-        if is_there and begin <= end and _holds(written.text[begin:end], written.messages[index]):
-            spans.setdefault(index, [(begin, end)])
+        if not (is_there and begin <= end):
+            continue
+        if behind is None:
+            if _holds(written.text[begin:end], written.messages[index]):
+                spans.setdefault(index, [(begin, end)])
+        elif (
+            index in texts
+            and stop <= texts[index][0]
+            and written.text.startswith(behind, texts[index][1])
+            and all(name in written.text[begin:end] for name in _names(written.messages[index]))
+        ):
+            spans.setdefault(index, [(begin, end), (texts[index][0], texts[index][1] + len(behind))])
     return spans
 
 
-def _around(text: str, gap: Span, spans: list[Span]) -> tuple[str, str] | None:
-    """What stands in a gap before the message and behind it; None if that is not in the gap, or in parts."""
-    if len(spans) != 1 or not gap[0] <= spans[0][0] <= spans[0][1] <= gap[1]:
+def _around(text: str, gap: Span, own_text: Span | None, spans: list[Span]) -> tuple[str, str, str | None] | None:
+    """What stands in a gap before the message and behind it and, where it is in two parts, the second of which is its
+    own text, behind that; None if it stands otherwise."""
+    if not 1 <= len(spans) <= 2 or not gap[0] <= spans[0][0] <= spans[0][1] <= gap[1]:
         return None
-    return text[gap[0] : spans[0][0]], text[spans[0][1] : gap[1]]
+    behind = None
+    if len(spans) == 2:
+        if own_text is None or own_text[0] != spans[1][0] or own_text[1] > spans[1][1]:
+            return None
+        behind = text[own_text[1] : spans[1][1]]
+    return text[gap[0] : spans[0][0]], text[spans[0][1] : gap[1]], behind
 
 
 def _holds(text: str, message: dict[str, Any]) -> bool:
     """Whether the message's words are in the text, as far as that is easily told."""
-    names = [call["function"]["name"] for call in message.get("tool_calls") or []]
     content = message["content"].strip()
-    return all(name in text for name in names) and ("think>" in content or content in text)
+    return all(name in text for name in _names(message)) and ("think>" in content or content in text)
+
+
+def _names(message: dict[str, Any]) -> list[str]:
+    return [call["function"]["name"] for call in message.get("tool_calls") or []]
 
 
 def _kind(messages: list[dict[str, Any]], index: int) -> tuple[Hashable, ...]:
     """What a template may go by when it writes a message, but for where the last question stands."""
     content = messages[index]["content"]
     edges = content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content
-    return *edges, *(_shape(messages[i]) if 0 <= i < len(messages) else None for i in (index - 1, index, index + 1))
+    following = next((message["role"] for message in messages[index + 1 :] if message["role"] != "tool"), None)
+    return (
+        *edges,
+        following,
+        *(_shape(messages[i]) if 0 <= i < len(messages) else None for i in (index - 1, index, index + 1)),
+    )
 
 
 def _shape(message: dict[str, Any]) -> Hashable:
@@ -109,20 +145,20 @@ def _gap(words: list[_Words], index: int, final: bool) -> Span | None:
     return before[-1].end, words[behind].begin
 
 
-def _find_words(written: Written) -> list[_Words]:
-    """The words of questions, results, system prompts and reasoning, in the order of the text; none if they cannot be
-    told.
+def _find_words(written: Written, words_of: Callable[[dict[str, Any]], str]) -> list[_Words]:
+    """The words that messages have of a kind (see `_words_of`, `_text_of`), in the order of the text; none if they
+    cannot be told.
 
     With marks in place of all of them, the text shows what stands between; with marks in place of every second one, the
     others' words stand between what is known by then. All must add up to the text.
     """
-    marked = [i for i, message in enumerate(written.messages) if _words_of(message).strip()]
-    if _MARKS.search(written.text):
+    marked = [i for i, message in enumerate(written.messages) if words_of(message).strip()]
+    if not marked or _MARKS.search(written.text):
         return []
     try:
-        frame = _MARKS.split(_write_marked(written, set(marked)))
+        frame = _MARKS.split(_write_marked(written, words_of, set(marked)))
         order = [int(index) for index in frame[1::2]]
-        texts = [_MARKS.split(_write_marked(written, set(marked) - set(order[kept::2]))) for kept in (0, 1)]
+        texts = [_MARKS.split(_write_marked(written, words_of, set(marked) - set(order[kept::2]))) for kept in (0, 1)]
     except Exception:  # it refuses other words, and is asked message by message
         return []
     found, at = [], 0
@@ -144,21 +180,27 @@ def _find_words(written: Written) -> list[_Words]:
 
 
 def _words_of(message: dict[str, Any]) -> str:
+    """Questions, results, system prompts and reasoning."""
     if message["role"] != "assistant":
         return message["content"]
     reasoning = message.get("reasoning_content")
     return reasoning if isinstance(reasoning, str) else ""
 
 
-def _write_marked(written: Written, indices: set[int]) -> str:
+def _text_of(message: dict[str, Any]) -> str:
+    """The text beside tool calls."""
+    return message["content"] if message.get("tool_calls") else ""
+
+
+def _write_marked(written: Written, words_of: Callable[[dict[str, Any]], str], indices: set[int]) -> str:
     """The text with marks in place of messages' words."""
     messages = []
     for index, message in enumerate(written.messages):
         mark = _MARK.format(index)
         if index not in indices:
             messages.append(message)
+        elif words_of is _words_of and message["role"] == "assistant":
+            messages.append(with_reasoning(message, mark))
         else:
-            messages.append(
-                with_reasoning(message, mark) if message["role"] == "assistant" else {**message, "content": mark}
-            )
+            messages.append({**message, "content": mark})
     return written.write(messages)
