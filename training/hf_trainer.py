@@ -129,6 +129,8 @@ class TrainerMixin(_Base):
         text_config = model.model.config.get_text_config()
         routing = {name: getattr(text_config, name) for name in _OF_ROUTING if hasattr(text_config, name)}
         super().__init__(model.model, args, *others, **more)
+        # the engine moves batches, which it makes in host memory
+        self.accelerator.device_placement = False
         self._check_launcher()
         self._check_data(given.get("train_dataset"))
         if not hasattr(args, "router_aux_loss_coef"):
@@ -283,13 +285,13 @@ class TrainerMixin(_Base):
         Raises:
             ExpertMeshError: `accelerate launch` asks for what the training arguments may not either.
         """
-        accelerator = self.accelerator
+        # of the arguments' own bf16, which is trl's default, `heeded_arguments` knows
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         asked = {
             "FSDP": self.is_fsdp_enabled,
             "DeepSpeed": self.is_deepspeed_enabled,
-            "a parallelism config": getattr(accelerator, "parallelism_config", None) is not None,
-            "fp16": accelerator.mixed_precision == "fp16",
-            "bf16": accelerator.mixed_precision == "bf16" and not (self.args.bf16 or self.engine.config.bf16),
+            "a parallelism config": getattr(self.accelerator, "parallelism_config", None) is not None,
+            f"mixed precision {precision}": precision != "no" and not (precision == "bf16" and self.engine.config.bf16),
         }
         if found := [what for what, is_asked in asked.items() if is_asked]:
             raise ExpertMeshError(
@@ -344,6 +346,7 @@ class TrainerMixin(_Base):
                 adam_epsilon=args.adam_epsilon,
             )
             engine.renew_optimizer()
+            engine.scheduler = None  # of the former one; Trainer has its own
             self.optimizer = engine.optimizer
         if self._hooked is not self.optimizer:
             self.optimizer.register_step_post_hook(self._updated)
@@ -352,11 +355,13 @@ class TrainerMixin(_Base):
 
     def _updated(self, *_: Any) -> None:
         """After the optimizer's step, which Trainer takes in any case: of a skipped one there are no gradients."""
-        assert self._routing is not None
-        assert self._counts is not None
+        counts, routing = self._counts, self._routing
+        if counts is None or routing is None:
+            return  # a step of a loop of one's own, or of another Trainer
+        self._counts = self._routing = None
         if not self._is_skipped:
-            self.engine.updated(self._routing)
-        self.engine.tokens += self._counts.tokens
+            self.engine.updated(routing)
+        self.engine.tokens += counts.tokens
 
     # ---- a step ----
 

@@ -33,7 +33,7 @@ IDS = [f"{family}-ep{ep}{'-lora' * lora}" for family, ep, lora in SETTINGS]
 
 def settings_of(data: Path, ep_size: int, lora: bool) -> dict[str, Any]:
     settings = dict(
-        dataset=[str(data)], eval_dataset=[str(data.with_name("held.jsonl"))], eval_dataset_split="train",
+        dataset=[str(data)], eval_dataset=[str(data.with_name("held.jsonl"))],
         ep_size=ep_size, use_cpu=True, learning_rate=1e-3, max_grad_norm=CLIP, weight_decay=0.1, max_steps=STEPS,
         warmup_steps=WARM_UP, per_device_train_batch_size=ROWS, gradient_accumulation_steps=ACCUMULATION,
         router_aux_loss_coef=0.02, cpu_matmul="onednn",

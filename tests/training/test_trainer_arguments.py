@@ -443,8 +443,10 @@ def test_accelerates_environment(tiny_model: Path, tmp_path: Path, monkeypatch: 
     """What `accelerate launch` asks for by variables is refused as the training arguments are."""
     engine = load(tiny_model)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ExpertMeshError, match="environment asks for bf16"):
-        expertmesh.Trainer(engine, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    for kind in (expertmesh.Trainer, lambda *given: SFT(*given, train_dataset=datasets.Dataset.from_list(TEXTS))):
+        with pytest.raises(ExpertMeshError, match="environment asks for mixed precision bf16"):
+            kind(engine, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    expertmesh.Trainer(load(tiny_model, bf16=True), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
 
 
 def test_settings_that_trainers_arguments_overrule(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
@@ -513,7 +515,6 @@ def test_a_skipped_step_leaves_all_as_it_was(
     first, second, third = states
     assert all(map(torch.equal, first, second))
     assert not any(map(torch.equal, second[: len(list(engine.model.parameters()))], third))
-    assert engine.tokens > 0
     stops = load(tmp_path / "model")
     stops.config = replace(stops.config, on_nonfinite="stop")
     states.clear()
@@ -524,3 +525,18 @@ def test_a_skipped_step_leaves_all_as_it_was(
     )  # fmt: skip
     with pytest.raises(ExpertMeshError, match=r"step 2: the loss is .* training has diverged"):
         trainer.train()
+
+
+def test_a_loop_of_ones_own_after_trainer(rows: Any, tmp_path: Path) -> None:
+    """A step of the loop is no step of Trainer's: tokens are counted once, and biases move once."""
+    model_of_family("deepseek_v3", seed=1).save_pretrained(tmp_path / "model")
+    trainer = train(tmp_path / "model", rows, tmp_path / "out", router_bias_update_rate=0.1, max_steps=9).trainer
+    engine: expertmesh.Engine = trainer.engine
+    biases = [engine.model.get_buffer(name) for name in sorted(correction_biases(engine.model))]
+    read, before = engine.tokens, [bias.clone() for bias in biases]
+    figures = engine.step(collated(rows[:2]))
+    assert engine.tokens == read + figures.tokens
+    assert [(now - then).abs().max().item() for now, then in zip(biases, before, strict=True)] == pytest.approx(
+        [0.1] * len(biases)
+    )
+    assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.0), "as Trainer has left it"
