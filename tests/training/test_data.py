@@ -598,6 +598,7 @@ ONE_TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
         ({"prompt": "a", "response": " "}, "have an empty answer"),
         ({"prompt": "a", "completion": ""}, "have an empty answer"),
         ({"messages": [ONE_TURN[0], {"role": "assistant", "content": ""}]}, "have an empty answer"),
+        ({"messages": [ONE_TURN[0], {"role": "assistant", "content": "<think>b</think> "}]}, "have an empty answer"),
         ({"messages": [ONE_TURN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]}, ""),
         ({"messages": [ONE_TURN[0], {"role": "assistant", "content": "", "train": False}, *ONE_TURN]}, ""),
     ],
@@ -1207,6 +1208,10 @@ def dumped_call(arguments: Any, **more: Any) -> bytes:
                 (3, "3, not an object"),
             )
         ],
+        (
+            b'{"system": "a", "messages": [{"role": "system", "content": "b"}]}',
+            "has a system prompt in system and another",
+        ),
         (dumped_call({}, **{"from": "user"}), "message 1 has role and from; leave one of them out"),
         (dumped_call({}, content="a", value="b"), "message 1 has content and value"),
         (dumped_call({}, function_call={"name": "g"}), "message 1 has tool_calls and function_call"),

@@ -263,10 +263,13 @@ def _conversation(
     """With the record's own system prompt in front, if it has one, and its tools."""
     if columns.system and columns.system not in row:
         raise RowError(f"has no column {columns.system!r}; found: {', '.join(row)}; --system-column names it")
-    system = row.get(columns.system or "system")
+    name = columns.system or "system"
+    system = _text(row, name) if row.get(name) else ""
     if system and messages[0]["role"] != "system":
-        messages = [_message("system", _text(row, columns.system or "system")), *messages]
+        messages = [_message("system", system), *messages]
         is_trained = [None, *is_trained]
+    elif system and messages[0]["content"].strip() != system.strip():
+        raise RowError(f"has a system prompt in {name} and another one in its first message; leave one of them out")
     media = next((key for key in _MEDIA if row.get(key)), None)
     if media is not None:
         raise RowError(f"has {media}, and only text is trained on")

@@ -21,7 +21,7 @@ from expertmesh.training.data.formats import Columns, Conversation, Format, Plai
 from expertmesh.training.data.progress import TokenizingProgress, count
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 8
+_VERSION = 9
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
@@ -364,11 +364,14 @@ def _says_nothing(is_plain: bool, said: dict[str, Any], options: DataOptions) ->
     if is_plain:
         return not said["text"].strip()
     conversation = Conversation(**said)
-    trained = zip(conversation.messages, trained_messages(conversation, options.train_on), strict=True)
-    return any(
-        is_trained and message["role"] == "assistant" and not (message["content"].strip() or message.get("tool_calls"))
-        for message, is_trained in trained
-    )
+    for message, is_trained in zip(
+        conversation.messages, trained_messages(conversation, options.train_on), strict=True
+    ):
+        # reasoning may stand in the answer itself
+        answer = message["content"].rpartition("</think>")[2].strip() or message.get("tool_calls")
+        if is_trained and message["role"] == "assistant" and not answer:
+            return True
+    return False
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
