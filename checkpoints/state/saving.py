@@ -23,7 +23,12 @@ from expertmesh.checkpoints.state.marker import FORMAT, MARKER, VERSION, step_of
 from expertmesh.checkpoints.state.state_table import brief
 from expertmesh.checkpoints.state.untrained import record
 from expertmesh.checkpoints.storage.checksums import file_checksum, seal
-from expertmesh.checkpoints.storage.directories import copy_side_files, temporary_beside
+from expertmesh.checkpoints.storage.directories import (
+    copy_side_files,
+    finish_replacement,
+    replace_directory,
+    temporary_beside,
+)
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.whole import PARTIAL, place_link, whole
 from expertmesh.sharding import NO_LIMIT_SECONDS, SAVERS, changing_state, raise_together
@@ -243,11 +248,8 @@ class Saver:
         }
         with whole(partial / MARKER, durable=True) as marker:
             marker.write_text(json.dumps(seal(table), indent=1), encoding="utf-8")
-        partial.chmod(0o755)
         final = self.directory / checkpoint_name(progress.step)
-        if final.exists():  # of an earlier attempt at the same step, or a damaged one
-            _discard(final)
-        partial.rename(final)
+        replace_directory(partial, final)  # of an earlier attempt at the same step, or a damaged one, if there is one
         if progress.best.get("step") == progress.step:
             place_link(self.directory / BEST, Path(final.name))
         elif (self.directory / BEST).resolve() == final.resolve():
@@ -358,12 +360,14 @@ def _name_latest(directory: Path, name: str) -> None:
 
 
 def sweep(directory: Path) -> list[str]:
-    """Delete what a killed run left half-written, and let `latest` name the newest complete checkpoint, should the run
-    have been killed before it could.
+    """Finish what a killed run had begun to replace, delete what it left half-written, and let `latest` name the newest
+    complete checkpoint, should the run have been killed before it could.
 
     Returns:
         The names of what is skipped for want of a marker.
     """
+    for begun in directory.glob(f".step-*-*{PARTIAL}"):
+        finish_replacement(directory / begun.name.removeprefix(".").rpartition("-")[0])
     for partial in directory.glob(".step-*"):
         shutil.rmtree(partial, ignore_errors=True)
     for name in (LATEST, BEST):

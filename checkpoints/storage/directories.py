@@ -2,6 +2,8 @@
 
 import glob
 import json
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -194,21 +196,60 @@ def temporary_beside(out: Path) -> Path:
 
 
 def sweep_beside(out: Path) -> None:
-    """Delete the temporary directories of `out` that killed processes left."""
+    """Finish a replacement of `out` that a killed process had begun, and delete the temporary directories that killed
+    processes left."""
+    finish_replacement(out)
     for partial in out.parent.glob(f".{glob.escape(out.name)}-*{PARTIAL}"):
-        shutil.rmtree(partial, ignore_errors=True)
+        # mkdtemp's names: what is beside another directory, whose name begins like this one, is not touched
+        if re.fullmatch(rf"[a-z0-9_]+{re.escape(PARTIAL)}", partial.name.removeprefix(f".{out.name}-")):
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def replace_directory(new: Path, out: Path) -> None:
-    """Give the directory `new` the name `out`; what stood there is deleted only after."""
+    """Give the directory `new`, which is complete, the name `out`; what stood there is deleted only after. Killed at
+    any instant, it leaves one of the two under its name, or both where `finish_replacement` finds them.
+
+    Raises:
+        OSError: it cannot be done; `out` and `new` are then as they were, unless only what was replaced could not be
+            deleted.
+    """
     new.chmod(0o755)  # mkdtemp lets only the user in
-    if not out.exists():
-        new.rename(out)
-        return
-    old = temporary_beside(out)
-    out.rename(old / out.name)
-    new.rename(out)
-    shutil.rmtree(old)
+    finish_replacement(out)
+    ready, old = _replacing(out)
+    new.rename(ready)
+    try:
+        finish_replacement(out)
+    except OSError:
+        if ready.exists():
+            if os.path.lexists(old) and not os.path.lexists(out):
+                old.rename(out)
+            ready.rename(new)
+        raise
+
+
+def finish_replacement(out: Path) -> None:
+    """Do what is left of a replacement of `out`, be it all of it; nothing where none was begun."""
+    ready, old = _replacing(out)
+    if ready.exists():
+        if os.path.lexists(out):
+            _delete(old)
+            out.rename(old)
+        ready.rename(out)
+    elif os.path.lexists(old) and not os.path.lexists(out):
+        old.rename(out)
+    _delete(old)
+
+
+def _replacing(out: Path) -> tuple[Path, Path]:
+    """Where the complete new directory waits for its name, and where the old one is put."""
+    return out.with_name(f".{out.name}-new{PARTIAL}"), out.with_name(f".{out.name}-old{PARTIAL}")
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 @contextmanager

@@ -1,0 +1,146 @@
+"""A directory that takes the place of another: killed before any of the operations that do it, neither is lost."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertmesh.checkpoints.state.marker import MARKER, whole_checkpoints
+from expertmesh.checkpoints.state.saving import LATEST, checkpoint_name, sweep
+from expertmesh.checkpoints.storage.directories import replace_directory, sweep_beside, temporary_beside
+
+OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir", "chmod", "symlink")
+
+
+class Killed(BaseException):
+    pass
+
+
+@contextmanager
+def killed_before(operation: int) -> Iterator[list[str]]:
+    """In the block, the file system changes `operation` times and never again, whatever then cleans up: as if the
+    process had been killed. Yields the changes that were made."""
+    made: list[str] = []
+
+    def guarded(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            if len(made) >= operation:
+                raise Killed
+            made.append(name)
+            return change(*arguments, **settings)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OPERATIONS:
+            patch.setattr(os, name, guarded(name, getattr(os, name)))
+        with suppress(Killed):
+            yield made
+
+
+def write(directory: Path, content: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("a", "b", MARKER):
+        (directory / name).write_text(content)
+
+
+def read(directory: Path) -> set[tuple[str, str]]:
+    return {(file.name, file.read_text()) for file in directory.iterdir()} if directory.exists() else set()
+
+
+def complete(content: str) -> set[tuple[str, str]]:
+    return {(name, content) for name in ("a", "b", MARKER)}
+
+
+def test_killed_before_any_operation_of_a_replacement(tmp_path: Path) -> None:
+    """And killed again while what is left of it is done."""
+    out = tmp_path / "hf"
+    operations = 0
+    found = []
+    for kill in range(100):
+        for again in range(8):
+            shutil.rmtree(tmp_path)
+            write(out, "old")
+            new = temporary_beside(out)
+            write(new, "new")
+            with killed_before(kill) as made:
+                replace_directory(new, out)
+            everywhere = [read(directory) for directory in tmp_path.iterdir()]
+            assert complete("old") in everywhere or complete("new") in everywhere
+            with killed_before(again):
+                sweep_beside(out)
+            everywhere = [read(directory) for directory in tmp_path.iterdir()]
+            assert complete("old") in everywhere or complete("new") in everywhere
+            sweep_beside(out)
+            assert [directory.name for directory in tmp_path.iterdir()] == ["hf"]
+            assert read(out) in (complete("old"), complete("new")), (kill, again, made)
+        found.append(read(out) == complete("new"))
+        if len(made) < kill:
+            operations = len(made)
+            break
+    assert operations >= 4 + 3, "renames of both, and the deletion of what was replaced"
+    # once the new one has left its temporary name it is complete, and is what is found
+    assert found == sorted(found)
+    assert found.index(True) == 2
+
+
+def test_killed_before_any_operation_of_a_step_saved_again(tmp_path: Path) -> None:
+    final = tmp_path / checkpoint_name(5)
+    for kill in range(100):
+        shutil.rmtree(tmp_path)
+        write(tmp_path / checkpoint_name(4), "older")
+        write(final, "old")
+        new = temporary_beside(final)
+        write(new, "new")
+        with killed_before(kill) as made:
+            replace_directory(new, final)
+        assert sweep(tmp_path) == []
+        assert whole_checkpoints(tmp_path) == [final, tmp_path / checkpoint_name(4)]
+        assert read(final) in (complete("old"), complete("new")), (kill, made)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, checkpoint_name(4), checkpoint_name(5)]
+        if len(made) < kill:
+            return
+    raise AssertionError("the replacement never ended")
+
+
+def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, renamed = os.rename, list[Any]()
+    failing = 0
+
+    def fails(source: Any, target: Any) -> None:
+        renamed.append(source)
+        if len(renamed) == failing:
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    for failing in (1, 2, 3):
+        out = tmp_path / str(failing) / "hf"
+        write(out, "old")
+        new = temporary_beside(out)
+        write(new, "new")
+        renamed.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", fails)
+            with pytest.raises(OSError, match="No space"):
+                replace_directory(new, out)
+        assert read(out) == complete("old")
+        assert read(new) == complete("new")
+
+
+def test_a_link_in_its_place_and_a_neighbour_of_a_longer_name(tmp_path: Path) -> None:
+    elsewhere, out = tmp_path / "elsewhere", tmp_path / "hf"
+    write(elsewhere, "kept")
+    out.symlink_to(elsewhere)
+    neighbour = temporary_beside(tmp_path / "hf-2")
+    new = temporary_beside(out)
+    write(new, "new")
+    replace_directory(new, out)
+    sweep_beside(out)
+    assert not out.is_symlink()
+    assert read(out) == complete("new")
+    assert read(elsewhere) == complete("kept")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["elsewhere", "hf", neighbour.name])
