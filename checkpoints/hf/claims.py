@@ -31,6 +31,8 @@ def without_untrained(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
         said = raw.get(part) if part is not None else None
         kept = {name: raw[name] for name in ("dtype", "torch_dtype", "transformers_version") if name in raw}
         own = dict(said) if isinstance(said, dict) else text.to_dict()
+        if "tie_word_embeddings" in raw:  # by which the whole goes, and the text part now does (see `moe.load_config`)
+            own["tie_word_embeddings"] = text.tie_word_embeddings
         raw = {"architectures": [causal.__name__], **kept, **own, "model_type": text.model_type}
         raw["architectures"] = [causal.__name__]
     return _without_predictors(raw)

@@ -70,10 +70,32 @@ def load_config(path: Path, raw: Mapping[str, Any], where: str) -> Any:
     if raw["model_type"] not in CONFIG_MAPPING:
         raise ExpertMeshError(f"{where}: {_unknown_type(raw)}")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ExpertMeshError(f"{where}: transformers cannot read it: {reason:.400}") from error
+    tie_text_as_whole(config, raw)
+    return config
+
+
+def tie_text_as_whole(config: Any, raw: Mapping[str, Any]) -> None:
+    """Have a config's text part say, in place, whether embedding and output projection are tied, as config.json says it
+    of the whole model. transformers' class of the whole goes by that; its class of the language model alone, which is
+    trained, would go by what the text part says, and be another model where the two differ.
+
+    Args:
+        config: of transformers. raw: the config.json that it was read from.
+    """
+    from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
+
+    text = config.get_text_config()
+    if text is config or "tie_word_embeddings" not in raw:
+        return
+    mappings = [auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForMultimodalLM)]
+    classes = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    # one without such keys leaves it to a causal language model inside it, which goes by the text part
+    if any(whole._tied_weights_keys for whole in classes):
+        text.tie_word_embeddings = config.tie_word_embeddings
 
 
 def _unknown_type(raw: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.config import tie_text_as_whole
 
 _ORIGINAL, _POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
 
@@ -256,11 +257,13 @@ def changed_config(raw: Mapping[str, Any], change: RopeChange) -> Any:
     from transformers import AutoConfig
 
     with TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(change.apply(raw)), encoding="utf-8")
+        changed = change.apply(raw)
+        (Path(directory) / "config.json").write_text(json.dumps(changed), encoding="utf-8")
         try:
             new = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         except Exception as error:
             raise ExpertMeshError(f"--rope-scaling: transformers refuses the config: {error}") from error
+    tie_text_as_whole(new, changed)
     found = new.get_text_config().rope_parameters
     if any(found.get(key) != value for key, value in change.parameters.items()):
         raise ExpertMeshError(f"--rope-scaling: transformers makes {found} of {dict(change.parameters)}")

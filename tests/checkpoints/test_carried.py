@@ -83,6 +83,35 @@ def test_a_vision_tower_and_predictors_go_there_and_back(
     assert_same_bits(model.state_dict(), {n: t for n, t in untrained.items() if n.startswith(VISION)})
 
 
+@pytest.mark.parametrize("of_whole", [False, True])
+def test_the_whole_decides_whether_embeddings_are_tied(
+    multimodal: tuple[Path, dict[str, Tensor]], tmp_path: Path, of_whole: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in transformers, where the text part says something else, or its class another default."""
+    source, out, name = tmp_path / "source", tmp_path / "out", "lm_head.weight"
+    shutil.copytree(multimodal[0], source)
+    said = json.loads((source / "config.json").read_text())
+    said["tie_word_embeddings"], said["text_config"]["tie_word_embeddings"] = of_whole, not of_whole
+    (source / "config.json").write_text(json.dumps(said))
+    model = AutoModelForImageTextToText.from_pretrained(source)
+    assert model.config.tie_word_embeddings == of_whole
+    if of_whole:  # the file has both, with other values; from transformers' export it has one
+        assert run("convert", source, out, "--ep-size", 2) == 2
+        assert f"{name} differs from model.embed_tokens.weight, its tied twin" in " ".join(
+            capsys.readouterr().err.split()
+        )
+        return
+    assert not torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
+    assert run("convert", source, out, "--ep-size", 2) == 0
+    scaled = open_source(source, read_rope_scaling("yarn:4"))
+    for opened in (open_source(source), scaled):
+        assert name in opened.names.parameters
+    assert run("export", out, tmp_path / "text", "--drop-untrained") == 0
+    causal = load(AutoModelForCausalLM, tmp_path / "text")
+    assert not causal.config.tie_word_embeddings
+    assert torch.equal(causal.lm_head.weight, model.lm_head.weight)
+
+
 @pytest.mark.exhaustive
 def test_layers_beyond_the_last_go_there_and_back(
     deepseek: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
