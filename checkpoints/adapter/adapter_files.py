@@ -1,6 +1,7 @@
 """Adapters as PEFT's directories hold them: written from a sharded model, and read for resuming or merging.
 
     adapter_config.json, adapter_model.safetensors (see `checkpoints.adapter.peft_format`)
+    tokenizer and chat template                    as beside a model, so that whoever has the adapter has them too
     generation_config.json                         where other tokens end answers than the base's generation: for merge
     rope_scaling.json                              where the base was trained with RoPE scaling, as PEFT has no
                                                    place for it: what `moe.read_rope_scaling` reads
@@ -44,7 +45,7 @@ from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
 from expertmesh.checkpoints.hf.names import Names
 from expertmesh.checkpoints.hf.source import Checkpoint, read_header, read_json
 from expertmesh.checkpoints.shards import ShardedParameter, sharded_parameters
-from expertmesh.checkpoints.storage.directories import save_tokenizer, write_errors, write_generation_config
+from expertmesh.checkpoints.storage.directories import write_errors, write_generation_config, write_tokenizer
 from expertmesh.checkpoints.storage.dtypes import DTYPE_NAMES
 from expertmesh.checkpoints.storage.file_layout import OutputFile, OutputTensor
 from expertmesh.checkpoints.storage.tensors import DTYPE_CODES
@@ -78,7 +79,7 @@ def export_adapter(
         base_model: what PEFT is to load it onto: a name on the hub or a path.
         form: of experts' adapters; "auto": per expert where `checkpoint` has a tensor for each expert's matrix, and
             PEFT reads such adapters.
-        tokenizer: saved beside them, where it is not the base's own.
+        tokenizer: saved beside them with its chat template; None: the files of the base's own are copied.
 
     Raises:
         ExpertMeshError: on all ranks, when rank 0 cannot write, or the model has no such form.
@@ -107,8 +108,7 @@ def export_adapter(
             if (scaling := checkpoint.source.rope_scaling) is not None:
                 (partial / ROPE).write_text(json.dumps(scaling.as_json(), indent=2) + "\n", encoding="utf-8")
             write_generation_config(checkpoint.source, partial)
-            if tokenizer is not None:
-                save_tokenizer(tokenizer, partial)
+            write_tokenizer(checkpoint.source, tokenizer, partial)
 
 
 def read_rope(path: Path) -> RopeScaling | None:
@@ -382,6 +382,14 @@ class Adapter:
         part = next(part for part in self.layers[path].mlp.layout.parameters if part.name == own)
         return self.packed[path][part.place.tensor].scale
 
+    def theirs(self, parameter: str) -> str:
+        """What transformers calls the module or tensor that holds a parameter."""
+        path, _, own = parameter.rpartition(".mlp.")
+        if parameter not in self.names.experts:
+            return self.class_names.there(parameter.removesuffix(".weight"))
+        part = next(part for part in self.layers[path].mlp.layout.parameters if part.name == own)
+        return f"{self.class_names.there(path)}.{part.place.tensor}"
+
     def _check_config(self) -> None:
         file = self.path / CONFIG
         if self.config.get("peft_type") != "LORA":
@@ -565,22 +573,47 @@ def load_adapter(
         wanted = {_beside(name) for name in shards}
         if wanted != adapter.parameters:
             name = min(wanted ^ adapter.parameters)
+            targets = [*(adapter.config.get("target_modules") or []), *(adapter.config.get("target_parameters") or [])]
             raise ExpertMeshError(
-                f"--init-adapter {path}: {name} {'has no adapter there' if name in wanted else 'has one there'}; "
-                "--lora-targets must name the same"
+                f"--init-adapter {path}: {adapter.theirs(name)} "
+                f"{'has no adapter there' if name in wanted else 'has one there'}; --lora-targets must name the same: "
+                f"{CONFIG} has {', '.join(map(str, targets)):.200}"
             )
         for base in sorted(wanted):
             pair = adapter.pair(base)
             assert pair is not None
-            rank, scale = pair.a.shape[-2], adapter.scale(base)
-            if rank != lora.rank or not math.isclose(scale, lora.low_rank.scale, rel_tol=1e-6):
-                raise ExpertMeshError(
-                    f"--init-adapter {path}: {base} has rank {rank} there, and its LoRA delta is scaled by {scale:g}; "
-                    f"--lora-rank {lora.rank} and --lora-alpha {lora.alpha:g} make it {lora.low_rank.scale:g}"
-                )
+            if not _is_as(adapter, base, lora.rank, lora.low_rank.scale):
+                raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, base, lora)}")
             for which, values in zip((A, B), pair, strict=True):
                 name = _adapter_of(base, which, names)
                 shards[name].local.copy_(values.flatten(0, -2)[shards[name].rows.start : shards[name].rows.stop])
+
+
+def _is_as(adapter: Adapter, base: str, rank: int, scale: float) -> bool:
+    """Whether what an adapter has beside a parameter is of this rank and scale."""
+    pair = adapter.pair(base)
+    return pair is None or (pair.a.shape[-2] == rank and math.isclose(adapter.scale(base), scale, rel_tol=1e-6))
+
+
+def _why_not(adapter: Adapter, base: str, lora: Lora) -> str:
+    """Why a run with other settings cannot start from an adapter, and what to do. base: where they differ."""
+    pair, scale = adapter.pair(base), adapter.scale(base)
+    assert pair is not None
+    rank = pair.a.shape[-2]
+    other = next((name for name in sorted(adapter.parameters) if not _is_as(adapter, name, rank, scale)), None)
+    if other is not None:
+        return (
+            f"{adapter.theirs(base)} has rank {rank} there, and its LoRA delta is scaled by {scale:g}, and not so "
+            f"{adapter.theirs(other)}: a run has one rank and one scale for all"
+        )
+    rslora = bool(adapter.config.get("use_rslora"))
+    there = Lora(rank, scale * (math.sqrt(rank) if rslora else rank), use_rslora=rslora)
+    wanted, given = (
+        f"--lora-rank {each.rank} --lora-alpha {each.alpha:g}" + " --use-rslora" * each.use_rslora
+        for each in (there, lora)
+    )
+    without = ", without --use-rslora" if lora.use_rslora and not rslora else ""
+    return f"was trained with {wanted}, and this run has {given}: give the former{without}"
 
 
 def _beside(adapter: str) -> str:

@@ -196,6 +196,11 @@ def adapter_config(
     ends = {end: count for path, count in fused.items() for end in _ends(path)}
     # of how many pairs one is made: gate and up
     joined = {target: ends[target] for target in parameters if ends.get(target, 1) > 1}
+    targets = _shortened(linear, others, least=1)
+    # PEFT applies a pattern to parameters as well, and warns that it is ignored where it matches no module: so it also
+    # names one, for which an earlier pattern, the first that matches, has what it has anyway
+    witness = targets[:1] if joined else []
+    of_joined = {"|".join([target, *witness]): count for target, count in joined.items()}
     return {
         "peft_type": "LORA",
         "peft_version": PEFT_VERSION,
@@ -207,10 +212,11 @@ def adapter_config(
         "use_rslora": use_rslora,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": _shortened(linear, others, least=1),
+        "target_modules": targets,
         "target_parameters": parameters,
-        "rank_pattern": {target: count * rank for target, count in joined.items()},
-        "alpha_pattern": {target: (sqrt(count) if use_rslora else count) * alpha for target, count in joined.items()},
+        "rank_pattern": dict.fromkeys(witness, rank) | {key: count * rank for key, count in of_joined.items()},
+        "alpha_pattern": dict.fromkeys(witness, alpha)
+        | {key: (sqrt(count) if use_rslora else count) * alpha for key, count in of_joined.items()},
     }
 
 

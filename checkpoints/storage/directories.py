@@ -123,6 +123,22 @@ def copy_side_files(
         save_tokenizer(tokenizer, out)
 
 
+def write_tokenizer(source: ModelSource, tokenizer: Any, directory: Path) -> None:
+    """Write a tokenizer of transformers with its chat template or, where it is None, copy the source's own.
+
+    Raises:
+        ExpertMeshError: a file cannot be taken along (see `side_files`).
+        OSError: one cannot be written.
+    """
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, directory)
+        return
+    for name in side_files(source.path):
+        if _matches(name, TOKENIZER_FILES):
+            (directory / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source.path / name, directory / name)
+
+
 def write_generation_config(source: ModelSource, directory: Path) -> None:
     """Write generation_config.json, if it is to say something else than the source's own."""
     if source.generation_config is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from expertmesh.checkpoints import Names, load_adapter
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
@@ -327,6 +327,36 @@ def test_broken_adapters_are_named(ranks: RankPool, models: dict[str, Path], tin
     assert "peft_type is 'IA3'" in refused(peft_type="IA3")
     assert "r is 0" in refused(r=0)
     assert "modules_to_save" in refused(modules_to_save=["lm_head"])
-    assert "its LoRA delta is scaled by 1; --lora-rank 4" in refused(lora_alpha=2 * RANK, alpha_pattern={})
+    uneven = refused(lora_alpha=2 * RANK, alpha_pattern={})
+    assert "model.layers.0.mlp.experts.gate_up_proj has rank 4 there, and its LoRA delta is scaled by 1" in uneven
+    assert "one rank and one scale for all" in uneven
+    halved = {
+        name: part[: len(part) // 2] if ".lora_A." in name else part[:, : part.shape[1] // 2]
+        for name, part in tensors.items()
+    }
+    halved = {name: part.contiguous() for name, part in halved.items()}
+    smaller = refused(halved, r=RANK // 2, rank_pattern={k: v // 2 for k, v in config["rank_pattern"].items()})
+    given = f"--lora-rank {RANK} --lora-alpha {ALPHA:g}: give the former"
+    assert f"was trained with --lora-rank 2 --lora-alpha {ALPHA:g}, and this run has {given}" in smaller
+    assert ".mlp.w" not in smaller + uneven, "names of ours"
     attention = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     assert "has no adapter there; --lora-targets must name the same" in refused(attention)
+
+
+@pytest.mark.filterwarnings("error:The following .*_pattern keys did not match")
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+def test_a_directory_that_others_open(
+    ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path
+) -> None:
+    """With the base's tokenizer and chat template beside it, and a config that PEFT takes without a warning."""
+    base = tmp_path / "base"
+    shutil.copytree(models["mixtral"], base)
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    train(ranks, 1, base, tiny_data, tmp_path / "out", "--max-steps", 0)
+    adapter = tmp_path / "out" / "adapter"
+    theirs, ours = (AutoTokenizer.from_pretrained(path) for path in (base, adapter))
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.chat_template == theirs.chat_template
+    assert not (adapter / "config.json").exists()
+    assert relative_error(logits_by_peft(base, adapter), logits_of(base)) < 1e-6
+    assert Path(json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]) == base
