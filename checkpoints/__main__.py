@@ -165,6 +165,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     widened = convert(source, arguments.out, arguments.ep_size, dtype, how)
     if widened:
         print(folded(f"dequantized to bfloat16, as a block of scales spans two experts: {', '.join(widened)}"))
+    _tell(f"wrote EP shards, ep {arguments.ep_size}: {_written(arguments.out)}")
     return 0
 
 
@@ -176,7 +177,15 @@ def _export(arguments: argparse.Namespace) -> int:
         raise ExpertMeshError(f"--base {arguments.base}: {source} is no training checkpoint; leave it out")
     read_ahead(source, READ_AHEAD)
     export_offline(source, arguments.out, how, trusted, base)
+    _tell(f"wrote a Hugging Face directory: {_written(arguments.out)}")
     return 0
+
+
+def _written(out: Path) -> str:
+    """A directory and how much it holds, in a few words."""
+    heads = read_heads(out)
+    size = sum(file.stat().st_size for file in heads.files) / 1e9
+    return f"{out} ({len(heads.stored):,} tensors in {len(heads.files):,} files, {size:,.2f} GB)"
 
 
 def _merge(arguments: argparse.Namespace) -> int:
@@ -185,7 +194,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     base, adapter, how = resolve_model(arguments.base, "merge"), _directory(arguments.adapter), _how(arguments)
     read_ahead(base, READ_AHEAD)
     changed = merge_adapter(base, adapter, arguments.out, how)
-    print(f"{changed} parameters changed")
+    _tell(f"wrote a Hugging Face directory, {changed} parameters changed: {_written(arguments.out)}")
     return 0
 
 

@@ -91,7 +91,7 @@ def tie_text_as_whole(config: Any, raw: Mapping[str, Any]) -> None:
     text = config.get_text_config()
     if text is config or "tie_word_embeddings" not in raw:
         return
-    mappings = [auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForMultimodalLM)]
+    mappings: list[Any] = [auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForMultimodalLM)]
     classes = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
     # one without such keys leaves it to a causal language model inside it, which goes by the text part
     if any(whole._tied_weights_keys for whole in classes):

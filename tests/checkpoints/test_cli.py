@@ -70,6 +70,18 @@ def test_there_and_back_is_bit_exact(
     assert run("verify", tmp_path / "other", source) == 0
 
 
+def test_each_command_says_what_it_wrote(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = len(read(tiny_model))
+    assert run("convert", tiny_model, tmp_path / "shards", "--ep-size", 4) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"wrote EP shards, ep 4: {tmp_path / 'shards'} (" in said
+    files = [file for file in (tmp_path / "shards").iterdir() if file.suffix == ".safetensors"]
+    assert f" tensors in {len(files)} files, 0.00 GB)" in said
+    assert run("export", tmp_path / "shards", tmp_path / "back") == 0
+    wrote = f"wrote a Hugging Face directory: {tmp_path / 'back'} ({tensors} tensors in 1 files, 0.00 GB)"
+    assert wrote in " ".join(capsys.readouterr().out.split())
+
+
 def test_layout_of_a_shard(shards: Path, tiny_model: Path) -> None:
     """Experts 2 and 3 lie in the second file, down transposed, concatenated along dim 0."""
     shard = load_file(shards / "ep-00001-of-00004.safetensors")
