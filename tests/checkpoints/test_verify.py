@@ -14,6 +14,9 @@ from torch import Tensor
 from transformers import MixtralConfig
 
 from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
+from expertmesh.checkpoints.hf.reader import tied_copies_that_differ
+from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource, read_header
 from expertmesh.checkpoints.verify import _NOT_COMPUTED, _computed
 from tests.tiny import save_model, tiny_config, tiny_mixtral
 
@@ -137,6 +140,22 @@ def test_a_tied_copy_that_differs_from_its_twin(
     _edited(forms[0], tmp_path / "tied", _tied, tie_word_embeddings=True)
     assert run("verify", tmp_path / "tied", tmp_path / "copy") == 1
     assert "lm_head.weight: differs from model.embed_tokens.weight, its tied twin" in capsys.readouterr().out
+
+
+def test_a_tied_copy_of_what_lies_in_several_tensors(tmp_path: Path) -> None:
+    whole = torch.arange(5000.0).view(2500, 2)
+    upper = DiskTensor("upper", (1100, 2), (Region("e", range(1100)),))
+    rest = DiskTensor("lower", (1400, 2), (Region("e", range(1100, 2500)),))
+    copy = DiskTensor("copy", (2500, 2), (Region("e", range(2500)),))
+    for place, differs in ((None, False), (0, True), (1099, True), (1100, True), (2499, True)):
+        repeated = whole.clone()
+        if place is not None:
+            repeated[place, 1] += 1
+        parts = {"upper": whole[:1100].clone(), "lower": whole[1100:].clone(), "copy": repeated}
+        save_file(parts, tmp_path / "model.safetensors")
+        infos = read_header(tmp_path / "model.safetensors")
+        checkpoint = Checkpoint(ModelSource(tmp_path, ""), [upper, rest], [copy], infos, [])
+        assert list(tied_copies_that_differ(checkpoint)) == ([(copy, "e")] if differs else [])
 
 
 def test_an_adapter_is_no_model(forms: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
