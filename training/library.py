@@ -2,11 +2,13 @@
 
 import inspect
 import warnings
+from collections.abc import Collection
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Unpack
 
 from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.parser import flag_of
 from expertmesh.sharding import check_alike, collectives_limit, join_process_group
 from expertmesh.training.config.load_settings import LoadSettings
 from expertmesh.training.config.train_config import TrainConfig, make_config
@@ -14,6 +16,29 @@ from expertmesh.training.engine import Engine
 from expertmesh.training.resume import find_resume
 from expertmesh.training.start import prepare_process, start_engine
 from expertmesh.training.watch.alike import start_facts
+
+OF_THE_LOOP = frozenset(
+    {
+        *("dataset", "dataset_config", "dataset_split", "dataset_num_proc", "messages_column", "prompt_column"),
+        *(
+            "response_column",
+            "system_column",
+            "text_column",
+            "sample_by",
+            "chat_template",
+            "prompt_template",
+            "train_on",
+        ),
+        *("max_seq_length", "group_by_length", "preview", "force", "per_device_train_batch_size"),
+        *("gradient_accumulation_steps", "global_batch_size", "num_train_epochs", "router_warn_steps"),
+        *("router_warn_load", "merge", "eval_dataset", "eval_dataset_split", "eval_ratio", "eval_steps"),
+        *("per_device_eval_batch_size", "early_stopping_patience", "early_stopping_threshold"),
+        *("load_best_model_at_end", "generate_steps", "generate_prompts", "generate_max_new_tokens"),
+        *("overwrite_output_dir", "save_steps", "async_save", "on_save_error", "export", "logging_steps", "report_to"),
+        *("run_name", "profile", "profile_ranks", "detect_anomaly", "check_replicas", "debug_ranks"),
+    }
+)
+"""Settings that train_ep.py's loop heeds, and no engine: a test compares them with what is read."""
 
 
 def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
@@ -29,14 +54,14 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
         model: directory of a Hugging Face checkpoint, or a hub id.
         settings: the flags of `train_ep.py`, by their names with underscores (`train_ep.py --help` lists them);
             `config` names a YAML file with others. Those of its data, loop and log, such as save_steps, are heeded by
-            its loop alone. With max_steps the learning rate follows the schedule; else it stays as it is. With resume,
-            the path of a training checkpoint or "auto", the engine resumes from there.
+            its loop alone, and are warned of here. With max_steps the learning rate follows the schedule; else it stays
+            as it is. With resume, the path of a training checkpoint or "auto", the engine resumes from there.
 
     Raises:
         ExpertMeshError: on all ranks, when a setting is invalid, or the model cannot be read or trained with them.
     """
     config = make_config({"model": str(model), **settings})
-    for line in config.without_effect:
+    for line in _without_effect(config, settings):
         warnings.warn(line, stacklevel=2)
     if config.max_steps < 0 and (config.warmup_steps or config.warmup_ratio):
         raise ExpertMeshError("warmup_steps: the learning rate has no schedule without max_steps; give both")
@@ -54,6 +79,19 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     if resume_from is not None:
         engine.load_state(resume_from)
     return engine
+
+
+def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
+    """What was given and changes nothing here, in words. A YAML file may have settings of train_ep.py's loop too."""
+    names = [
+        setting.name
+        for setting in fields(config)
+        if setting.name in OF_THE_LOOP and {setting.name, *setting.metadata.get("aliases", ())} & {*given}
+    ]
+    of_loop = [f"{', '.join(names)}: of train_ep.py's loop, without effect in a loop of your own or Trainer's"]
+    flags = tuple(map(flag_of, OF_THE_LOOP))
+    others = [line for line in config.without_effect if not line.replace("--no-", "--").startswith(flags)]
+    return of_loop * bool(names) + others
 
 
 def _warn(line: str) -> None:

@@ -1,6 +1,7 @@
 """Every flag of a run is heeded, or it is told that it has no effect: what is read is recorded while runs go on."""
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -10,10 +11,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+import expertmesh
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training import parse_config
-from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig, make_config
+from expertmesh.training.library import OF_THE_LOOP
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 
@@ -42,7 +46,8 @@ def recording() -> Iterator[set[str]]:
         frame: FrameType | None = sys._getframe(1)
         if name in NAMES and frame is not None and _names(frame, name):
             callers = []
-            while frame is not None and frame.f_globals["__name__"].startswith(CONFIG):
+            # properties are read by way of this function
+            while frame is not None and frame.f_globals["__name__"].startswith((CONFIG, __name__)):
                 callers.append(frame.f_code.co_name)
                 frame = frame.f_back
             if not {"__post_init__", "_unmet"} & set(callers):
@@ -64,6 +69,41 @@ def run_recorded(argv: list[str]) -> tuple[int, str, set[str]]:
     with recording() as read:
         code, errors = run_main(argv)
     return code, errors, read
+
+
+def use_recorded(model: str, path: Path, **settings: Any) -> tuple[set[str], list[str]]:
+    """What `load` and the methods of its engine read, and what is warned of."""
+    ids = torch.arange(3, 27).view(2, 12)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    with recording() as read, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = expertmesh.load(model, use_cpu=True, cpu_matmul="onednn", **settings)
+        engine.step([batch, batch])
+        engine.evaluate([batch])
+        engine.generate("hello", max_new_tokens=2)
+        engine.save(path / "checkpoints")
+        engine.export(path / "export")
+        expertmesh.load(model, use_cpu=True, cpu_matmul="onednn", **settings, resume="auto", output_dir=str(path))
+    return read, [str(each.message) for each in caught if "without effect" in str(each.message)]
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_settings_of_the_loop_are_warned_of_from_python(
+    ranks: RankPool, tiny_model: Path, tmp_path: Path, adapter: str
+) -> None:
+    """And only they: what an engine heeds is read by it, or it is told what it lacks."""
+    given: dict[str, Any] = {"adapter": adapter, "save_steps": 5, "max_steps": 4}
+    ((read, told),) = ranks.run(use_recorded, 1, str(tiny_model), tmp_path, **given)
+    assert told == ["save_steps: of train_ep.py's loop, without effect in a loop of your own or Trainer's"] * 2
+    assert sorted(read & OF_THE_LOOP) == []
+    config = make_config({"model": str(tiny_model), **given})
+    for setting in fields(TrainConfig):
+        needs = setting.metadata.get("needs")
+        # of a pipeline, and refused beside an adapter
+        others = ONLY_WHEN_IT_HAPPENS | {"pipeline_chunks", "pipeline_layers", "freeze"}
+        if setting.name not in read | OF_THE_LOOP | others:
+            assert needs is not None, setting.name
+            assert not needs.met(config), setting.name
 
 
 @pytest.mark.quick(3)
