@@ -230,7 +230,7 @@ class TrainerMixin(_Base):
         engine, name = self.engine, "router_aux_loss_coef"
         if not hasattr(args, name):
             return  # not trl's: the engine's stays
-        asked, loaded = args.router_aux_loss_coef, engine.config.router_aux_loss_coef
+        asked, loaded = args.router_aux_loss_coef, _AS_LOADED[engine].router_aux_loss_coef
         if loaded is not None:
             if asked not in (None, loaded):
                 raise ExpertMeshError(

@@ -45,7 +45,7 @@ HEEDED: dict[str, tuple[str, ...]] = {
         *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     ),
     "checkpoints": (
-        *("output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model"),
+        *("output_dir", "save_strategy", "save_steps", "save_total_limit"),
         "restore_callback_states_from_checkpoint",
     ),
     "uploads to the hub": (
@@ -106,6 +106,7 @@ BY_VALUE: dict[str, str] = {
     "packing": "the engine has packing, or packing_strategy is 'wrapped'",
     "eval_packing": "the engine has packing, or packing_strategy is 'wrapped'",
     "padding_free": "the engine has packing",
+    "save_only_model": "load_best_model_at_end is off",
     "accelerator_config": "is about data loading, and has neither dispatch_batches nor even_batches=False",
     "label_names": "is ['labels']",
     "loss_type": "is 'nll'",
@@ -261,6 +262,8 @@ def _by_value(args: Any, config: TrainConfig, device: torch.device) -> Iterator[
     if set(loading.gradient_accumulation_kwargs or ()) - {"num_steps"}:
         found = {"gradient_accumulation_kwargs": loading.gradient_accumulation_kwargs}
         yield "accelerator_config", found, "give gradient_accumulation_steps"
+    if args.save_only_model and args.load_best_model_at_end:
+        yield "save_only_model", True, "leaves nothing for load_best_model_at_end to load; leave one of them out"
     if args.label_names not in (None, [], ["labels"]):
         yield "label_names", args.label_names, "the column of labels is called labels; leave it out"
     if getattr(args, "loss_type", "nll") != "nll":

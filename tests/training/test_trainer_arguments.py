@@ -173,6 +173,10 @@ def test_arguments_that_depend_on_their_value(tmp_path: Path) -> None:
         with pytest.raises(ExpertMeshError, match=f"{name}="):
             told(made(name, refused))
     assert told(sft(packing=True, packing_strategy="wrapped")) == [], "one sample, as far as anyone can tell"
+    evaluated = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "save_steps": 10}
+    assert told(sft(save_only_model=True)) == told(sft(**evaluated)) == []
+    with pytest.raises(ExpertMeshError, match="save_only_model=True: leaves nothing for load_best_model_at_end"):
+        told(sft(save_only_model=True, **evaluated))
     connected = sft()
     for connected.ddp_backend in ("gloo", None):
         assert told(connected) == []
@@ -185,7 +189,7 @@ def test_arguments_that_depend_on_their_value(tmp_path: Path) -> None:
     vars(elsewhere)["_setup_devices"] = torch.device("meta")
     with pytest.raises(ExpertMeshError, match="use_cpu=True: the engine computes on cpu and Trainer on meta"):
         told(elsewhere)
-    tested = {name for name, *_ in (*CASES, *VALUES)} | {"use_cpu", "ddp_backend"}
+    tested = {name for name, *_ in (*CASES, *VALUES)} | {"use_cpu", "ddp_backend", "save_only_model"}
     # names that transformers keeps equal
     tested |= {
         f"activation_checkpointing{rest}" for rest in ("", "_kwargs") if f"gradient_checkpointing{rest}" in tested
@@ -382,6 +386,10 @@ def test_balancing_as_trl_has_it(tiny_model: Path, tmp_path: Path) -> None:
     assert logs(None, None) == by_load[0.02], "config.json's"
     with pytest.raises(ExpertMeshError, match=r"router_aux_loss_coef: expertmesh.load was given 0.02 .* arguments 0.5"):
         logs(0.5, 0.02)
+    engine = load(tiny_model)
+    for value in (0.5, 0.0):
+        trained = train_sft(tiny_model, tmp_path, engine, router_aux_loss_coef=value)
+        assert trained.engine.balance.weights.balance == value, "one Trainer after another"
 
 
 def test_family_without_a_balancing_loss(tmp_path: Path) -> None:
