@@ -56,13 +56,17 @@ def _on_one_thread() -> Iterator[None]:
 
 
 class _WithoutWeights(TorchFunctionMode):
-    """Linear layers and embeddings by the shapes of their weights."""
+    """Linear layers and embeddings by the shapes of their weights. What is negative is no zero: layers choose tokens by
+    scores that are sums of what is positive of each head's, and which of equal ones is chosen turns on how many there
+    are."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.linear:
             return _some_features(args[1].shape[0], args[0])
         if function is F.embedding:
             return _waves(*args[:2])
+        if function in (F.relu, torch.relu, Tensor.relu):
+            return F.softplus(args[0])
         return function(*args, **(kwargs or {}))
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from expertmesh.moe import ExpertMeshError, build_model
-from expertmesh.training.attention.by_sample import apply_packing
+from expertmesh.moe import ExpertMeshError, build_model, decoder_layers
+from expertmesh.training.attention.by_sample import BySample, apply_packing
 from expertmesh.training.attention.packed_attention import OWN, choose_attention
 from expertmesh.training.data import Batch, Sample, collate
 from expertmesh.training.loss.head import attach_loss_head
@@ -86,6 +86,43 @@ def test_padding_reaches_nothing() -> None:
     model = packable(tiny_config("deepseek_v4", **changes), "eager", theirs)
     samples = random_samples([9, 9, 3], vocabulary=290)
     _compare(model, "padded", [samples[:2], samples[2:]])
+
+
+FEW_TOKENS = 64
+UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    # its own code views all heads of a token as one row
+    "heads of which 8 divides no width": ("afmoe", {"head_dim": 12}),
+    # a layer has the experts of each token in a table
+    "few tokens": ("deepseek_v4", {"vocab_size": FEW_TOKENS}),
+    # of layers that are alike but for that, one leaves keys and values for another
+    "shared keys and values": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", *["full_attention"] * 3],
+            "num_kv_shared_layers": 1,
+            "per_layer_config": {layer: {"head_dim": 32} for layer in (1, 2, 3)},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "changes"), UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_configs(family: str, changes: dict[str, Any]) -> None:
+    samples = random_samples([13, 4, 27, 1, 9, 18, 3], vocabulary=FEW_TOKENS - 4)
+    theirs = tiny_model(family, seed=1, **changes)
+    config = tiny_config(family, **changes)
+    model = packable(config, choose_attention("auto", True, config), theirs)
+    _compare(model, str(changes), [samples[:3], samples[3:]])
+
+
+@pytest.mark.parametrize("chosen", [2, 3])
+def test_choices_among_scores_of_few_heads(chosen: int) -> None:
+    """Whose scores are 0 for many tokens alike: in the trial they are not, where it would look as if samples saw one
+    another."""
+    model = build_model(tiny_config("glm_moe_dsa", index_topk=chosen, index_n_heads=2), "eager")
+    apply_packing(model)
+    assert any(isinstance(layer.self_attn.forward, BySample) for layer in decoder_layers(model))
 
 
 def few_choices(family: str) -> dict[str, Any]:

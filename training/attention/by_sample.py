@@ -9,7 +9,7 @@ Shape suffixes: B sequences, S positions, N = B·S positions of all sequences, M
 padding, n samples of like length, L positions of the longest of them, Q queries and K keys of a sequence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -197,8 +197,9 @@ def apply_packing(model: Any) -> None:
     Raises:
         ExpertMeshError: samples would still see one another, or the model does not run with packed ones.
     """
-    packed = collate([[_sample(length, place) for length in row] for place, row in enumerate(_TRIED)])
-    alone = collate([[_sample(length, place)] for place, row in enumerate(_TRIED) for length in row])
+    vocabulary = model.config.get_text_config().vocab_size
+    packed = collate([[_sample(length, place, vocabulary) for length in row] for place, row in enumerate(_TRIED)])
+    alone = collate([[_sample(length, place, vocabulary)] for place, row in enumerate(_TRIED) for length in row])
     layers = decoder_layers(model)
     try:
         found = _seeing_others(model, packed)
@@ -225,20 +226,28 @@ def _refused(model: Any, why: str) -> ExpertMeshError:
     )
 
 
-def _sample(length: int, place: int) -> Sample:
-    return Sample.of_prompt([3 + (11 * place + 5 * length + 3 * i * i) % 200 for i in range(length)], 1)
+def _sample(length: int, place: int, vocabulary: int) -> Sample:
+    """Tokens of which few are alike. A vocabulary may be smaller than that: tables of tokens have no more rows."""
+    return Sample.of_prompt(
+        [(3 + (11 * place + 5 * length + 3 * i * i) % 200) % vocabulary for i in range(length)], 1
+    )
 
 
 def _forms(model: Any) -> list[Any]:
     """What the decoder layers are made of, equal for layers that do the same."""
     return [
-        (kind, *((path, type(part), _shapes(part)) for path, part in layer.named_modules()))
+        (kind, *((path, type(part), _shapes(part), _switches(part)) for path, part in layer.named_modules()))
         for layer, kind in zip(decoder_layers(model), kinds_by_layer(model), strict=True)
     ]
 
 
 def _shapes(module: nn.Module) -> tuple[torch.Size | None, ...]:
     return tuple(None if p is None else p.shape for p in module._parameters.values())
+
+
+def _switches(module: nn.Module) -> tuple[tuple[str, bool], ...]:
+    """What is true or false of a module, as whether a later layer takes its keys and values."""
+    return tuple((name, x) for name, x in vars(module).items() if isinstance(x, bool) and name != "training")
 
 
 def _seeing_others(model: Any, batch: Batch) -> set[tuple[Any, str]]:
@@ -250,7 +259,12 @@ def _seeing_others(model: Any, batch: Batch) -> set[tuple[Any, str]]:
     def trying(own: Callable[..., Any], is_masked: bool, key: tuple[Any, str]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             packed = own(*args, **kwargs)
-            if not any(_is_tensor(x) and x.shape[:2] == batch.tokens_BS.shape for x in tree_leaves((args, kwargs))):
+            leaves = tree_leaves((args, kwargs))
+            if not any(_is_tensor(x) and x.shape[:2] == batch.tokens_BS.shape for x in leaves):
+                return packed
+            if is_masked and any(isinstance(x, MutableMapping) and x for x in leaves):
+                # in which layers leave keys and values for one another: a try by sample would leave some of one sample.
+                # Whether it had to be is found out by the complete model's results
                 return packed
             try:
                 apart = by_sample(own, samples, *args, **kwargs)
