@@ -24,6 +24,9 @@ def load_balancing_loss(stats: Sequence[RouterStats], global_counts_GE: Tensor, 
     `load_balancing_loss_func` in transformers, which reaches its minimum, K, even if every layer is uneven but the
     layers balance one another; with one group per layer, only if each layer is even.
 
+    Counted are the experts that were chosen. transformers counts those of the K largest logits: others, where a router
+    chooses by scores with a correction bias or among groups of experts, and so not the load that is to be even.
+
     Args:
         stats: one entry per MoE layer, of one forward.
         global_counts_GE: the layers' counts_E summed over each group's layers and over all ranks; G is 1 or L.

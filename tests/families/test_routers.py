@@ -8,8 +8,19 @@ import pytest
 import torch
 
 from expertmesh.sharding import Topology
+from expertmesh.training.data import collate
 from tests.distributed.pool import RankPool
-from tests.distributed.reference import Case, hf_model, in_our_layout, ours, random_samples, reference
+from tests.distributed.reference import (
+    Case,
+    attention_mask,
+    hf_model,
+    in_our_layout,
+    loss_of,
+    ours,
+    random_samples,
+    reference,
+    unshifted_labels,
+)
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import FIXED_PRODUCTS, run_main
 from tests.families.configs import TEXT_IDS, tiny_model
@@ -100,6 +111,50 @@ def test_muon_leaves_frozen_matrices_alone(ranks: RankPool, tmp_path: Path) -> N
     assert all(torch.equal(found.weights[name], before[name]) == (name in frozen) for name in before)
     errors = {name: relative_error(found.weights[name], weight) for name, weight in alone.weights.items()}
     assert max(errors.values()) <= WEIGHT_TOLERANCE, errors
+
+
+def reference_over_choices(model: Any, coefficient: float) -> tuple[float, float, float]:
+    """By transformers' class in one process: (the balancing loss over the experts that were chosen, the gradient norm
+    with it, transformers' own balancing loss)."""
+    batch = collate([[sample] for sample in SAMPLES])
+    mask = attention_mask(batch)
+    chosen: list[torch.Tensor] = []
+    for module in model.modules():
+        if hasattr(module, "is_concatenated"):
+            module.register_forward_pre_hook(lambda module, args: chosen.append(args[1]))
+    out = model.train()(input_ids=batch.tokens_BS, attention_mask=mask, use_cache=False, output_router_logits=True)
+    is_token = mask.bool().flatten()
+    logits_NE = torch.cat([logits.reshape(len(is_token), -1)[is_token].float() for logits in out.router_logits])
+    chosen_NK = torch.cat([choices.reshape(len(is_token), -1)[is_token] for choices in chosen])
+    num_experts = logits_NE.shape[1]
+    counts_E = chosen_NK.flatten().bincount(minlength=num_experts)
+    share_E, probability_E = counts_E / len(chosen_NK), logits_NE.softmax(dim=-1).mean(dim=0)
+    balance = num_experts * (share_E * probability_E).sum()
+    (loss_of(model, out.logits, unshifted_labels(SAMPLES, batch)) + coefficient * balance).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return float(balance.detach()), float(norm), float(out.aux_loss.detach())
+
+
+@pytest.mark.parametrize(
+    "family", ["ernie4_5_moe", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("minimax_m2", "laguna"))]
+)
+def test_balancing_loss_is_over_what_was_chosen(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    """Where a correction bias decides who is chosen: transformers counts those of the largest logits instead."""
+    case = Case(samples=SAMPLES, family=family, balance=0.5, steps=1)
+    model = hf_model(case, seed=1)
+    generator, biases = torch.Generator().manual_seed(2), 0
+    for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
+        if BIAS in name:
+            # above the spread of the scores
+            buffer.data.copy_(torch.randn(buffer.shape, generator=generator))
+            biases += 1
+    assert biases > 0
+    model.save_pretrained(tmp_path)
+    balance, norm, of_transformers = reference_over_choices(model, case.balance)
+    assert abs(of_transformers - balance) > 0.01 * balance, "the biases are to matter"
+    found = ranks.run(ours, 2, tmp_path, Topology(2, 2), case)[0]
+    assert found.balance_loss == pytest.approx(balance, rel=TOLERANCE)
+    assert found.grad_norms[0] == pytest.approx(norm, rel=TOLERANCE)
 
 
 STEPS, RATE = 6, 0.001

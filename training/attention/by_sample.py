@@ -228,9 +228,7 @@ def _refused(model: Any, why: str) -> ExpertMeshError:
 
 def _sample(length: int, place: int, vocabulary: int) -> Sample:
     """Tokens of which few are alike. A vocabulary may be smaller than that: tables of tokens have no more rows."""
-    return Sample.of_prompt(
-        [(3 + (11 * place + 5 * length + 3 * i * i) % 200) % vocabulary for i in range(length)], 1
-    )
+    return Sample.of_prompt([(3 + (11 * place + 5 * length + 3 * i * i) % 200) % vocabulary for i in range(length)], 1)
 
 
 def _forms(model: Any) -> list[Any]:

@@ -533,7 +533,8 @@ class RoutingSettings:
     router_aux_loss_coef: float | None = _flag(
         "MoE routing",
         None,
-        "Weight of the load-balancing loss (default: the model config's, if it sets output_router_logits, else 0)",
+        "Weight of the load-balancing loss, over the experts that were chosen (default: the model config's, if it sets "
+        "output_router_logits, else 0)",
     )
     router_aux_loss_per_layer: bool = _flag(
         "MoE routing",

@@ -71,7 +71,8 @@ class Balance:
 
 
 def choose_balance(config: TrainConfig, model: Any, model_config: Any) -> Balance:
-    """What was asked for; where nothing was, the balancing loss that transformers would add, and biases that stay.
+    """What was asked for; where nothing was, the coefficient with which transformers would add a balancing loss, and
+    biases that stay.
 
     Raises:
         ExpertMeshError: transformers has no balancing loss for this family; its routers give no logits that a z-loss
