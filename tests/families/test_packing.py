@@ -122,7 +122,8 @@ def test_choices_among_scores_of_few_heads(chosen: int) -> None:
     another."""
     model = build_model(tiny_config("glm_moe_dsa", index_topk=chosen, index_n_heads=2), "eager")
     apply_packing(model)
-    assert any(isinstance(layer.self_attn.forward, BySample) for layer in decoder_layers(model))
+    layers: Any = decoder_layers(model)
+    assert any(isinstance(layer.self_attn.forward, BySample) for layer in layers)
 
 
 def few_choices(family: str) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -375,32 +375,42 @@ def test_number_of_profiles_is_bounded(tmp_path: Path) -> None:
     assert content["profiles_not_shown"] == 3
 
 
-@pytest.mark.parametrize(
-    ("settings", "bubble", "shown"),
-    [
-        ({"gradient_accumulation_steps": 8}, 1 / 9, 8),
-        ({"global_batch_size": 12, "per_device_train_batch_size": 1, "pipeline_chunks": 2}, 1 / 13, 6),
-        ({"gradient_accumulation_steps": 8, "pipeline_schedule": "zero-bubble"}, 1 / 25, 8),
-        ({"gradient_accumulation_steps": 1000}, 1 / 1001, 666),
-    ],
-)
-def test_schedule_of_a_pipeline(tmp_path: Path, settings: dict[str, Any], bubble: float, shown: int) -> None:
-    """On 4 ranks, 2 of each part; equal stages wait (P - 1) / (V M + P - 1) of the time, or with weights' gradients
-    apart (P - 1) / (3 M + P - 1)."""
-    make_run(tmp_path, [training(1)], pp_size=2, **settings)
-    (tmp_path / "environment.json").write_text(json.dumps({"ranks": 4}))
-    picture = report(tmp_path)[1]["pipeline"]
-    assert picture["bubble"] == pytest.approx(bubble, abs=1e-4)
-    assert picture["shown"] == shown
-    chunks = settings.get("pipeline_chunks", 1)
-    for actions in picture["ranks"]:
-        assert sum(kind == "forward" for kind, *_ in actions) == shown * chunks
-        assert all(before[4] <= after[3] for before, after in pairwise(actions))
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+MEASURING = """<iframe src="report.html" style="width: 375px; height: 800px; border: 0"></iframe><pre></pre><script>
+onload = () => {
+  const page = document.querySelector("iframe").contentDocument;
+  const parts = [...page.querySelectorAll(".card canvas, .card svg")].map((part) => {
+    const card = part.closest(".card");
+    return [part.getBoundingClientRect().right, card.getBoundingClientRect().right - 1];
+  });
+  const chart = [...page.querySelectorAll(".card")].find((card) => card.textContent.startsWith("Router entropy"));
+  const band = [...chart.querySelector(".band").points].map((point) => point.y);
+  document.querySelector("pre").textContent = JSON.stringify({ parts, band });
+};
+</script>"""
 
 
-def test_no_schedule_without_a_pipeline(tmp_path: Path) -> None:
-    (make_run(tmp_path, [training(1)]) / "environment.json").write_text(json.dumps({"ranks": 4}))
-    assert report(tmp_path)[1]["pipeline"] is None
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser")
+def test_in_a_narrow_window(tmp_path: Path) -> None:
+    """On a telephone nothing leaves its card; and the entropy's band, from the lowest layer to the highest, is drawn as
+    it is, not cut off where the mean of all layers ends."""
+    make_run(tmp_path, [training(step, router_entropy=[0.2 + step / 10, 2 - step / 10]) for step in range(1, 6)])
+    report(tmp_path)
+    (tmp_path / "measuring.html").write_text(MEASURING)
+    assert BROWSER is not None
+    command = [
+        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"),
+        *("--virtual-time-budget=4000", f"--user-data-dir={tmp_path / 'profile-of-browser'}", "--dump-dom"),
+        (tmp_path / "measuring.html").as_uri(),
+    ]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search("<pre>(.+?)</pre>", page)
+    assert found is not None, page
+    measured = json.loads(found[1])
+    assert len(measured["parts"]) > 8
+    assert all(right <= card for right, card in measured["parts"]), measured["parts"]
+    # five steps' highest and lowest layers, each step nearer to one another
+    assert len(set(measured["band"])) == 10
 
 
 def test_evaluations_alone(tmp_path: Path) -> None:

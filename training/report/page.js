@@ -135,7 +135,8 @@ function warnings() {
 const evenEntropy = run.load ? [Math.log(run.load.load[0][0].length)] : [];
 
 // What is absent from the run is left out. `series` maps curves to their labels; `include` are values that the axis
-// must reach; `references` are dashed lines, drawn where the axis reaches them.
+// must reach, with `reachesBand` all of the band too, which else spikes may leave; `references` are dashed lines, drawn
+// where the axis reaches them.
 const CHARTS = [
   { title: "Loss", series: { loss: "training", eval_loss: "evaluation" }, smooth: true },
   { title: "Evaluation perplexity", series: { eval_perplexity: "" } },
@@ -187,6 +188,7 @@ const CHARTS = [
     note: "of the scores, nats per token, mean over layers; band: lowest to highest layer",
     series: { router_entropy: "" },
     include: evenEntropy,
+    reachesBand: true,
     references: evenEntropy.map((value) => [value, "even, ln E"]),
   },
 ];
@@ -220,7 +222,16 @@ function drawDot(parent, kind, x, y, radius) {
   drawn(parent, "circle", `dot ${kind}`, { cx: x, cy: y, r: radius });
 }
 
-function curveChart({ title, note = "", series, format = number, include = [], references = [], smooth = false }) {
+function curveChart({
+  title,
+  note = "",
+  series,
+  format = number,
+  include = [],
+  reachesBand = false,
+  references = [],
+  smooth = false,
+}) {
   const shown = Object.entries(series).filter(([name]) => run.curves[name]);
   if (shown.length === 0) return null;
   const lines = shown.map(([name, label]) => {
@@ -239,7 +250,8 @@ function curveChart({ title, note = "", series, format = number, include = [], r
   const remark = element("span", "quiet", remarks.filter(Boolean).join("; "));
   const card = element("div", "card", element("div", "title", heading, remark), readout, picture);
 
-  const values = lines.flatMap((line) => line.mean).concat(include);
+  const reached = (line) => (reachesBand && line.low ? line.mean.concat(line.low, line.high) : line.mean);
+  const values = lines.flatMap(reached).concat(include);
   let [low, high] = [Math.min(...values), Math.max(...values)];
   if (high === low) {
     const size = Math.abs(low) || 1;
@@ -329,7 +341,7 @@ function curves() {
 
 // ---- Expert load
 
-const SCALE_WIDTH = 340; // pixels
+const SCALE_WIDTH = 340; // pixels, where the card has as many
 const HEAD = 24; // height of a map's head, where experts or steps stand
 const LABELS = 58; // width of the names of the layers
 const COLUMNS = { "max/mean": 72, "no token": 136, entropy: 200 }; // right edges of a layer's figures, beside the grid
@@ -448,13 +460,13 @@ function drawOverTime(pen, colours, load, row, column, chosen) {
   pen.strokeRect(LABELS + chosen * column, HEAD - 1.5, column, layers * row + 0.5);
 }
 
-function drawScale(pen, colours, bound) {
-  for (let x = 0; x < SCALE_WIDTH; x++) {
-    pen.fillStyle = colours.load(bound ** ((2 * x) / (SCALE_WIDTH - 1) - 1));
+function drawScale(pen, colours, bound, width) {
+  for (let x = 0; x < width; x++) {
+    pen.fillStyle = colours.load(bound ** ((2 * x) / (width - 1) - 1));
     pen.fillRect(x, 0, 1.5, 12);
   }
   pen.fillStyle = colours.text;
-  pen.fillRect(SCALE_WIDTH / 2 - 1, 0, 2, 12);
+  pen.fillRect(width / 2 - 1, 0, 2, 12);
 }
 
 function legend(scale, withoutKey, bound, experts) {
@@ -511,7 +523,8 @@ function expertLoad() {
     column = Math.min(60, (timeWidth - LABELS - 2) / stretches);
     drawGrid(sized(grid, gridWidth, height), colours, load[chosen], entropy[chosen], row, cell);
     drawOverTime(sized(time, timeWidth, height), colours, run.load, row, column, chosen);
-    drawScale(sized(scale, SCALE_WIDTH, 12), colours, bound);
+    const scaleWidth = Math.min(SCALE_WIDTH, width);
+    drawScale(sized(scale, scaleWidth, 12), colours, bound, scaleWidth);
     drawWithoutToken(sized(withoutKey, 22, 16), colours, 0, 0, 22, 16);
     when.textContent = stepRange(first_steps[chosen], last_steps[chosen]);
   }
@@ -684,38 +697,6 @@ function profiles() {
 
 // ---- Pipeline
 
-// A row for each rank of the pipeline, with its actions from left to right.
-function pipeline() {
-  const plan = run.pipeline;
-  if (!plan) return null;
-  const picture = document.createElementNS(DRAWING, "svg");
-  picture.setAttribute("role", "img");
-  picture.setAttribute("aria-label", "schedule of a step");
-  picture.setAttribute("class", "bars");
-  picture.style.height = `${plan.ranks.length * BAR}px`;
-  const colours = { forward: "part-0", backward: "part-1", weights: "part-2" };
-  drawings.push(() => {
-    const scale = picture.clientWidth / plan.seconds;
-    picture.replaceChildren();
-    plan.ranks.forEach((actions, row) => {
-      for (const [kind, stage, microBatch, begin, end] of actions) {
-        const place = { x: begin * scale, y: row * BAR, width: Math.max((end - begin) * scale - 1, 0.5), height: BAR - 6 };
-        const box = drawn(picture, "rect", colours[kind], place);
-        drawn(box, "title", "", {}, `${kind} of micro-batch ${microBatch + 1}, stage ${stage + 1}`);
-      }
-    });
-  });
-  const keys = Object.entries(colours)
-    .filter(([kind]) => plan.ranks[0].some((action) => action[0] === kind))
-    .flatMap(([kind, colour]) => [element("span", `swatch ${colour}`), `${kind} `]);
-  const part = plan.shown < plan.micro_batches ? `the first ${whole(plan.shown)} of ` : "";
-  const told =
-    `${plan.schedule}: ${part}${whole(plan.micro_batches)} micro-batches on ${plan.ranks.length} parts of the ranks, ` +
-    `with stages that take equally long: ranks wait ${percent(plan.bubble)} of the time.`;
-  const card = element("div", "card", element("p", "remark quiet", told), picture, element("p", "remark quiet", ...keys));
-  return element("section", "", element("h2", "", "Pipeline"), card);
-}
-
 // ---- Generations, settings
 
 function generations() {
@@ -771,7 +752,7 @@ function footer() {
 }
 
 const nothing = Object.keys(run.curves).length === 0 ? element("p", "quiet", "No step has been logged yet.") : null;
-const sections = [header(), warnings(), nothing, curves(), expertLoad(), pipeline(), profiles(), generations(), settings(), footer()];
+const sections = [header(), warnings(), nothing, curves(), expertLoad(), profiles(), generations(), settings(), footer()];
 document.getElementById("report").replaceChildren(...sections.filter((section) => section !== null));
 
 function drawAll() {

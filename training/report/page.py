@@ -21,7 +21,6 @@ from expertmesh.moe.base.whole import PARTIAL, whole
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.report.history import History, read_history
 from expertmesh.training.report.profiles import BETWEEN, read_profiles
-from expertmesh.training.report.schedule_picture import schedule_picture
 
 State = Literal["running", "stopped", "finished"]
 
@@ -49,10 +48,9 @@ def write_report(output_dir: Path, state: State | None = None, history: History 
         history = read_history(output_dir / "metrics.jsonl")
     config = _read_table(output_dir / "config.yaml")
     profiles, unshown = read_profiles(output_dir)
-    environment = _read_table(output_dir / "environment.json")
-    content = _content(history, config, environment, state)
+    content = _content(history, config, _read_table(output_dir / "environment.json"), state)
     content |= {"profiles": profiles, "profiles_not_shown": unshown, "between": BETWEEN}
-    page = render(content | {"pipeline": schedule_picture(config, environment)})
+    page = render(content)
     report = output_dir / REPORT
     # a run writes it while somebody has it made again
     with write_errors(report), whole(report, writer=str(os.getpid())) as partial:
