@@ -259,7 +259,7 @@ def report(
     kills: list[Kill], output: str, undisturbed: Path, out: Path, difference: float, seconds: float
 ) -> dict[str, object]:
     resumed = [int(step) for step in re.findall(r"resumed from .*, step (\d+)", output)]
-    logged = [int(step) for step in re.findall(r"^step (\d+)/", output, re.MULTILINE)]
+    logged = [int(step) for step in re.findall(r"^[\d:]{8}  step (\d+)/", output, re.MULTILINE)]
     figures: dict[str, object] = {
         "kills": len(kills),
         "kills_while_saving": sum(kill.while_saving for kill in kills),

@@ -140,3 +140,57 @@ def test_report_of_a_resumed_run_that_did_not_begin(ranks: RankPool, tmp_path: P
     (tmp_path / "metrics.jsonl").write_bytes(ALL)
     ranks.run(go_on, 1, tmp_path, 4, True)
     assert f'"step":{STEPS},' in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def logged(step: int, **changes: Any) -> dict[str, Any]:
+    """What a run logs of 10 steps of 2 s each, 500 tokens a step; it has begun 60 s of evaluation and these ago."""
+    return {
+        "step": step,
+        "epoch": step / 40,
+        "learning_rate": 1e-3,
+        "steps": 10,
+        "seconds": 60.0 + 2.0 * step,
+        "loss": 1.5,
+        "grad_norm": 0.25,
+        "tokens": 5000,
+        "tokens_per_second": 250.0,
+        "expert_load_max_over_mean": 1.25,
+        **changes,
+    }
+
+
+def lines_of(out: Path, start: int, metrics: dict[str, Any], num_steps: int = 100) -> str:
+    """What a run without a terminal prints at a logged step, having begun after another one."""
+    ranks = Ranks(0, 1, torch.device("cpu"), dist.HashStore())
+    log = RunLog(TrainConfig(model="m", dataset=["d"], output_dir=str(out)), out, num_steps, ranks, None, None)
+    said: list[str] = []
+    with mock.patch("expertmesh.training.watch.log.tqdm.write", said.append), mock.patch.object(log, "_record"):
+        for _ in log.steps(start):
+            log.bar.disable = True
+            log.step(metrics)
+            break
+    (line,) = said
+    return line
+
+
+def test_a_line_says_when_where_and_how_long(tmp_path: Path) -> None:
+    line = lines_of(tmp_path, 0, logged(30))
+    clock, rest = line.split("  ", 1)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", clock)
+    # 120 s for 30 steps, evaluation counted, so 280 s for 70
+    assert rest == (
+        "step 30/100  epoch 0.75  loss 1.5000  grad norm 0.250  lr 1.00e-03  2 s/step  250 tokens/s  "
+        "expert load 1.25x mean  4:40 left"
+    )
+
+
+def test_time_left_of_a_resumed_run_is_by_its_own_steps(tmp_path: Path) -> None:
+    """Its clock has begun with it."""
+    assert lines_of(tmp_path, 20, logged(30, seconds=20.0)).endswith("  2:20 left")
+    assert lines_of(tmp_path, 0, logged(10, seconds=40.0), num_steps=4000).endswith("  4:26:00 left")
+    assert lines_of(tmp_path, 0, logged(100)).endswith("  0:00 left")
+
+
+def test_a_line_of_skipped_steps(tmp_path: Path) -> None:
+    skipped = logged(30, skipped_steps=10, loss=None, grad_norm=None)
+    assert "  epoch 0.75  10 skipped  lr 1.00e-03  2 s/step  250 tokens/s  4:40 left" in lines_of(tmp_path, 0, skipped)

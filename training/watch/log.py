@@ -7,6 +7,7 @@ Only the main process writes.
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -55,6 +56,7 @@ class RunLog:
         self.output_dir = output_dir
         self.path = output_dir / "metrics.jsonl"
         self.num_steps = num_steps
+        self.first_step = 0
         self.state: State = "running"
         self.file: TextIO | None = None
         self.opened: os.stat_result | None = None
@@ -106,7 +108,16 @@ class RunLog:
             console = _console(metrics)
             self.bar.set_postfix_str(console, refresh=False)
             if self.bar.disable:
-                tqdm.write(f"step {metrics['step']}/{self.num_steps}  {console}")
+                # what the bar would tell: where the run is, when that was, and how long it still takes
+                clock = time.strftime("%H:%M:%S")
+                left = f"{_duration(self._seconds_left(metrics))} left"
+                tqdm.write(f"{clock}  step {metrics['step']}/{self.num_steps}  {console}  {left}")
+
+    def _seconds_left(self, metrics: dict[str, Any]) -> float:
+        """Until the last step, if steps go on to take as long as the mean of this start's, evaluations and checkpoints
+        counted."""
+        done = metrics["step"] - self.first_step
+        return float(metrics["seconds"] / done * (self.num_steps - metrics["step"]))
 
     def event(self, metrics: dict[str, Any], console: str) -> None:
         """What else happened at a step, an evaluation say: to the file, the trackers, the console and the report."""
@@ -188,6 +199,7 @@ class RunLog:
     def steps(self, start: int) -> Iterator[int]:
         """The steps from `start` on, counted off on the progress bar; off a terminal, a line per logged step
         instead."""
+        self.first_step = start
         disable = None if self.is_main else True
         steps = range(start, self.num_steps)
         self.bar = tqdm(steps, initial=start, total=self.num_steps, unit="step", dynamic_ncols=True, disable=disable)
@@ -207,6 +219,16 @@ def _console(metrics: dict[str, Any]) -> str:
     if metrics["loss"] is not None:
         losses = f"loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  "
         routing = f"  expert load {metrics['expert_load_max_over_mean']:.2f}x mean"
-    speed = f"{metrics['tokens_per_second']:,.0f} tokens/s"
+    # pauses between steps are in neither
+    seconds = metrics["tokens"] / metrics["tokens_per_second"] / metrics["steps"] if metrics["tokens"] else 0.0
+    speed = f"{seconds:.3g} s/step  {metrics['tokens_per_second']:,.0f} tokens/s"
     mfu = f"  MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
-    return f"{skipped}{losses}lr {metrics['learning_rate']:.2e}  {speed}{mfu}{routing}"
+    epoch = f"epoch {metrics['epoch']:.2f}  "
+    return f"{epoch}{skipped}{losses}lr {metrics['learning_rate']:.2e}  {speed}{mfu}{routing}"
+
+
+def _duration(seconds: float) -> str:
+    """As 1:02:03, or 2:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
