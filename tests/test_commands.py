@@ -73,6 +73,19 @@ def test_work(module: str, arguments: list[str], tiny_model: Path, capfd: pytest
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["verify", "a", "b", "--rtoll", "2"], "unrecognized arguments: --rtoll 2; did you mean --rtol?"),
+        (["export", "a", "b", "--fsdp"], "unrecognized arguments: --fsdp"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_unknown_flags(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module("expertmesh.checkpoints.__main__").main(arguments) == 2
+    assert capfd.readouterr().err == f"checkpoints: error: {said}\n"
+
+
 def test_as_a_process() -> None:
     """To its very end, at which the interpreter itself would flush what is left, and complain."""
     read_end, write_end = os.pipe()

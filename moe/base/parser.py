@@ -28,7 +28,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": PlainHelp, "allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        raise ExpertMeshError(message)
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        near = nearest(unknown[1], self._flags()) if unknown else None
+        raise ExpertMeshError(message if near is None else f"{message}; did you mean {near}?")
+
+    def _flags(self) -> list[str]:
+        """Of its commands too, if it has any."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return flags + [flag for of in commands for command in of.choices.values() for flag in command._flags()]
 
     # with argparse's overloads this would be four signatures
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
