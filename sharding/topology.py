@@ -189,6 +189,19 @@ def check_sizes(topology: Topology, num_experts: int) -> None:
         )
 
 
+def check_chunks(chunks: int, ep_size: int, num_experts: int) -> None:
+    """
+    Raises:
+        ExpertMeshError: all-to-alls are to be cut into more chunks than a rank has experts.
+    """
+    here = num_experts // ep_size
+    if chunks > here:
+        raise ExpertMeshError(
+            f"--overlap-chunks {chunks}: at --ep-size {ep_size} a rank has {here} of {num_experts} experts, and a "
+            f"chunk has the tokens of one expert at least; use at most {here}"
+        )
+
+
 def check_tp_nodes(topology: Topology, nodes: Sequence[str]) -> None:
     """
     Args:

@@ -57,7 +57,6 @@ def test_help(module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
             "expertmesh.training.foresight.cluster_commands",
             ["plan", "--model", "MODEL", "--gpus", "2", "--micro-batch", "1"],
         ),
-        ("expertmesh.training.foresight.cluster_commands", ["plan", "--model", "MODEL", "--sweep"]),
         (
             "expertmesh.training.foresight.cluster_commands",
             ["plan", "--model", "MODEL", "--gpus", "2", "--micro-batch", "1", "--json"],

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from expertmesh.moe import ExpertMeshError, moe_layers
+from expertmesh.moe import moe_layers
 from expertmesh.moe.base.declared import StepPart, lasting
 from expertmesh.moe.experts.lora import first_values
 from expertmesh.moe.experts.quantised import view_codes
@@ -32,7 +32,7 @@ from expertmesh.sharding.place.recompute import checkpoint_layers, keep_products
 from expertmesh.sharding.place.tensor import divided_here, place_divided
 from expertmesh.sharding.place.unreached import reduce_unreached
 from expertmesh.sharding.state import adapters_of, local_tensor, parameters_of
-from expertmesh.sharding.topology import Topology
+from expertmesh.sharding.topology import Topology, check_chunks
 
 STEP_PART: StepPart = None
 
@@ -103,14 +103,8 @@ def place_experts(model: nn.Module, mesh: Mesh, strategy: Strategy) -> None:
             placed = distribute_tensor(weight.detach(), mesh.ep, [Shard(0)])
             layer.mlp.register_parameter(name, nn.Parameter(placed, requires_grad=weight.requires_grad))
         if make_dispatcher is not None:
-            num_experts = layer.shape.num_experts
-            if chunks > num_experts // ep_size:
-                raise ExpertMeshError(
-                    f"--overlap-chunks {chunks}: at --ep-size {ep_size} a rank has {num_experts // ep_size} of "
-                    f"{num_experts} experts, and a chunk has the tokens of one expert at least; use at most "
-                    f"{num_experts // ep_size}"
-                )
-            layer.dispatcher = make_dispatcher(num_experts)
+            check_chunks(chunks, ep_size, layer.shape.num_experts)
+            layer.dispatcher = make_dispatcher(layer.shape.num_experts)
 
 
 def shard_dense(model: nn.Module, mesh: Mesh, precision: MixedPrecisionPolicy, placement: OffloadPolicy) -> None:

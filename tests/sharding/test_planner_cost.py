@@ -44,7 +44,6 @@ def test_an_all_to_all_goes_straight_to_each_rank() -> None:
     rows = Traffic("rows", "all-to-all", "ep", 1, 7e8)
     assert between_nodes(rows, Setting(16, 8), 8) == 0
     assert between_nodes(rows, Setting(16, 8), 4) == pytest.approx(4 / 7)
-    assert between_nodes(rows, Setting(16, 8, ep_across_nodes=True), 2) == 1
     assert collective_time(rows, Setting(16, 8), 4) == pytest.approx(4e8 / 1e8 + 1e-5)
 
 

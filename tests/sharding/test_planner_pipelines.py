@@ -206,8 +206,7 @@ def test_a_picture_says_which_ranks_hold_which_layers(capsys: pytest.CaptureFixt
     [
         (["--pp-size", "3"], "--pp-size 3 does not divide the 8 ranks; use 1, 2, 4 or 8"),
         (["--pp-size", "0"], "--pp-size 0: must be 1 or more"),
-        (["--pipeline-layers", "4,4"], "--pipeline-layers: needs --pp-size"),
-        (["--pp-size", "2", "--sweep"], "--pp-size 2: --sweep compares layouts without pipelines"),
+        (["--pipeline-layers", "4,4"], "--pipeline-layers 4,4: there is no pipeline at --pp-size 1; give --pp-size"),
         (["--global-batch-size", "0"], "--global-batch-size 0: must be 1 or more"),
         (["--pp-size", "2", "--pipeline-schedule", "interleaved", "--pipeline-chunks", "1"], "interleaves the stages"),
     ],

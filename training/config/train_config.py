@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from argparse import SUPPRESS
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
@@ -304,13 +305,79 @@ def _parse(parser: FlagParser, arguments: list[str]) -> TrainConfig:
     parser.check_names(arguments)
     config_file = parser.parse_known_args(arguments)[0].config
     defaults = [] if config_file is None else _yaml_arguments(parser, Path(config_file))
-    parsed, unknown = parser.parse_known_args(defaults + arguments)
+    settings = _parsed(parser, defaults + arguments)
+    del settings["config"]
+    return TrainConfig(**settings)
+
+
+def _parsed(parser: FlagParser, arguments: list[str]) -> dict[str, Any]:
+    parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         raise ExpertMeshError(unknown_name("flag", unknown[0].partition("=")[0], known))
-    settings = vars(parsed)
-    del settings["config"]
-    return TrainConfig(**settings)
+    return vars(parsed)
+
+
+@dataclass(frozen=True)
+class GivenSettings:
+    """Settings that were asked for, by their fields' names: those that nobody gave are not in here.
+
+    Attributes:
+        flags: given on the command line. file: in the YAML file that `config` names, if one was given.
+    """
+
+    flags: dict[str, Any]
+    file: dict[str, Any]
+    config: str | None
+
+    @property
+    def all(self) -> dict[str, Any]:
+        """Both; flags win."""
+        return self.file | self.flags
+
+
+def given_settings(arguments: Sequence[str]) -> GivenSettings:
+    """What flags, and the YAML file that `--config` names, ask for; nothing is at its default.
+
+    Raises:
+        ExpertMeshError: as `parse_config`, but for settings that do not go together.
+    """
+    parser = _parser()
+    for action in parser._actions:
+        action.default = SUPPRESS
+    parser.check_names(arguments)
+    flags = _parsed(parser, list(arguments))
+    config = flags.pop("config", None)
+    file = {} if config is None else _parsed(parser, _yaml_arguments(parser, Path(config)))
+    return GivenSettings(flags, file, config)
+
+
+def flags_of_config(
+    config: TrainConfig, always: Sequence[str] = (), file: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The command line that asks for this configuration: what is not as by default.
+
+    Args:
+        always: settings that are written even at their defaults, first and in this order.
+        file: those that a YAML file beside these flags gives, which are written only where they are others here.
+    """
+    file = file or {}
+    without = vars(TrainConfig(model="-")) | file
+    words: list[str] = []
+    for name in dict.fromkeys([*always, *(setting.name for setting in fields(config))]):
+        value = getattr(config, name)
+        is_said = name in file or name not in always
+        if value is None or value == [] or (is_said and value == without[name]):
+            continue
+        if value is True:
+            words.append(flag_of(name))
+        elif value is False:
+            words += [flag_of(name), "false"]
+        elif isinstance(value, list):
+            words += [flag_of(name), *map(str, value)]
+        else:
+            words += [f"{flag_of(name)}={value}"] if str(value).startswith("-") else [flag_of(name), str(value)]
+    return words
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,20 +1,21 @@
 """Forecasts and dry runs as people read them: on a terminal, and in a pipe."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from expertmesh.moe.base.terminal import folded
-from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig, flags_of_config
 from expertmesh.training.foresight.columns import Column, open_console, print_table
+from expertmesh.training.foresight.coverage import not_modelled
 from expertmesh.training.foresight.memory import CONTEXT, FRAGMENTATION, LASTING, PEER, RING, Memory
 from expertmesh.training.foresight.planner.clock import StepTime
 from expertmesh.training.foresight.planner.hardware import GIB, Hardware, attained
 from expertmesh.training.foresight.planner.measured import ModelParameters
-from expertmesh.training.foresight.planner.search import VARIANTS, Cluster, Plan, Point
+from expertmesh.training.foresight.planner.search import Cluster, Plan
 from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.traffic import Traffic
 from expertmesh.training.foresight.rehearsal.told import Told
@@ -29,38 +30,24 @@ def _say(console: Console, line: str, style: str = "") -> None:
 
 
 def print_plans(
-    console: Console,
-    name: str,
-    model: ModelParameters,
-    plans: Sequence[Plan],
-    cluster: Cluster,
-    top: int,
-    global_batch: int | None = None,
-    further: Sequence[str] = (),
-    seconds: float | None = None,
+    console: Console, lines: Sequence[str], plans: Sequence[Plan], cluster: Cluster, top: int, seconds: float
 ) -> None:
-    """The assumptions, the ranked table, the best plan's parts, and the line that starts it.
+    """The assumptions, the ranked table, and the best plan's parts.
 
     Args:
-        global_batch: sequences per step, if that was told.
-        further: flags of `train_ep.py` that no setting says.
+        lines: the assumptions.
         seconds: that the search took.
     """
-
-    for line in assumptions(name, model, plans[0].setting, cluster, global_batch):
+    for line in lines:
         _say(console, line)
     print_table(console, ranked(plans[:top], cluster))
     fitting = sum(plan.fits for plan in plans)
-    took = "" if seconds is None else f"; found in {seconds:.1f} s"
-    _say(console, f"{fitting} of {len(plans)} layouts fit; shown: {min(top, len(plans))}{took}")
+    _say(console, f"{fitting} of {len(plans)} layouts fit; shown: {min(top, len(plans))}; found in {seconds:.1f} s")
     best_by_tp: dict[int, Plan] = {}
     for plan in plans:
         best_by_tp.setdefault(plan.setting.tp_size, plan)
     for tp_size, plan in best_by_tp.items() if len(best_by_tp) > 1 else ():
         _say(console, f"best with tp {tp_size}, seqs {plan.setting.micro_batch}: {summary(plan, cluster.hardware)}")
-    setting = plans[0].setting
-    if global_batch is None and setting.accumulation == 1 and setting.world_size > cluster.gpus_per_node:
-        _say(console, "pipelines are tried with --global-batch-size, or with 2 or more --gradient-accumulation-steps")
     _say(console, "")
     best = plans[0]
     _say(console, f"the first: {summary(best, cluster.hardware)}")
@@ -68,48 +55,24 @@ def print_plans(
         _say(console, line)
     told = [t for t in best.traffic if t.total >= 1e5]
     print_table(console, _sent(told, Column("of", [t.what for t in told], spare=1, is_text=True)))
-    if best.fits:
-        _say(console, "\nrecommended", "bold green")
-        # in one piece, to be copied
-        console.print(Text(launch_line(name, best.setting, cluster.gpus_per_node, further)))
-    else:
-        _say(console, "\nnothing fits", "bold red")
-        _say(console, what_would_fit(best, cluster.memory))
-
-
-def sweep_columns(points: Sequence[Point]) -> list[Column]:
-    """One row per number of GPUs; per variant the best setting's tokens/s and, if there is space, what it is."""
-    worlds = sorted({point.world_size for point in points})
-    columns = [Column("GPUs", [f"{world:,}" for world in worlds])]
-    for variant in VARIANTS:
-        by_world = {point.world_size: point.plan for point in points if point.variant == variant}
-        plans = [by_world.get(world) for world in worlds]
-        settings = [plan.setting if plan is not None and plan.fits else None for plan in plans]
-        columns.append(Column(variant.replace(" ", "\n", 2) + "\ntok/s", [_speed(plan) for plan in plans]))
-        if variant != "FSDP only":
-            columns.append(Column("ep", [str(s.ep_size) if s else "" for s in settings], spare=1))
-        modes = [s.checkpointing if s else "" for s in settings]
-        columns.append(Column("check-\npoint", modes, "checkpoint", spare=2, is_text=True))
-    return columns
-
-
-def _speed(plan: Plan | None) -> str:
-    if plan is None:
-        return "-"
-    return f"{plan.tokens_per_second:,.0f}" if plan.fits else f"[red]{plan.memory.total / GIB:,.0f} GiB[/]"
 
 
 def assumptions(
-    name: str, model: ModelParameters, setting: Setting, cluster: Cluster, global_batch: int | None = None
+    name: str, model: ModelParameters, config: TrainConfig, setting: Setting, cluster: Cluster, batch: str
 ) -> list[str]:
+    """What plans have in common.
+
+    Args:
+        batch: sequences per step, in words.
+    """
     hardware = cluster.hardware
-    batch = f"{setting.accumulation} micro-batches" if global_batch is None else f"{global_batch:,} of them"
+    adapter = "" if config.adapter == "none" else f", {config.adapter} on {config.base_dtype}"
     return [
         f"{name}: {model.counts.total / 1e9:,.2f} B parameters, {model.counts.active / 1e9:,.2f} B active per token",
         f"{setting.world_size} GPUs, {cluster.gpus_per_node} per node, {cluster.memory / GIB:,.1f} GiB each",
         f"{hardware.name}: {attained(hardware)}",
-        f"sequences of {setting.seq_length:,} tokens, {batch} per step, "
-        f"{_dtype(setting.bf16, setting.tf32)}, {setting.optimizer}; "
+        f"sequences of {setting.seq_length:,} tokens, all full{', packed' if config.packing else ''}; {batch}; "
+        f"{_dtype(setting.bf16, setting.tf32)}, {setting.optimizer}{adapter}; "
         f"the busiest expert has {setting.imbalance:.3g} x the mean load",
     ]
 
@@ -211,57 +174,33 @@ def memory_terms(memory: Memory) -> str:
     return f"{' + '.join(terms)} = {memory.total / size:,.2f} {name}"
 
 
-def launch_line(name: str, setting: Setting, gpus_per_node: int, further: Sequence[str]) -> str:
-    """A command that runs the setting, with `further` flags."""
-    nodes = -(-setting.world_size // gpus_per_node)
-    here = min(setting.world_size, gpus_per_node)
+_ALWAYS = (
+    "model", "dataset", "max_seq_length", "bf16", "ep_size", "dense_shard", "tp_size", "pp_size",
+    "per_device_train_batch_size", "global_batch_size", "gradient_checkpointing", "optim",
+)  # fmt: skip
+"""Settings that a launch line names even where they are at their defaults: `plan` has others, or tries several."""
+
+
+def launch_line(
+    config: TrainConfig,
+    world_size: int,
+    gpus_per_node: int,
+    file: Mapping[str, Any] | None = None,
+    config_file: str | None = None,
+) -> str:
+    """A command that runs the configuration. Given to `plan`, its flags forecast the same.
+
+    Args:
+        file: settings that the YAML file gives which `config_file` names.
+    """
+    nodes = -(-world_size // gpus_per_node)
+    here = min(world_size, gpus_per_node)
     across = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
-    flags: dict[str, Any] = {
-        "model": name,
-        "dataset": "data.jsonl",
-        "max-seq-length": setting.seq_length,
-        "packing": "",
-        "ep-size": setting.ep_size,
-        "dense-shard": setting.dense_shard,
-        "per-device-train-batch-size": setting.micro_batch,
-        "gradient-accumulation-steps": setting.accumulation,
-        "gradient-checkpointing": setting.checkpointing,
-        "optim": setting.optimizer,
-    }
-    if setting.cp_size > 1:
-        flags["cp-size"] = setting.cp_size
-    if setting.tp_size > 1:
-        flags["tp-size"] = setting.tp_size
-    if setting.pp_size > 1:
-        flags |= {"pp-size": setting.pp_size, "pipeline-schedule": setting.schedule, "pipeline-chunks": setting.chunks}
-    if setting.stage_layers is not None:
-        flags["pipeline-layers"] = ",".join(map(str, setting.stage_layers))
-    if setting.overlap_chunks > 1:
-        flags["overlap-chunks"] = setting.overlap_chunks
-    if setting.dispatch != "auto" and setting.ep_size > 1:
-        flags["dispatch"] = setting.dispatch
-    if setting.keep_expert_products:
-        flags["keep-expert-products"] = setting.keep_expert_products
-    if setting.offload_activations:
-        flags["offload-activations"] = ""
-    given = " ".join(f"--{flag} {value}".rstrip() for flag, value in flags.items())
-    precision = " --bf16" if setting.bf16 else " --tf32" if setting.tf32 else ""
-    more = f" {shlex.join(further)}" if further else ""
-    return f"torchrun {across}--nproc-per-node {here} train_ep.py {given}{precision}{more}"
-
-
-def what_would_fit(plan: Plan, memory: float) -> str:
-    """By how much a plan is too large, and what would shrink it."""
-    over = plan.memory.total - memory
-    lasting = plan.memory.lasting
-    advice = "more GPUs, --optimizer adamw_torch_8bit or adamw_bf16, or shorter sequences"
-    if lasting > memory:
-        needed = -(-int(lasting * plan.setting.world_size) // int(memory))
-        advice = f"at least {needed} GPUs, or --optimizer adamw_torch_8bit or adamw_bf16"
-    return (
-        f"even the smallest layout takes {plan.memory.total / GIB:,.1f} GiB, {over / GIB:,.1f} more than available; "
-        f"use {advice}"
-    )
+    always = list(_ALWAYS)
+    if config.global_batch_size is None:
+        always[always.index("global_batch_size")] = "gradient_accumulation_steps"
+    words = [*([] if config_file is None else ["--config", config_file]), *flags_of_config(config, always, file)]
+    return f"torchrun {across}--nproc-per-node {here} -m expertmesh.train_ep {shlex.join(words)}"
 
 
 def print_account(
@@ -390,12 +329,5 @@ def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, to
         "the GPU",
     ]
     if config.offload:
-        lines.append(
-            f"--offload: {account.fit.host / GIB:,.1f} GiB of host memory per rank; the forecast leaves out copies "
-            "to and from there, and assumes the optimizer step runs on the GPU"
-        )
-    if config.async_tp:
-        lines.append("--async-tp: not modelled, all exchanges of a tensor-parallel group are waited for")
-    if config.compile:
-        lines.append("--compile: not modelled, the dry run is without it")
-    return lines
+        lines.append(f"--offload: {account.fit.host / GIB:,.1f} GiB of host memory per rank")
+    return [*lines, *not_modelled(config)]

@@ -298,8 +298,7 @@ class MicroStep:
     def _known(self, span: MeasuredSpan) -> "list[_StretchTime]":
         """What the stretches of a span take, which many layers and many layouts have in common."""
         s = self.run.setting
-        layout = s.ranks_of_ep, s.ep_across_nodes and s.ranks_per_stage
-        key = id(span), id(self.hardware), self.gpus_per_node, layout
+        key = id(span), id(self.hardware), self.gpus_per_node, s.ranks_of_ep
         if key not in _SPANS:
             _SPANS[key] = (span, self.hardware), self._timed(span)
         return _SPANS[key][1]

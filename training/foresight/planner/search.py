@@ -154,7 +154,7 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
     no smaller are left out, also with queued weight gradients, which hold more.
 
     Raises:
-        ExpertMeshError: it can compute none of them; says why not the last.
+        ExpertMeshError: it can compute none of them; says why not the first, of the smallest micro-batch.
     """
     plans: list[Plan] = []
     error = None
@@ -167,7 +167,7 @@ def forecasts(measure: Measure, settings: Iterable[Setting], cluster: Cluster) -
         try:
             plans.append(forecast(measure, setting, cluster))
         except ExpertMeshError as raised:
-            error = raised
+            error = error or raised
             continue
         if setting.pp_size > 1 and not plans[-1].fits:
             too_large[layout] = setting.micro_batch
@@ -184,14 +184,15 @@ def _without_queue(setting: Setting) -> Setting:
 
 @dataclass(frozen=True)
 class Tried:
-    """What a search tries.
+    """What a search tries. Of what is None, it tries several.
 
     Attributes:
         micro_batches: sequences per micro-batch.
         global_batch: sequences per step, of which each layout's number of micro-batches follows; None: that is the
             base setting's.
-        pp_size, chunks: None: several. schedule: None: zero-bubble, and the one without queued weight gradients: 1f1b,
-            or interleaved with several chunks.
+        pp_size, chunks, ep_size, dense_shard, checkpointing: as in `Setting`.
+        schedule: None: zero-bubble, and the one without queued weight gradients: 1f1b, or interleaved with several
+            chunks.
     """
 
     micro_batches: Sequence[int]
@@ -199,33 +200,36 @@ class Tried:
     pp_size: int | None = 1
     chunks: int | None = None
     schedule: ScheduleName | None = None
+    ep_size: int | None = None
+    dense_shard: DenseShard | None = None
+    checkpointing: Checkpointing | None = None
 
 
 def settings(model: ModelParameters, base: Setting, tried: Tried, gpus_per_node: int) -> Iterable[Setting]:
     """All parallel layouts of `base`'s ranks that this model can have. All-to-alls are cut into as many chunks as
     `base` says, or as a rank has experts."""
     ends = min(tried.micro_batches), max(tried.micro_batches)
+    ways = get_args(Checkpointing) if tried.checkpointing is None else (tried.checkpointing,)
     for pipeline in _pipelines(base, tried, len(model.layers)):
-        for ep_size in divisors(model.num_experts):
+        for ep_size in divisors(model.num_experts) if tried.ep_size is None else [tried.ep_size]:
             ranks = pipeline.ranks_per_stage
             if ranks % ep_size or ranks % base.topology.ranks_per_sequence:
                 continue
-            if tried.pp_size is None and pipeline.pp_size > 1 and gpus_per_node < ep_size < ranks:
+            is_open = tried.pp_size is None and tried.ep_size is None
+            if is_open and pipeline.pp_size > 1 and gpus_per_node < ep_size < ranks:
                 # a pipeline is what spares the links between nodes, or lets an ep group be all of its stage
                 continue
-            # with one replica, or one rank a replica's shard, the two are the same or no sharding at all
-            is_choice = 1 < ep_size < ranks
-            can_be_hybrid = is_choice and ep_size % base.tp_size == 0
-            for dense_shard in get_args(DenseShard) if can_be_hybrid else ("full",):
-                for checkpointing in get_args(Checkpointing):
+            chunks = 1 if ep_size == 1 else base.overlap_chunks
+            if tried.ep_size is None:
+                chunks = min(chunks, model.num_experts // ep_size)
+            for dense_shard in _dense_shards(pipeline, ep_size, tried):
+                for checkpointing in ways:
                     # what lies between the smallest and the largest mostly follows from these
                     for micro_batch in sorted(tried.micro_batches, key=lambda n: (n not in ends, n)):
                         setting = replace(
                             pipeline,
                             ep_size=ep_size,
-                            overlap_chunks=1
-                            if ep_size == 1
-                            else min(base.overlap_chunks, model.num_experts // ep_size),
+                            overlap_chunks=chunks,
                             dense_shard=dense_shard,
                             checkpointing=checkpointing,
                             keep_expert_products=base.keep_expert_products if checkpointing == "selective" else 0,
@@ -233,6 +237,16 @@ def settings(model: ModelParameters, base: Setting, tried: Tried, gpus_per_node:
                             micro_batch=micro_batch,
                         )
                         yield from _with_accumulation(setting, tried)
+
+
+def _dense_shards(pipeline: Setting, ep_size: int, tried: Tried) -> Iterable[DenseShard]:
+    """The ways to shard non-expert parameters that are tried at an ep size."""
+    can_be_hybrid = ep_size % pipeline.tp_size == 0
+    if tried.dense_shard is not None:
+        return [tried.dense_shard] if tried.dense_shard == "full" or can_be_hybrid else []
+    # with one replica, or one rank a replica's shard, the two are the same or no sharding at all
+    is_choice = 1 < ep_size < pipeline.ranks_per_stage
+    return get_args(DenseShard) if is_choice and can_be_hybrid else ["full"]
 
 
 def _pipelines(base: Setting, tried: Tried, num_layers: int) -> Iterable[Setting]:
@@ -261,63 +275,24 @@ def _with_accumulation(setting: Setting, tried: Tried) -> Iterable[Setting]:
 
 
 def search(measure: Measure, base: Setting, tried: Tried, cluster: Cluster) -> list[Plan]:
-    """Forecasts of all settings: those that fit first, by tokens per second, then the others by memory.
+    """Forecasts of all settings: those that fit first, by tokens per second, then the others by memory. Left out are
+    those whose micro-batches the global batch fills less than others'.
 
     Raises:
-        ExpertMeshError: a number is not positive; or the model cannot be trained in any of them.
+        ExpertMeshError: the model cannot be trained in any of them.
     """
-    for flag, value in (("--gpus", base.world_size), ("--seq-length", base.seq_length), *_named(tried.micro_batches)):
-        if value < 1:
-            raise ExpertMeshError(f"{flag} {value}: must be 1 or more")
-    possible = settings(measure.parameters, base, tried, cluster.gpus_per_node)
+    possible = list(settings(measure.parameters, base, tried, cluster.gpus_per_node))
+    if tried.global_batch is not None:
+        least = min(map(sequences_per_step, possible), default=0)
+        possible = [each for each in possible if sequences_per_step(each) == least]
     return best_first(forecasts(measure, possible, cluster))
+
+
+def sequences_per_step(setting: Setting) -> int:
+    """Sequences that complete micro-batches have in a step."""
+    return setting.topology.data_size * setting.micro_batch * setting.accumulation
 
 
 def best_first(plans: Iterable[Plan]) -> list[Plan]:
     """Those that fit first, by tokens per second, then the others by memory."""
     return sorted(plans, key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.memory.total))
-
-
-def _named(micro_batches: Sequence[int]) -> list[tuple[str, int]]:
-    return [("--micro-batch", n) for n in micro_batches]
-
-
-VARIANTS = ("EP within a node", "EP across nodes", "FSDP only")
-SWEPT = tuple(2**exponent for exponent in range(3, 13))
-"""Numbers of GPUs."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """The best of a variant at a number of GPUs; `plan` is the smallest there is where none fits."""
-
-    variant: str
-    world_size: int
-    plan: Plan
-
-
-def sweep(measure: Measure, base: Setting, micro_batches: Sequence[int], cluster: Cluster) -> list[Point]:
-    """From 8 to 4,096 GPUs: the best setting of each variant."""
-    points = []
-    for world_size in SWEPT:
-        world = replace(base, world_size=world_size)
-        for variant, across in zip(VARIANTS, (False, True, False), strict=True):
-            possible = [
-                replace(setting, ep_across_nodes=across)
-                for setting in settings(measure.parameters, world, Tried(micro_batches), cluster.gpus_per_node)
-                if _belongs(setting, variant, cluster.gpus_per_node)
-            ]
-            plans = forecasts(measure, possible, cluster)
-            if plans:
-                best = min(plans, key=lambda p: (not p.fits, -p.tokens_per_second if p.fits else p.memory.total))
-                points.append(Point(variant, world.world_size, best))
-    return points
-
-
-def _belongs(setting: Setting, variant: str, gpus_per_node: int) -> bool:
-    if variant == "FSDP only":
-        return setting.ep_size == 1
-    if variant == "EP across nodes":
-        # as many nodes as the ep group has ranks
-        return setting.ep_size > 1 and setting.dp_size >= gpus_per_node
-    return 1 < setting.ep_size <= gpus_per_node

@@ -37,8 +37,6 @@ class Setting:
             time go by the busiest rank.
         trained: share of the tokens that have a loss.
         device: "cuda" with nccl, or "cpu" with gloo.
-        ep_across_nodes: whether neighbouring ranks are replicas, and those of an ep group dp_size apart. No run has
-            that layout; a sweep asks what it would cost.
         dispatch: how tokens travel to their experts; "auto" goes by `ranks_per_node`, those of a node. sums_in_fp32:
             see `Strategy`.
     """
@@ -62,7 +60,6 @@ class Setting:
     imbalance: float = 1.0
     trained: float = 1.0
     device: Literal["cuda", "cpu"] = "cuda"
-    ep_across_nodes: bool = False
     pp_size: int = 1
     chunks: int = 1
     schedule: ScheduleName = "1f1b"
@@ -109,9 +106,7 @@ class Setting:
         """What one rank computes for a micro-batch."""
         own = not self.experts_are_gathered
         is_cast = own and any(p.stored != p.computed for kind in model.kinds for p in kind.experts)
-        of_ep = None
-        if not self.ep_across_nodes:
-            of_ep = ranks_of_equal_nodes(self.world_size, self.ranks_per_node, self.ep_size)
+        of_ep = ranks_of_equal_nodes(self.world_size, self.ranks_per_node, self.ep_size)
         dispatch = "plain" if self.ep_size == 1 else resolve_dispatch(self.dispatch, self.ep_size, of_ep, model.top_k)
         return Workload(
             self.micro_batch,

@@ -157,9 +157,7 @@ def group_ranks(group: GroupName, setting: Setting) -> range:
         return range(0, setting.ep_size, setting.ranks_of_ep)
     if group == "ep inside":
         return range(setting.ranks_of_ep)
-    size, other = (setting.dp_size, setting.ep_size) if group == "dp" else (setting.ep_size, setting.dp_size)
-    are_neighbours = (group == "ep") != setting.ep_across_nodes
-    return range(size) if are_neighbours else range(0, setting.ranks_per_stage, other)
+    return range(setting.ep_size) if group == "ep" else range(0, setting.ranks_per_stage, setting.ep_size)
 
 
 @cache

@@ -50,6 +50,29 @@ def setting_of(
     return replace(setting, **changes)
 
 
+def config_of(setting: Setting, config: TrainConfig) -> TrainConfig:
+    """The run that has this setting, with all else as `config` has it: `setting_of` the other way round."""
+    changes: dict[str, Any] = {
+        "ep_size": setting.ep_size,
+        "cp_size": setting.cp_size,
+        "tp_size": setting.tp_size,
+        "pp_size": setting.pp_size,
+        "dense_shard": setting.dense_shard,
+        "per_device_train_batch_size": setting.micro_batch,
+        "gradient_checkpointing": setting.checkpointing,
+        "keep_expert_products": setting.keep_expert_products,
+        "offload_activations": setting.offload_activations,
+        "overlap_chunks": setting.overlap_chunks,
+    }
+    if config.global_batch_size is None:
+        changes["gradient_accumulation_steps"] = setting.accumulation
+    if setting.pp_size > 1:
+        layers = None if setting.stage_layers is None else ",".join(map(str, setting.stage_layers))
+        changes |= {"pipeline_schedule": setting.schedule, "pipeline_chunks": setting.chunks}
+        changes |= {"pipeline_layers": layers}
+    return replace(config, **changes)
+
+
 def planned(
     config: TrainConfig,
     model_config: Any,

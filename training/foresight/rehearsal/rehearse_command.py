@@ -23,6 +23,7 @@ from expertmesh.moe.base.terminal import folded
 from expertmesh.moe.base.whole import whole
 from expertmesh.sharding import Topology, check_sizes
 from expertmesh.training.config.train_config import TrainConfig, parse_config
+from expertmesh.training.foresight.coverage import check_covered
 from expertmesh.training.foresight.imbalance import add_imbalance_flags, read_imbalance
 from expertmesh.training.foresight.memory import NEAR
 from expertmesh.training.foresight.planner.hardware import Hardware, products_in
@@ -40,7 +41,7 @@ those that others attained; what NCCL and CUDA take is assumed."""
 
 _EPILOG = """\
 All options of train_ep.py are taken too; those that do not change a step have
-no effect.
+no effect, and what is not modelled is said.
 
 examples:
   python -m expertmesh.sharding rehearse --model DIR --gpus 256 --ep-size 64
@@ -158,8 +159,7 @@ def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
     sizes = (config.cp_size, config.pp_size, config.tp_size)
     # the model's experts are not known yet: against them the dry run checks again
     check_sizes(Topology(arguments.gpus, config.ep_size, config.dense_shard, *sizes), num_experts=config.ep_size)
-    if config.use_cpu:
-        raise ExpertMeshError("--use-cpu: a dry run models GPUs; leave it out")
+    check_covered(config)
 
 
 def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
