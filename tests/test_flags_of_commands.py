@@ -29,6 +29,7 @@ LINES = {
     "mesh": "sharding mesh --world-size 4 --ep-size 2",
     "mesh with pipelines": "sharding mesh --world-size 4 --ep-size 2 --pp-size 2",
     "mesh --check": "sharding mesh --ep-size 1 --check --use-cpu",
+    "plan": "sharding plan --model MODEL --gpus 2 --max-seq-length 32 --tp-size 1",
     "rehearse": "sharding rehearse --model MODEL --gpus 2 --max-seq-length 32",
     "rehearse all": "sharding rehearse --model MODEL --gpus 2 --max-seq-length 32 --ranks all --packing",
     "convert": "checkpoints convert MODEL OUT --ep-size 2",

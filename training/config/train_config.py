@@ -362,7 +362,7 @@ def flags_of_config(
         file: those that a YAML file beside these flags gives, which are written only where they are others here.
     """
     file = file or {}
-    without = vars(TrainConfig(model="-")) | file
+    without = {**vars(TrainConfig(model="-")), **file}
     words: list[str] = []
     for name in dict.fromkeys([*always, *(setting.name for setting in fields(config))]):
         value = getattr(config, name)

@@ -20,7 +20,14 @@ from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import Parser, flag_of
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.terminal import folded
-from expertmesh.sharding.topology import Topology, check_chunks, check_sizes, check_tp_nodes, nodes_of_equal_size
+from expertmesh.sharding.topology import (
+    DenseShard,
+    Topology,
+    check_chunks,
+    check_sizes,
+    check_tp_nodes,
+    nodes_of_equal_size,
+)
 from expertmesh.training.config.train_config import GivenSettings, TrainConfig, given_settings
 from expertmesh.training.foresight.columns import open_console
 from expertmesh.training.foresight.coverage import check_covered, not_modelled
@@ -295,8 +302,8 @@ def _search(asked: Asked, cluster: Cluster) -> list[_Found]:
         measure.save()
     if not found:
         raise errors[0][1]
-    for size, error in errors:
-        said = str(error) if "--tp-size" in str(error) else f"--tp-size {size}: {error}"
+    for size, why in errors:
+        said = str(why) if "--tp-size" in str(why) else f"--tp-size {size}: {why}"
         print(folded(f"left out: {said}"), file=sys.stderr)
     return found
 
@@ -310,10 +317,10 @@ def _measure(asked: Asked, config: TrainConfig) -> CachedMeasure:
     given, world_size = asked.given.all, asked.world_size
     ep_size = given.get("ep_size", 1)
     sizes = (config.cp_size, config.pp_size, config.tp_size)
-    # the model's experts are not known yet
-    dense_shard = given.get("dense_shard", "full") if "ep_size" in given else "full"
+    dense_shard: DenseShard = given.get("dense_shard", "full") if "ep_size" in given else "full"
     topology = Topology(world_size, ep_size, dense_shard, *sizes)
-    check_sizes(topology, num_experts=ep_size)
+    # the model's experts are not known yet
+    check_sizes(replace(topology, ep_size=1, dense_shard="full"), num_experts=1)
     check_tp_nodes(topology, nodes_of_equal_size(world_size, config.ranks_per_node or asked.arguments.gpus_per_node))
     file = find_config(config.model)
     with _naming(config.model):
