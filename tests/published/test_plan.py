@@ -50,9 +50,10 @@ def told(capsys: pytest.CaptureFixture[str], command: str, name: str, *flags: st
     return code, capsys.readouterr().out
 
 
-def plans_of(capsys: pytest.CaptureFixture[str], name: str, *flags: str) -> tuple[int, Sequence[Any], str]:
+def plans_of(capsys: pytest.CaptureFixture[str], name: str, *given: str) -> tuple[int, Sequence[Any], str]:
     """The exit code, all plans, and what is printed."""
-    flags = ("--micro-batch", "1", "--tp-size", "1", "--seq-length", str(TOKENS), *flags)
+    flags = ("--micro-batch", "1", "--tp-size", "1", "--seq-length", str(TOKENS))
+    flags = (*flags, "--gradient-accumulation-steps", "1", *given)
     code, said = told(capsys, "plan", name, *flags)
     _, plans = told(capsys, "plan", name, *flags, "--json")
     return code, json.loads(plans), said

@@ -71,12 +71,13 @@ MOST_MORE_GPUS = 64
 """Where nothing fits, up to so many times the GPUs are tried."""
 
 _EPILOG = """\
-All options of train_ep.py are taken, with --config too. Those that make the layout or
-the batch are kept as given, and searched where they are not: --ep-size, --dense-shard,
---tp-size, --pp-size, --pipeline-chunks, --pipeline-schedule, --gradient-checkpointing,
---per-device-train-batch-size. Those that change no step are in the launch line alone.
-Defaults other than train_ep.py's: --bf16, --max-seq-length 4096, and a global batch of
-256 sequences (64 with --adapter lora), fewer where they are longer.
+All options of train_ep.py are taken, with --config too. Those of the layout
+and the batch are kept as given, and searched where they are not: --ep-size,
+--dense-shard, --tp-size, --pp-size, --pipeline-chunks, --pipeline-schedule,
+--gradient-checkpointing, --per-device-train-batch-size. Those that change no
+step are in the launch line alone. Defaults other than train_ep.py's: --bf16,
+--max-seq-length 4096, and a global batch of 256 sequences (64 with --adapter
+lora), fewer where they are longer.
 
 examples:
   python -m expertmesh.sharding plan --model DIR --gpus 16 --adapter lora --packing
