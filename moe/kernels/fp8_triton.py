@@ -21,6 +21,9 @@ ROWS, COLUMNS = 128, 64
 ROWS_A_PROGRAM = 512
 """Rows of a column per program: with the rest left to other programs, a GPU is full also where experts are few."""
 
+# Triton compiles a kernel anew where an integer is 1, or a multiple of 16, for the first time. That must not happen
+# with integers that follow from routing, or some step of a run would wait for the compiler.
+
 
 def fused_rows(x_NK: Tensor, largest_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `moe.kernels.fp8_casts.plain_rows`, each element read once: codes (N, K) and scales (N,)."""
@@ -95,7 +98,8 @@ def _largest_of_columns(x: Tensor, ends_e: Tensor | None, num_experts: int, num_
     splits = grid[1]
     largest = torch.empty(splits, num_experts, width, dtype=torch.int32, device=x.device)
     find: Any = _largest_kernel[grid]
-    find(x, largest, ends_e, num_rows, width, splits, IS_RAGGED=ends_e is not None, **_of_columns())
+    is_ragged = ends_e is not None
+    find(x, largest, ends_e, 0 if is_ragged else num_rows, width, splits, IS_RAGGED=is_ragged, **_of_columns())
     return largest
 
 
@@ -115,8 +119,9 @@ def _cast_columns(
     width = x.shape[-1]
     scales_eN = torch.empty(num_experts, width, dtype=torch.float32, device=x.device)
     cast: Any = _columns_kernel[_grid(width, num_experts, num_rows)]
-    sizes = (num_rows, width, len(largest), expert_stride, column_stride)
-    cast(x, largest, codes, scales_eN, ends_e, padded_ends_e, *sizes, IS_RAGGED=ends_e is not None, **_of_columns())
+    is_ragged = ends_e is not None
+    sizes = (0 if is_ragged else num_rows, width, len(largest), expert_stride, column_stride)
+    cast(x, largest, codes, scales_eN, ends_e, padded_ends_e, *sizes, IS_RAGGED=is_ragged, **_of_columns())
     return scales_eN
 
 
@@ -171,7 +176,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rows_of(expert, ends_ptr, num_rows, IS_RAGGED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where an expert's rows begin and end: with `num_rows` each, or after those of the expert before."""
+    """Where an expert's rows begin and end: with `num_rows` each, or, ragged, after those of the expert before."""
     start = expert * num_rows
     end = start + num_rows
     if IS_RAGGED:
@@ -181,7 +186,7 @@ def _rows_of(expert, ends_ptr, num_rows, IS_RAGGED: tl.constexpr):  # type: igno
 
 
 @writes("largest_ptr")
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _largest_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     largest_ptr,
@@ -207,7 +212,7 @@ def _largest_kernel(  # type: ignore[no-untyped-def]
 
 
 @writes("codes_ptr", "scales_ptr")
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _columns_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     largest_ptr,

@@ -16,6 +16,8 @@ STEP_PART: StepPart = "experts' activation"
 
 BLOCK = tl.constexpr(1024)
 
+_ALIGNED = 16
+
 
 def fused_forward(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
     """As `moe.kernels.swiglu.plain_forward`."""
@@ -42,11 +44,14 @@ def fused_joined_backward(grad_RF: Tensor, gate_up_RG: Tensor) -> tuple[Tensor, 
 def _launch(kernel: Any, halves: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
     """Launch a kernel. halves: contiguous, or each a half of one (R, G). others: contiguous."""
     assert all(t.is_contiguous() for t in others)
-    # what is contiguous is a single row
-    width, step = others[0].numel(), 0
-    if not all(t.is_contiguous() for t in halves):
-        width, step = others[0].shape[1], 2 * others[0].shape[1]
-        assert all(t.stride() == (step, 1) for t in halves)
+    width = others[0].shape[-1]
+    is_contiguous = all(t.is_contiguous() for t in halves)
+    step = width if is_contiguous else 2 * width
+    assert is_contiguous or all(t.stride() == (step, 1) for t in halves)
+    if is_contiguous and width % _ALIGNED == 0:
+        # a single row; of other widths whether its length is aligned would depend on the number of rows, and Triton
+        # compiles a kernel for either
+        width, step = others[0].numel(), 0
     if others[0].numel() > 0:
         programs = others[0].numel() // width * triton.cdiv(width, BLOCK.value)
         # by default, fusing multiplications and additions is on up to Triton 3.9, with a warning, and off from 3.10

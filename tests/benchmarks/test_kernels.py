@@ -135,3 +135,23 @@ def test_widths_by_pointer(tmp_path: Path) -> None:
 !7 = !DILocation(line: 3, column: 1, scope: !4)
 """
     assert by_pointer(llir) == {"x": 16, "y": 128, "out": 64}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton comes for Linux alone")
+def test_no_kernel_is_compiled_anew_for_another_number_of_rows() -> None:
+    """Routing and batches decide how many rows there are: a step would wait for the compiler somewhere in a run."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.benchmarks.specialisations"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    compiled = json.loads(done.stdout)
+    assert {f"{module}.{name}" for module, name in launched_kernels()} - compiled.keys() == {
+        # these see parameters, whose shapes stay
+        "expertmesh.moe.experts.widen_triton._fp8_kernel",
+        "expertmesh.moe.experts.widen_triton._nf4_kernel",
+        "expertmesh.training.optim.low_bit_triton._8bit_kernel",
+        "expertmesh.training.optim.low_bit_triton._bf16_kernel",
+        "expertmesh.training.optim.low_bit_triton._fp32_kernel",
+    }
+    for name, kinds in compiled.items():
+        assert len(kinds) == 1, f"{name} is compiled {len(kinds)} times: {kinds}"

@@ -93,7 +93,7 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 @writes("out_ptr", "factor_ptr")
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
@@ -128,7 +128,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @writes("d_x_ptr", "sums_ptr")
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _backward_kernel(  # type: ignore[no-untyped-def]
     grad_ptr,
     x_ptr,

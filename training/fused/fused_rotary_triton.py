@@ -64,7 +64,7 @@ def rotate(
 
 
 @writes("out_ptr")
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _rotate_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     cos_ptr,

@@ -17,6 +17,9 @@ STEP_PART: StepPart = "LM head, loss"
 
 BLOCK = 4096
 
+# Where a chunk's targets, and one row of figures after another, begin in memory depends on the number of rows. Of each
+# a program reads or writes one value: not to be compiled anew for another alignment.
+
 
 def fused_loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
     """As `training.loss.head._loss_and_logit_gradient`; the gradient takes the place of the logits, which are read
@@ -56,7 +59,7 @@ def fused_gradient(logits_Cv: Tensor, targets_C: Tensor, highest_C: Tensor, exp_
 
 
 @writes("losses_ptr", updates=("logits_ptr",))
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets_ptr"])
 def _cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     target = tl.load(targets_ptr + row)
@@ -66,7 +69,7 @@ def _cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, num_columns, BLOC
 
 
 @writes("highest_ptr", "exp_sums_ptr", "at_target_ptr")
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets_ptr", "highest_ptr", "exp_sums_ptr", "at_target_ptr"])
 def _row_figures_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, targets_ptr, highest_ptr, exp_sums_ptr, at_target_ptr, num_columns, BLOCK: tl.constexpr
 ):
@@ -79,7 +82,7 @@ def _row_figures_kernel(  # type: ignore[no-untyped-def]
 
 
 @writes(updates=("logits_ptr",))
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets_ptr", "highest_ptr", "exp_sums_ptr"])
 def _gradient_kernel(logits_ptr, targets_ptr, highest_ptr, exp_sums_ptr, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     target, highest = tl.load(targets_ptr + row), tl.load(highest_ptr + row)

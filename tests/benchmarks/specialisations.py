@@ -1,0 +1,107 @@
+"""Prints, as JSON, how often each Triton kernel would be compiled in a run whose tensors have these numbers of rows.
+
+Run by `test_kernels.py`, with the interpreter switched off."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.kernel_calls import Example
+from benchmarks.kernels import launches_of
+
+ROWS = (1, 2, 3, 16, 17, 30, 48, 513, 1024, 8193)
+"""As routing and batches have them: one, multiples of 16, and others, for one and several programs."""
+WIDTHS = (64, 24)
+"""A multiple of 16, and none."""
+EXPERTS = 3
+
+
+def _swiglu(rows: int, width: int) -> None:
+    from expertmesh.moe.kernels.swiglu_triton import fused_backward, fused_forward
+
+    grad, gate, up = torch.zeros(3, rows, width).bfloat16().unbind()
+    fused_forward(gate, up)
+    fused_backward(grad, gate, up)
+
+
+def _joined_swiglu(rows: int, width: int) -> None:
+    """Of a width that is no multiple of 16, one row alone, which is contiguous, is a case of its own."""
+    from expertmesh.moe.kernels.swiglu_triton import fused_forward, fused_joined_backward
+
+    if rows > 1 or width % 16 == 0:
+        gate_up = torch.zeros(rows, 2 * width).bfloat16()
+        fused_forward(*gate_up.chunk(2, dim=1))
+        fused_joined_backward(torch.zeros(rows, width).bfloat16(), gate_up)
+
+
+def _permute(rows: int, width: int) -> None:
+    from expertmesh.moe.dispatch.permute_triton import fused_combine_backward, fused_gather_sum, fused_spread
+
+    tokens, sent = torch.zeros(rows, width), torch.zeros(2 * rows, width)
+    position, weights = torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2)
+    fused_spread(tokens, position, None, 2 * rows)
+    fused_gather_sum(sent, position, None, weights, torch.float32)
+    fused_combine_backward(tokens, sent, weights, position, None)
+
+
+def _fp8(rows: int, width: int) -> None:
+    from expertmesh.moe.kernels.fp8_triton import fused_largest_of_rows, fused_rows, fused_runs
+
+    x = torch.zeros(rows, width).bfloat16()
+    fused_rows(x)
+    fused_rows(x, fused_largest_of_rows(x))
+    ends = torch.zeros(EXPERTS, dtype=torch.int32)
+    fused_runs(x, ends, ends, -(-rows // 16) * 16 + 16 * EXPERTS)
+
+
+def _norms(rows: int, width: int) -> None:
+    from expertmesh.training.fused.fused_norm_triton import norm_backward, norm_forward
+
+    x, weight, factor = torch.zeros(rows, width), torch.zeros(width), torch.zeros(rows)
+    norm_forward(x, weight, 1e-5, "rounded")
+    norm_backward(x, x, weight, factor, "rounded", weight_needs=True)
+
+
+def _rotary(rows: int, width: int) -> None:
+    from expertmesh.training.fused.fused_rotary_triton import rotate
+
+    # of others it is of the length whether a sequence begins at such a multiple
+    width = -(-width // 16) * 16
+    heads, table = torch.zeros(2, rows, 4, width), torch.zeros(2, rows, width)
+    rotate(heads, table, table, heads, width, "whole", pairs_in=False, pairs_out=False, backwards=False)
+
+
+def _loss(rows: int, width: int) -> None:
+    from expertmesh.training.loss.head_triton import fused_gradient, fused_loss_and_gradient, fused_row_figures
+
+    logits, targets = torch.zeros(rows, width), torch.zeros(rows + 1, dtype=torch.int64)[1:]
+    for some in (targets, targets.clone()):
+        fused_loss_and_gradient(logits, some)
+        highest, exp_sums, _ = fused_row_figures(logits, some)
+        fused_gradient(logits, some, highest, exp_sums)
+
+
+CALLS: tuple[Callable[[int, int], None], ...] = (_swiglu, _joined_swiglu, _permute, _fp8, _norms, _rotary, _loss)
+
+
+def main() -> None:
+    # of each kernel, what it is made for: the call, the width, dtypes and constants of the source's own; and of each of
+    # these, what Triton compiles it for
+    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for call in CALLS:
+        for width in WIDTHS:
+            for rows in ROWS:
+                for launch in launches_of(Example(lambda _, rows=rows: call(rows, width), torch.float32)):  # type: ignore[misc]  # noqa: B023
+                    constants = {p.name: launch.constants.get((p.num,)) for p in launch.kernel.params if p.is_constexpr}
+                    types = [kind for name, kind in launch.signature.items() if name.endswith("_ptr")]
+                    made_for = str((call.__name__, width, constants, types))
+                    compiled_for = str((launch.signature, launch.constants, launch.attributes, launch.options))
+                    found[f"{launch.kernel.__module__}.{launch.kernel.__name__}"][made_for].add(compiled_for)
+    most = {name: max(map(sorted, several.values()), key=len) for name, several in found.items()}
+    print(json.dumps(most))
+
+
+if __name__ == "__main__":
+    main()
