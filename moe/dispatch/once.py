@@ -286,7 +286,7 @@ def gather_counts(counts_C: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, T
     Returns:
         (S, C) int64, the counts of all ranks: on their device, and in host memory.
     """
-    with on_counts_stream(counts_C.device):
+    with on_counts_stream(counts_C):
         # an all-gather, whose name differs between versions of torch; memory of this stream's own
         told_SC = counts_C.repeat(group.size(), 1)
         all_SC = torch.empty_like(told_SC)

@@ -9,7 +9,7 @@ routed rows, n of them sent (N less padding), S ep ranks, P parts (chunks), R ro
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
@@ -298,7 +298,7 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
         splits_2PS, int64, in host memory: for each part, rows to each rank, and rows from each rank.
     """
     receive_counts_E = torch.empty_like(counts_E)
-    with on_counts_stream(counts_E.device):
+    with on_counts_stream(counts_E, receive_counts_E):
         dist.all_to_all_single(receive_counts_E, counts_E, group=group)
         both_2Se = torch.stack([counts_E, receive_counts_E]).view(2, dist.get_world_size(group), -1)
         splits_2PS = torch.stack([part_2Se.sum(dim=2) for part_2Se in both_2Se.split(sizes, dim=2)], dim=1)
@@ -307,23 +307,38 @@ def exchange_counts(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[
 
 
 @contextmanager
-def on_counts_stream(device: torch.device) -> Iterator[None]:
-    """Within it, operators run on the stream of the counts, after what has been queued so far."""
-    module, stream = torch.get_device_module(device), _counts_stream(device)
-    stream.wait_stream(module.current_stream())
-    with module.stream(stream):
+def on_counts_stream(*tensors: Tensor) -> Iterator[None]:
+    """Within it, operators run on the stream of the counts, after what has been queued so far.
+
+    Args:
+        tensors: all that these operators read or write and that exist already. They are kept until `wait_for_counts`
+            has returned: the allocator would give the memory of one that the host gives up before to the next tensor
+            of the stream that computes, which does not wait for this one.
+    """
+    module, counts = torch.get_device_module(tensors[0].device), _counts_stream(tensors[0].device)
+    counts.kept.extend(tensors)
+    counts.stream.wait_stream(module.current_stream())
+    with module.stream(counts.stream):
         yield
 
 
 def wait_for_counts(device: torch.device) -> None:
     """Wait until what `exchange_counts` has begun is done; returns at once where nothing is under way."""
-    done = torch.get_device_module(device).Event()
-    done.record(_counts_stream(device))
+    done, counts = torch.get_device_module(device).Event(), _counts_stream(device)
+    done.record(counts.stream)
     done.synchronize()
+    counts.kept.clear()
+
+
+@dataclass(frozen=True)
+class _CountsStream:
+    """stream: on a CPU, where nothing is queued, a stand-in. kept: what its operators under way read and write."""
+
+    stream: Any
+    kept: list[Tensor] = field(default_factory=list)
 
 
 @cache
-def _counts_stream(device: torch.device) -> Any:
-    """A stream apart from the one that computes, so that the counts do not wait for work queued there. On a CPU, where
-    nothing is queued, a stand-in."""
-    return torch.get_device_module(device).Stream()
+def _counts_stream(device: torch.device) -> _CountsStream:
+    """A stream apart from the one that computes, so that the counts do not wait for work queued there."""
+    return _CountsStream(torch.get_device_module(device).Stream())

@@ -40,6 +40,7 @@ from tests.distributed.reference import (
 )
 from tests.families.configs import TEXT_IDS, tiny_config
 from tests.families.test_parity import CANCELLED, WEIGHT_TOLERANCE, compare, has_auxiliary_loss
+from tests.streams import watching_counts
 from tests.tiers import REPRESENTATIVES, two_diagonals
 from tests.tiny import relative_error, tiny_block
 
@@ -332,6 +333,28 @@ def _moved() -> Iterator[list[Moved]]:
 
     with mock.patch.object(exchange, "UnderWay", begin):
         yield moved
+
+
+def _given_up(experts: list[Tensor]) -> dict[str, tuple[list[str], list[int]]]:
+    nodes, found = make_node_groups(Topology(4, 4), 2, None), {}
+    experts_TK = experts[dist.get_rank()]
+    for kind in ("plain", "rank", "node"):
+        layer = _layer(torch.float32)
+        layer.dispatcher = _dispatcher(kind, nodes)
+        x_TD = torch.ones(len(experts_TK), layer.shape.model_width)
+        with watching_counts() as found[kind], Forward(is_token_BS=None):
+            layer(x_TD, experts_TK, torch.ones(experts_TK.shape))
+    return found
+
+
+def test_memory_is_kept_until_counts_are_there(ranks: RankPool) -> None:
+    """What the counts' stream reads, the stream that computes must not write over."""
+    experts = [torch.tensor(rows, dtype=torch.int64).view(-1, 3) for rows in ROUTINGS["spread"]]
+    for found in ranks.run(_given_up, 4, experts):
+        for kind, (gone, waits) in found.items():
+            assert gone == [], kind
+            assert len(waits) == 1
+            assert waits[0] > 0
 
 
 ROUTINGS: dict[str, list[list[list[int]]]] = {
