@@ -1,9 +1,9 @@
 """What a stream beside the one that computes reads and writes, found out on a CPU.
 
-A GPU's allocator knows the stream that a tensor was made on. Where the host gives it up while another stream still reads
-it, its memory is the next tensor's of the first, and that may be written before it is read: no error, and other numbers
-once in a while. So a test asks of each tensor that operators on the second stream touch, and that was made before,
-whether it is still there when the host has waited for that stream.
+A GPU's allocator knows the stream that a tensor was made on. Where the host gives it up while another stream still
+reads it, its memory is the next tensor's of the first, and may be overwritten before it is read: no error, and other
+numbers once in a while. So a test asks of each tensor that operators on the second stream touch, and that was made
+before, whether it is still there when the host has waited for that stream.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def watching_counts() -> Iterator[tuple[list[str], list[int]]]:
         wait(device)
 
     with (
-        mock.patch.object(torch.cpu, "stream", lambda _: beside),
+        mock.patch.object(torch.cpu, "stream", return_value=beside),
         mock.patch.object(plain, "wait_for_counts", waiting),
         mock.patch.object(once, "wait_for_counts", waiting),
     ):

@@ -657,7 +657,7 @@ class Engine:
         assert self.saver is not None
         self.release()
         self.saver.directory = directory
-        self.saver.save(self.model, self.optimizer, self.progress(order or {}, best or {}))
+        self.saver.save(self.model, self.optimizer, self.progress(order or {}, best or {}), copies=False)
         if problem := self.saver.wait():
             raise ExpertMeshError(problem)
         return directory / checkpoint_name(self.step_number)

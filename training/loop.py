@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from expertmesh.checkpoints import Progress, Saver, load_best_model
 from expertmesh.moe import ExpertMeshError, moe_layers, moe_shape
 from expertmesh.sharding import Ranks, Watchdog, check_replicas
+from expertmesh.sharding.life.torchrun import node_name
 from expertmesh.training.change.compiling import Compilation, compilation
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Batch, DataOrder, Padding, PinnedBatch, Rows, collate, made_ahead
 from expertmesh.training.engine import Engine, topology_of
 from expertmesh.training.evaluate import Best, evaluate
+from expertmesh.training.foresight.rank_memory import free_on_host
 from expertmesh.training.generate import generate
 from expertmesh.training.inputs import Inputs, Prompts
 from expertmesh.training.optim.schedule import Schedule, step_scheduler
@@ -158,6 +161,8 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> bool:
             enough = _had_enough(config, best)
             if stopping and not meter.is_empty:
                 _log_step(run, meter, alarms, done, learning_rate)
+            if run.saver is not None and config.async_save and step == begin:
+                _check_host_memory(run, run.saver)
             is_saving = run.saver is not None and (stopping or is_better or enough or saves)
             # before a save, so that replicas gone bad never take the place of good ones
             if config.check_replicas and (is_saving or _is_due(done, config.check_replicas, run)):
@@ -167,7 +172,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> bool:
             if is_saving:
                 with meter.paused():
                     _save(run, engine.progress(_order_facts(run), best.state()))
-            elif run.saver is not None:
+            elif run.saver is not None and config.async_save:
                 run.saver.prepare(run.model, engine.optimizer)
             if stopping or enough:
                 break
@@ -328,9 +333,25 @@ def _save(run: Run, progress: Progress) -> None:
     assert run.saver is not None
     _handle(_wait(run), run)
     run.watchdog.at("the beginning of a checkpoint", limited=False)
-    run.saver.save(run.model, run.engine.optimizer, progress)
+    run.saver.save(run.model, run.engine.optimizer, progress, copies=run.config.async_save)
     if not run.config.async_save:
         _handle(_wait(run), run)
+
+
+def _check_host_memory(run: Run, saver: Saver) -> None:
+    """Warn of nodes whose memory may not hold the copies of a checkpoint, before the first one. All ranks call it
+    together, once the optimizer has its state."""
+    nodes: list[Any] = [None] * run.ranks.world_size
+    dist.all_gather_object(nodes, (node_name(), saver.bytes_to_copy(run.model, run.engine.optimizer), free_on_host()))
+    for node in dict.fromkeys(name for name, _, _ in nodes):
+        copies = sum(size for name, size, _ in nodes if name == node)
+        free = min((bytes_free for name, _, bytes_free in nodes if name == node), default=math.inf)
+        if copies > free:
+            run.log.line(
+                f"warning: {node} has {free / 2**20:,.1f} MiB of host memory available, and its ranks copy "
+                f"{copies / 2**20:,.1f} MiB there for each checkpoint: the first may end the run; with --no-async-save "
+                "training waits while each tensor is written from where it is"
+            )
 
 
 def _wait(run: Run) -> str | None:

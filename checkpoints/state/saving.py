@@ -1,8 +1,10 @@
 """Saves training checkpoints while a run continues (see `checkpoints.state`)."""
 
+import functools
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
@@ -31,7 +33,7 @@ from expertmesh.checkpoints.storage.directories import (
 )
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.whole import PARTIAL, place_link, whole
-from expertmesh.sharding import NO_LIMIT_SECONDS, SAVERS, changing_state, raise_together
+from expertmesh.sharding import NO_LIMIT_SECONDS, SAVERS, changing_state, local_tensor, raise_together
 
 LATEST = "latest"
 BEST = "best"
@@ -98,21 +100,31 @@ class Saver:
         self.problem: str | None = None
         self.broken: Exception | None = None
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Begin a checkpoint; the tensors may change once `wait_for_copies` has returned. All ranks call it together,
-        each after `wait`, which tells how it ended."""
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, copies: bool = True) -> None:
+        """Begin a checkpoint. All ranks call it together, each after `wait`, which tells how it ended.
+
+        Args:
+            copies: whether all tensors are copied to host memory first: they may change once `wait_for_copies` has
+                returned. Else one is copied at a time, as it is written, and none may change before `wait` has
+                returned.
+        """
         assert self.thread is None, "save without waiting for the one before"
         partial, self.problem = self._make_directory(progress.step)
         if partial is None:
             return
         self.transposed = sorted(name for name, part in changing_state(model).items() if part.transposed)
         state = {**training_state(model, optimizer), **_rng_state()}
-        writer = FileSystemWriter(partial / "state", sync_files=True)
-        response: Any = dcp.async_save(
-            state, storage_writer=writer, async_stager=self._make_stager(), process_group=self.group
-        )
-        self.copying = response.staging_completion
-        arguments = (response.upload_completion, partial, progress)
+        # Copying ahead, the thread that writes would ask for its current GPU: the node's first, not this rank's, in any
+        # thread that does not set it; and so make a context of gigabytes there.
+        writer = FileSystemWriter(partial / "state", sync_files=True, per_thread_copy_ahead=0)
+        if copies:
+            response: Any = dcp.async_save(
+                state, storage_writer=writer, async_stager=self._make_stager(), process_group=self.group
+            )
+            self.copying, written = response.staging_completion, response.upload_completion.result
+        else:
+            written = functools.partial(_write, state, writer, self.group, _current_gpu())
+        arguments = (written, partial, progress)
         self.thread = threading.Thread(target=self._finish_or_break, args=arguments, daemon=True)
         self.thread.start()
 
@@ -122,6 +134,11 @@ class Saver:
         the next update would wait for it. What this copies is of no moment."""
         if self.stager is None and _is_on_gpu() and optimizer.state:
             self._make_stager().stage(training_state(model, optimizer))
+
+    def bytes_to_copy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Bytes that the copies of a checkpoint take of the host's memory for this rank, once the optimizer has its
+        state: on a GPU from the first one to the end of the run."""
+        return sum(local_tensor(tensor).nbytes for tensor in training_state(model, optimizer).values())
 
     def wait_for_copies(self) -> None:
         """Wait until the tensors of the checkpoint under way have been copied, or could not be, which `wait` will
@@ -194,19 +211,20 @@ class Saver:
         path, problem = made
         return (None if path is None else Path(path)), problem
 
-    def _finish_or_break(self, future: Any, partial: Path, progress: Progress) -> None:
+    def _finish_or_break(self, write: Callable[[], object], partial: Path, progress: Progress) -> None:
         try:
-            self._finish(future, partial, progress)
+            self._finish(write, partial, progress)
         except Exception as error:
             self.broken = error
 
-    def _finish(self, future: Any, partial: Path, progress: Progress) -> None:
-        """In the thread of every rank: wait for the bytes, add up checksums, and let rank 0 put the name on it."""
+    def _finish(self, write: Callable[[], object], partial: Path, progress: Progress) -> None:
+        """In the thread of every rank: write the bytes, or wait for those who do, add up checksums, and let rank 0 put
+        the name on it."""
         rank = dist.get_rank()
         sums: dict[str, Any] = {}
         problem: str | None = None
         try:
-            future.result()
+            write()
             mine = list((partial / "state").glob(f"__{rank}_*"))
             if rank == 0:
                 mine += [partial / "state" / ".metadata"]
@@ -301,6 +319,21 @@ class _Stager(DefaultStager):
             return super()._stage(state_dict, **settings)
         finally:
             del vars(copier)["close"]
+
+
+def _write(state: dict[str, Any], writer: FileSystemWriter, group: Any, gpu: int | None) -> None:
+    """Write all tensors from where they are; in a thread, whose current GPU is not this rank's by itself."""
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    dcp.save(state, storage_writer=writer, process_group=group)
+
+
+def _current_gpu() -> int | None:
+    """This thread's, once it has done what it was told so far; None without one."""
+    if not _is_on_gpu():
+        return None
+    torch.cuda.synchronize()
+    return torch.cuda.current_device()
 
 
 def _is_on_gpu() -> bool:

@@ -702,7 +702,10 @@ class CheckpointSettings:
         "Checkpoints and export", None, "Training checkpoints to keep (default: all)", needs=_SAVES
     )
     async_save: bool = _flag(
-        "Checkpoints and export", True, "Continue training while a checkpoint is written", needs=_SAVES
+        "Checkpoints and export",
+        True,
+        "Continue training while a checkpoint is written, from a copy in host memory",
+        needs=_SAVES,
     )
     on_save_error: OnSaveError = _flag(
         "Checkpoints and export", "stop", "If saving fails: stop or continue", needs=_SAVES

@@ -257,8 +257,12 @@ def available_memory(device: torch.device, before: float) -> float:
     the process's cgroup), divided among the node's ranks, and what the rank holds already."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    free = [n for n in (_host_free(), _cgroup_free()) if n is not None]
-    return before + min(free) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else float("inf")
+    return before + free_on_host() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def free_on_host() -> float:
+    """Bytes that are free on this host, or under the limit of the process's cgroup; infinity where neither is told."""
+    return min((free for free in (_host_free(), _cgroup_free()) if free is not None), default=float("inf"))
 
 
 def _host_free() -> float | None:

@@ -1,0 +1,83 @@
+"""What a checkpoint takes while it is saved: contexts on GPUs, and host memory."""
+
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import expertmesh
+from expertmesh.checkpoints.state.marker import whole_checkpoints
+from expertmesh.training import loop
+from expertmesh.training.watch.log import RunLog
+from tests.distributed.pool import RankPool
+from tests.distributed.test_resume import flags, shares
+from tests.distributed.test_train_ep import run_main
+from tests.gpus import two_gpus
+
+
+def _gpus_of_a_save(model: Path, out: Path, copies: bool) -> set[tuple[str, int]]:
+    """Those that threads used, by the thread's name. The second GPU is this rank's."""
+    engine = expertmesh.load(str(model), use_cpu=True)
+    engine.saves_to(out, None)
+    out.mkdir(parents=True)
+    assert engine.saver is not None
+    cpu = torch.Tensor.cpu
+
+    with two_gpus(mine=1) as gpus:
+
+        def moved(tensor: torch.Tensor, *given: Any, **settings: Any) -> torch.Tensor:
+            gpus.use()
+            return cpu(tensor, *given, **settings)
+
+        # tensors that were copied before are in host memory, and moving them there takes no GPU
+        with (
+            mock.patch.object(torch.Tensor, "cpu", cpu if copies else moved),
+            mock.patch.object(torch.cuda, "is_initialized", return_value=not copies),
+        ):
+            engine.saver.save(engine.model, engine.optimizer, engine.progress({}, {}), copies=copies)
+            assert engine.saver.wait() is None
+        used = gpus.used
+    assert whole_checkpoints(out)
+    return used
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_save_makes_no_context_on_another_ranks_gpu(
+    ranks: RankPool, tiny_model: Path, tmp_path: Path, copies: bool
+) -> None:
+    """Each thread's current GPU is the node's first until it sets it."""
+    (used,) = ranks.run(_gpus_of_a_save, 1, tiny_model, tmp_path / "out", copies)
+    assert {gpu for _, gpu in used} <= {1}, used
+    assert copies or len({thread for thread, _ in used}) == 2, "tensors are read in the thread that writes"
+
+
+def _run_with_memory(argv: list[str], megabytes: int) -> tuple[int, str]:
+    """Its exit code, and its log."""
+    lines: list[str] = []
+    with (
+        mock.patch.object(loop, "free_on_host", return_value=megabytes * 2.0**20),
+        mock.patch.object(RunLog, "line", lambda log, text: lines.append(text)),
+    ):
+        code, errors = run_main(argv)
+    return code, errors + "\n".join(lines)
+
+
+@pytest.mark.parametrize(("megabytes", "more"), [(1, []), (1024, []), (1, ["--no-async-save"])])
+def test_copies_that_do_not_fit_into_host_memory(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, megabytes: int, more: list[str]
+) -> None:
+    argv = [*flags(tiny_model, tiny_data, tmp_path / "run", *shares(2)), "--max-steps", "2", "--save-steps", "2", *more]
+    (code, told), _ = ranks.run(_run_with_memory, 2, argv, megabytes, join_group=False)
+    assert code == 0, told
+    (saved,) = whole_checkpoints(tmp_path / "run" / "checkpoints")
+    size = sum(file.stat().st_size for file in (saved / "state").glob("*.distcp"))
+    assert 1 < size / 2**20 < 1024
+    warned = re.findall("([0-9.]+) MiB of host memory available, and its ranks copy ([0-9.]+) MiB there", told)
+    assert len(warned) == (megabytes == 1 and not more) == told.count("with --no-async-save training waits")
+    for free, copied in warned:
+        assert float(free) == 1.0
+        # files have names and shapes beside the tensors
+        assert 0.8 * size < float(copied) * 2**20 < size
