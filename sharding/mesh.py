@@ -14,6 +14,7 @@ from expertmesh.sharding.comms.context_parallel import CPGroup
 from expertmesh.sharding.comms.nccl import few_blocks
 from expertmesh.sharding.comms.pipeline_groups import PipelineGroups, make_pipeline_groups
 from expertmesh.sharding.comms.tensor_parallel import TPGroup
+from expertmesh.sharding.comms.warm_up import warm_up
 from expertmesh.sharding.topology import Topology
 
 
@@ -115,6 +116,16 @@ def build_mesh(
         # the groups of a mesh do not inherit the time limit of the default group
         for group in groups:
             _set_pg_timeout(timeout, group)
+    world = dist.group.WORLD
+    assert world is not None
+    summing = [world, mesh.dp.get_group(), *mesh.dense.get_all_groups(), mesh.stage_group]
+    exchanging = [exchange]
+    if divided is not None:
+        summing += mesh.dense_of_tp.get_all_groups()
+    if cp_group is not None:
+        summing += cp_group.summing_groups()
+        exchanging += cp_group.process_groups()
+    warm_up(summing, exchanging, device_type)
     return mesh
 
 

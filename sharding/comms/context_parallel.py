@@ -56,6 +56,10 @@ class CPGroup:
         inner = [] if self.within_tp is None else self.within_tp.process_groups()
         return [group for group in parts if group is not None] + inner
 
+    def summing_groups(self) -> list[dist.ProcessGroup]:
+        """Those of its process groups that gather and sum too: the tensor-parallel one's."""
+        return [] if self.tp is None or self.tp.ranks is None else [self.tp.ranks]
+
     def to_heads(self, *parts_BHLA: Tensor) -> list[Tensor]:
         """Returns, for each tensor with all heads at this rank's positions, this rank's heads at all positions, (B, h,
         S, A).

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from expertmesh.moe.dispatch.once import NodeGroups
+from expertmesh.sharding.comms.warm_up import warm_up
 from expertmesh.sharding.life.torchrun import node_name
 from expertmesh.sharding.topology import Topology, check_tp_nodes, nodes_of_equal_size, tp_sizes_on_nodes
 
@@ -45,7 +46,11 @@ def _nodes(world_size: int, ranks_per_node: int | None) -> list[str]:
 
 
 def make_node_groups(
-    topology: Topology, ranks_per_node: int, timeout: timedelta | None, options: Callable[[], Any] = lambda: None
+    topology: Topology,
+    ranks_per_node: int,
+    timeout: timedelta | None,
+    options: Callable[[], Any] = lambda: None,
+    device_type: str = "cpu",
 ) -> NodeGroups:
     """The groups of this rank's ep group by nodes. All ranks call it together.
 
@@ -53,6 +58,7 @@ def make_node_groups(
         ranks_per_node: of each ep group; divides it.
         timeout: after which a collective in one of the groups fails; None: torch's.
         options: makes those of a group's backend.
+        device_type: of the tensors that are sent.
     """
     groups = [range(first, first + topology.ep_size) for first in range(0, topology.world_size, topology.ep_size)]
     across = [list(group[place::ranks_per_node]) for group in groups for place in range(ranks_per_node)]
@@ -69,4 +75,5 @@ def make_node_groups(
     )
     assert own_across is not None
     assert own_inside is not None
+    warm_up([], [own_across, own_inside], device_type)
     return NodeGroups(own_across, own_inside)

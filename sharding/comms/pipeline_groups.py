@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
+from expertmesh.sharding.comms.warm_up import warm_up, warm_up_neighbours
 from expertmesh.sharding.topology import Topology
 
 
@@ -15,9 +15,9 @@ class PipelineGroups:
     """One rank of each pp index, all of which read the same sequences.
 
     index: this rank's pp index. ranks: all of them, in the order of their pp indices. forward, backward: groups of
-    these ranks, for what layers give and for the gradients of it. timeout: after which a collective in a group that
-    `share` makes fails; None: torch's. sharing: groups of some pp indices' ranks that this rank is in, for parameters
-    that these hold alike.
+    these ranks, for what layers give and for the gradients of it. device_type: of what they send. timeout: after which
+    a collective in a group that `share` makes fails; None: torch's. sharing: groups of some pp indices' ranks that this
+    rank is in, for parameters that these hold alike.
     """
 
     topology: Topology
@@ -25,6 +25,7 @@ class PipelineGroups:
     ranks: tuple[int, ...]
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
+    device_type: str
     timeout: timedelta | None = None
     sharing: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -39,6 +40,7 @@ class PipelineGroups:
                 if part is own:
                     assert isinstance(group, dist.ProcessGroup)
                     self.sharing[several] = group
+                    warm_up([group], [], self.device_type)
 
 
 def make_pipeline_groups(
@@ -56,12 +58,14 @@ def make_pipeline_groups(
     backward, _ = dist.new_subgroups_by_enumeration(columns, group_desc="mesh_pp_backward")
     assert forward is not None
     assert backward is not None
-    for group in (forward, backward):
-        # NCCL's first operation of a group must have all of its ranks, which a send and its receive are not
-        dist.all_reduce(torch.zeros(1, device=device_type), group=group)
     rank = dist.get_rank()
     ranks = tuple(topology.pipeline(rank))
-    return PipelineGroups(topology, topology.pp_rank(rank), ranks, forward, backward, timeout)
+    # NCCL's first operation of a group must have all of its ranks, which a send and its receive are not
+    warm_up([forward, backward], [], device_type)
+    for group in (forward, backward):
+        # of either direction's, as in some schedules what goes forward goes to the rank before
+        warm_up_neighbours(group, ranks, device_type)
+    return PipelineGroups(topology, topology.pp_rank(rank), ranks, forward, backward, device_type, timeout)
 
 
 def _columns(topology: Topology) -> list[list[int]]:

@@ -37,8 +37,9 @@ def choose_dispatcher(mesh: Mesh, strategy: Strategy, top_k: int) -> MakeDispatc
     nodes = None
     if kind == "node":
         assert found is not None
-        options = partial(few_blocks, mesh.grid.device_type if chunks > 1 else "cpu")
-        nodes = make_node_groups(mesh.topology, found, mesh.timeout, options)
+        device_type = mesh.grid.device_type
+        options = partial(few_blocks, device_type if chunks > 1 else "cpu")
+        nodes = make_node_groups(mesh.topology, found, mesh.timeout, options, device_type)
     sum_dtype = torch.float32 if strategy.sums_in_fp32 else None
     return lambda num_experts: OnceDispatcher(num_experts, group, chunks, nodes, sum_dtype)
 

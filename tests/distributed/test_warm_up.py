@@ -1,0 +1,84 @@
+"""Process groups are used when they are made, by all ranks in one order, so that no step is the first to use one."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from expertmesh.sharding import Topology
+from expertmesh.training.optim.optimizer import build_optimizer
+from expertmesh.training.step import LossWeights, train_step
+from tests.distributed.pool import RankPool
+from tests.distributed.reference import Case, config_of, hf_model, my_batches, random_samples, sharded_model
+
+CASE = Case(random_samples([9 + (5 * i) % 12 for i in range(16)]), balance=0.05, accumulation=2, steps=1)
+LAYOUTS: dict[str, tuple[Topology, dict[str, Any]]] = {
+    "ep 4 of 8": (Topology(8, 4), {}),
+    "hybrid": (Topology(8, 4, "hybrid"), {}),
+    "once to each node": (Topology(8, 8), {"dispatch": "node", "ranks_per_node": 4}),
+    "cp": (Topology(8, 4, "full", 2), {}),
+    "tp": (Topology(8, 4, tp_size=2), {}),
+    "tp and cp": (Topology(8, 8, "hybrid", 2, tp_size=2), {}),
+    "pp": (Topology(8, 2, pp_size=2), {}),
+    "pp 4, tied": (Topology(4, 1, pp_size=4), {}),
+    "zero-bubble": (Topology(4, 2, pp_size=2), {"pipeline_schedule": "zero-bubble"}),
+    "interleaved": (Topology(4, 1, pp_size=4), {"pipeline_schedule": "interleaved", "pipeline_chunks": 2}),
+}
+
+
+@dataclass(frozen=True, order=True)
+class Use:
+    """What is sent in a group: its purpose, its name, and with which rank; None: with all of them."""
+
+    purpose: str
+    name: str
+    peer: int | None
+
+
+class Uses(TorchDispatchMode):
+    """Within it, what is sent through which groups of several ranks, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[Use] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for given in (*args, *(kwargs or {}).values()):
+            if isinstance(given, torch.ScriptObject) and "ProcessGroup" in str(given._type()):
+                group = dist.ProcessGroup.unbox(given)
+                if group.size() > 1:
+                    is_single = operator.name() in ("c10d::send", "c10d::recv_")
+                    self.all.append(Use(group.group_desc, group.group_name, args[2] if is_single else None))
+        return operator(*args, **(kwargs or {}))
+
+
+def _uses(path: Path, topology: Topology, case: Case) -> tuple[list[Use], list[Use]]:
+    """(those when the model is made and sharded, those of a step)."""
+    with Uses() as before:
+        model, mesh, _ = sharded_model(path, topology, case)
+    config = config_of(case, topology)
+    optimizer = build_optimizer(model, config, mesh)
+    batches = my_batches(case, topology, dist.get_rank(), mesh.cp_group)
+    with Uses() as step:
+        train_step(model.train(), optimizer, batches, mesh, LossWeights(case.balance, case.z, False), 0.5)
+    return before.all, step.all
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_step_is_the_first_to_use_a_group(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    topology, settings = LAYOUTS[name]
+    changes = {"num_hidden_layers": 8, "tie_word_embeddings": True} if topology.pp_size > 1 else {}
+    case = replace(CASE, settings=settings, changes=changes)
+    hf_model(case).save_pretrained(tmp_path)
+    found = ranks.run(_uses, topology.world_size, tmp_path, topology, case)
+    for rank, (before, step) in enumerate(found):
+        assert step
+        assert {*step} <= {*before}, f"rank {rank}: {sorted({*step} - {*before})}"
+    # of each kind of group every rank uses its own, and all come to one kind after the other
+    orders = [[use.purpose for use in before if use.purpose != "mesh_pp_shared"] for before, _ in found]
+    assert all(order == orders[0] for order in orders)
