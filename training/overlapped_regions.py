@@ -9,6 +9,7 @@ Shape suffixes: n ranks of the group, K inputs and N outputs of a layer.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any, Protocol
 
 import torch
@@ -55,14 +56,24 @@ def symmetric_memory(group: TPGroup, device: torch.device) -> SymmetricMemory:
     """The operators of a group whose GPUs NVLink connects. All its ranks call it together.
 
     Raises:
-        ExpertMeshError: NVLink does not connect them.
+        ExpertMeshError: NVLink does not connect them, this process does not see them all, or two ranks share one.
     """
     assert group.ranks is not None
-    devices: list[Any] = [None] * group.size
-    dist.all_gather_object(devices, device.index, group=group.ranks)
+    # one number is another GPU in another process, or the same one, wherever CUDA_VISIBLE_DEVICES differs
+    visible = [_name_of_gpu(index) for index in range(torch.cuda.device_count())]
+    gpus: list[Any] = [None] * group.size
+    dist.all_gather_object(gpus, visible[device.index], group=group.ranks)
+    if hidden := [gpu for gpu in gpus if gpu not in visible]:
+        raise ExpertMeshError(
+            f"--async-tp: this process does not see GPU {hidden[0]}, which is in its tensor-parallel group, and so "
+            "cannot write to its memory: let every process see all GPUs of its node (CUDA_VISIBLE_DEVICES), or leave it "
+            "out"
+        )
+    if len(set(gpus)) < len(gpus):
+        raise ExpertMeshError(f"--async-tp: ranks of one tensor-parallel group share a GPU, of {gpus}; leave it out")
     module: Any = _distributed_c10d
-    links = module._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
-    apart = [(a, b) for a in devices for b in devices if a != b and links[a][b] == 0]
+    links, places = module._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix, map(visible.index, gpus)
+    apart = [(a, b) for a, b in permutations(places, 2) if links[a][b] == 0]
     if apart:
         raise ExpertMeshError(
             f"--async-tp: NVLink does not connect GPUs {apart[0][0]} and {apart[0][1]}, which are in one "
@@ -70,6 +81,11 @@ def symmetric_memory(group: TPGroup, device: torch.device) -> SymmetricMemory:
         )
     enable_symm_mem_for_group(group.ranks.group_name)
     return SymmetricMemory(group.ranks)
+
+
+def _name_of_gpu(index: int) -> str:
+    """The same in all processes that see it, on all nodes another."""
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def check_async(device_type: str) -> None:

@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 import os
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,6 +26,13 @@ _RECORDED_COLLECTIVES = 500
 
 # in which ranks that were started together have imported what they need
 _REFUSAL_SECONDS = 60
+
+
+_WORLD_GROUPS = 4
+"""Process groups of all ranks in which gloo connects each rank with each: the default one, that of savers, and those of
+the mesh."""
+_OTHER_DESCRIPTORS = 400
+"""Files, libraries' connections, and groups of fewer ranks."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,29 @@ def use_own_cores() -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
+def raise_descriptor_limit(world_size: int) -> str:
+    """Let this process open as many files as the system allows: gloo holds a socket for every other rank in each group,
+    and login shells and schedulers often leave 1,024 of hundreds of thousands.
+
+    Returns:
+        What is wrong where that may be too few for so many ranks; else nothing.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # where there is no limit, some systems refuse to be told so
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = _WORLD_GROUPS * world_size + _OTHER_DESCRIPTORS
+    if most == resource.RLIM_INFINITY or most >= needed:
+        return ""
+    return (
+        f"warning: a process may open {most:,} files here, and each of {world_size:,} ranks may need {needed:,}, most "
+        "of them connections to the others: raise the hard limit (ulimit -Hn, LimitNOFILE of a service, nofile in "
+        "limits.conf) before ranks fail with 'too many open files'"
+    )
+
+
 def start_process_group(use_cpu: bool, timeout_seconds: int, alike: Mapping[str, str] | None = None) -> Ranks:
     """Join the process group: gloo on CPU; on GPU nccl, with gloo beside it for what lies in host memory.
 
@@ -82,6 +113,9 @@ def start_process_group(use_cpu: bool, timeout_seconds: int, alike: Mapping[str,
     from accelerate import PartialState  # slow to import, and most commands need no process group
 
     rank, world_size, local_rank = read_environment()
+    warning = raise_descriptor_limit(world_size)
+    if warning and local_rank == 0:
+        print(warning, file=sys.stderr, flush=True)
     kind = device_type(use_cpu)
     if kind == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -111,7 +145,7 @@ _loads: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 def join_process_group(use_cpu: bool, timeout_seconds: int) -> Ranks:
     """The ranks of the process group that this process is in, which it joins if it is in none yet; it then leaves it at
-    its end. For a library: nothing else of the process changes.
+    its end. For a library: nothing else of the process changes, but how many files it may open.
 
     Args:
         use_cpu: whether to stay on the CPU where there is a GPU.

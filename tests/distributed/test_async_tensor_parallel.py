@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +19,9 @@ from expertmesh.checkpoints import open_source
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.torch_private import _resolve_process_group
 from expertmesh.sharding import Topology, TPGroup
-from expertmesh.training import assemble, engine
+from expertmesh.training import assemble, engine, overlapped_regions
 from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.overlapped_regions import SymmetricMemory, check_async
+from expertmesh.training.overlapped_regions import SymmetricMemory, check_async, symmetric_memory
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, config_of, in_full, my_batches, random_samples, sharded_model
@@ -210,3 +212,52 @@ def test_the_first_lines_say_which(
 def test_refused_without_a_gpu() -> None:
     with pytest.raises(ExpertMeshError, match="--async-tp: exchanges beside GEMMs go by NVLink"):
         check_async("cpu")
+
+
+def _links(visible: list[list[str]], used: list[int], linked: bool) -> str:
+    """What is said of the GPUs of this rank's tensor-parallel group.
+
+    Args:
+        visible: the GPUs that each rank sees.
+        used: by each rank, among these.
+        linked: whether NVLink connects all of them.
+    """
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    sees = visible[rank]
+    matrix = [[int(linked and a != b) for b in sees] for a in sees]
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=len(sees)),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=sees[index])),
+        mock.patch.object(
+            overlapped_regions._distributed_c10d,
+            "_detect_dma_connectivity",
+            return_value=SimpleNamespace(matrix=matrix),
+            create=True,
+        ),
+        mock.patch.object(overlapped_regions, "enable_symm_mem_for_group"),
+    ):
+        try:
+            symmetric_memory(TPGroup(2, rank, world), torch.device("cuda", used[rank]))
+        except ExpertMeshError as error:
+            return str(error)
+    return "connected"
+
+
+@pytest.mark.parametrize(
+    ("visible", "used", "linked", "said"),
+    [
+        ([["a", "b"], ["a", "b"]], [0, 1], True, "connected"),
+        ([["a", "b"], ["b", "a"]], [0, 0], True, "connected"),
+        ([["a", "b"], ["a", "b"]], [0, 1], False, "NVLink does not connect GPUs"),
+        # a launcher that shows each process its own GPU
+        ([["a"], ["b"]], [0, 0], True, "does not see GPU"),
+        ([["a", "b"], ["c", "d"]], [0, 1], True, "does not see GPU"),
+        ([["a", "b"], ["a", "b"]], [1, 1], True, "share a GPU"),
+    ],
+)
+def test_gpus_are_told_apart_whatever_a_process_sees(
+    ranks: RankPool, visible: list[list[str]], used: list[int], linked: bool, said: str
+) -> None:
+    for found in ranks.run(_links, 2, visible, used, linked):
+        assert said in found

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from expertmesh.training.change.determinism import compute_deterministically
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import ROOT, run_main
@@ -41,8 +42,31 @@ def run_deterministic(argv: list[str]) -> tuple[int, str, bool]:
         return *run_main(argv), torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
         for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
             os.environ.pop(name, None)
+
+
+def empty_memory() -> tuple[bool, bool]:
+    """Whether torch fills memory that it allocates, without and with --deterministic."""
+    found = []
+    try:
+        for prepare in (lambda: torch.use_deterministic_algorithms(True), compute_deterministically):
+            prepare()
+            memory = torch.full((1 << 16,), 7.0)
+            # the allocator gives the same memory again
+            del memory
+            found.append(bool(torch.empty(1 << 16).isnan().all()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+            os.environ.pop(name, None)
+    return found[0], found[1]
+
+
+def test_memory_is_not_filled(ranks: RankPool) -> None:
+    assert ranks.run(empty_memory, 1) == [(True, False)]
 
 
 @pytest.mark.exhaustive

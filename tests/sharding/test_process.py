@@ -16,11 +16,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Ranks, Watchdog, end_process_group, raise_together, start_process_group
+from expertmesh.sharding import (
+    Ranks,
+    Topology,
+    Watchdog,
+    build_mesh,
+    end_process_group,
+    raise_together,
+    start_process_group,
+)
 from expertmesh.sharding.life import watchdog
 from expertmesh.sharding.life.agreement import _gather, raise_at_start, wait_for_all
 from expertmesh.sharding.life.failures import Notice
-from expertmesh.sharding.life.process import use_own_cores
+from expertmesh.sharding.life.process import _OTHER_DESCRIPTORS, _WORLD_GROUPS, use_own_cores
 from tests.distributed.pool import RankPool
 
 PROGRAM = """
@@ -226,3 +234,47 @@ def test_a_rank_ends_with_torchrun_but_not_with_a_shell(by_torchrun: bool) -> No
     )
     assert ("torchrun, which started it, is gone" in done.stderr) == by_torchrun, done.stderr
     assert ("the rank has gone on" in done.stdout) == (not by_torchrun), done.stderr
+
+
+FILES = """
+import resource, sys
+from expertmesh.sharding.life.process import raise_descriptor_limit
+
+soft, hard, world_size = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print(raise_descriptor_limit(world_size))
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "world_size", "is_enough"), [(256, 4096, 340, True), (256, 1024, 340, False), (256, 1024, 8, True)]
+)
+def test_as_many_files_as_the_system_allows(soft: int, hard: int, world_size: int, is_enough: bool) -> None:
+    command = [sys.executable, "-c", FILES, str(soft), str(hard), str(world_size)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said, limit = done.stdout.splitlines()
+    assert int(limit) == hard
+    assert (said == "") == is_enough
+    assert is_enough or f"may open {hard:,} files here, and each of {world_size} ranks may need" in said
+
+
+def _descriptors(topology: Topology) -> int:
+    """Those that the process groups of a run add."""
+    before = len(os.listdir("/proc/self/fd"))
+    start_process_group(use_cpu=True, timeout_seconds=60)
+    mesh = build_mesh("cpu", topology, 60)
+    savers = dist.new_group(backend="gloo")
+    found = len(os.listdir("/proc/self/fd")) - before
+    dist.barrier(group=savers)
+    del mesh
+    end_process_group()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts what Linux lists")
+@pytest.mark.parametrize("topology", [Topology(8, 4), Topology(8, 8, "hybrid")], ids=str)
+def test_files_of_all_groups_are_counted(ranks: RankPool, topology: Topology) -> None:
+    """As a run of 340 ranks is warned by it, and cannot be tried."""
+    for found in ranks.run(_descriptors, 8, topology, join_group=False):
+        assert 2 * 7 <= found <= _WORLD_GROUPS * 8 + _OTHER_DESCRIPTORS / 8, found

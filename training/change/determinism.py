@@ -15,4 +15,7 @@ def compute_deterministically() -> None:
     # for --attn-implementation flash_attention_2, read by transformers
     os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
     torch.use_deterministic_algorithms(True)
+    # torch would also write into all memory that it allocates, gathered parameters and received rows among it; nothing
+    # here reads what was not written before
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
