@@ -66,8 +66,8 @@ def symmetric_memory(group: TPGroup, device: torch.device) -> SymmetricMemory:
     if hidden := [gpu for gpu in gpus if gpu not in visible]:
         raise ExpertMeshError(
             f"--async-tp: this process does not see GPU {hidden[0]}, which is in its tensor-parallel group, and so "
-            "cannot write to its memory: let every process see all GPUs of its node (CUDA_VISIBLE_DEVICES), or leave it "
-            "out"
+            "cannot write to its memory: let every process see all GPUs of its node (CUDA_VISIBLE_DEVICES), or leave "
+            "it out"
         )
     if len(set(gpus)) < len(gpus):
         raise ExpertMeshError(f"--async-tp: ranks of one tensor-parallel group share a GPU, of {gpus}; leave it out")
