@@ -1,5 +1,7 @@
 """Every flag of a run is heeded, or it is told that it has no effect: what is read is recorded while runs go on."""
 
+import contextlib
+import io
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import expertmesh
+from expertmesh import train_ep
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training import parse_config
 from expertmesh.training.config.train_config import TrainConfig, make_config
@@ -69,6 +72,23 @@ def run_recorded(argv: list[str]) -> tuple[int, str, set[str]]:
     with recording() as read:
         code, errors = run_main(argv)
     return code, errors, read
+
+
+def run_printing(argv: list[str]) -> str:
+    """Standard output of train_ep.py on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert train_ep.main(argv) == 0
+    return printed.getvalue()
+
+
+def test_the_first_line_tells_what_has_no_effect(ranks: RankPool, tiny_model: Path, tiny_data: Path) -> None:
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--use-cpu", "--preview", "--lora-r", "8"]
+    argv += ["--pipeline-schedule", "interleaved"]
+    (printed,) = ranks.run(run_printing, 1, argv, join_group=False)
+    assert " ".join(printed.split()).startswith(
+        "note: --pipeline-schedule interleaved has no effect without --pp-size 2 or more; --lora-rank 8 has no effect "
+        f"without --adapter lora {tiny_model}: mixtral"
+    )
 
 
 def use_recorded(model: str, path: Path, **settings: Any) -> tuple[set[str], list[str]]:

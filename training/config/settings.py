@@ -303,7 +303,7 @@ class ParallelSettings:
 
     def check_parallelism(self) -> None:
         if self.pipeline_chunks is None:
-            self.pipeline_chunks = 2 if self.pipeline_schedule == "interleaved" else 1
+            self.pipeline_chunks = 2 if self.pipeline_schedule == "interleaved" and self.pp_size > 1 else 1
         if self.pipeline_layers is not None and self.pp_size == 1:
             raise ExpertMeshError(
                 f"--pipeline-layers {self.pipeline_layers}: there is no pipeline at --pp-size 1; give --pp-size, or "
@@ -314,7 +314,7 @@ class ParallelSettings:
                 f"--pipeline-schedule 1f1b: has one stage per rank, not --pipeline-chunks {self.pipeline_chunks}; use "
                 "interleaved"
             )
-        if self.pipeline_schedule == "interleaved" and self.pipeline_chunks == 1:
+        if self.pipeline_schedule == "interleaved" and self.pipeline_chunks == 1 and self.pp_size > 1:
             raise ExpertMeshError(
                 "--pipeline-schedule interleaved: interleaves the stages of a rank; give it several by "
                 "--pipeline-chunks 2"
