@@ -52,8 +52,8 @@ def told(capsys: pytest.CaptureFixture[str], command: str, name: str, *flags: st
 
 def plans_of(capsys: pytest.CaptureFixture[str], name: str, *given: str) -> tuple[int, Sequence[Any], str]:
     """The exit code, all plans, and what is printed."""
-    flags = ("--micro-batch", "1", "--tp-size", "1", "--seq-length", str(TOKENS))
-    flags = (*flags, "--gradient-accumulation-steps", "1", *given)
+    flags = ["--micro-batch", "1", "--tp-size", "1", "--seq-length", str(TOKENS)]
+    flags += ["--gradient-accumulation-steps", "1", *given]
     code, said = told(capsys, "plan", name, *flags)
     _, plans = told(capsys, "plan", name, *flags, "--json")
     return code, json.loads(plans), said
