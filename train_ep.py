@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,6 +103,12 @@ def run_training(
     if not config.preview:
         watchdog.at("comparing the data", limited=False)
         engine.facts |= training.compare_data(inputs, prompts, num_steps, ranks)
+    if config.resume == "auto" and inputs.training is not None and not config.preview:
+        order_facts = training.order_facts(config, inputs.training, order)
+        compared = (num_steps, engine.facts, order_facts)
+        if done := training.find_finished(config, output_dir, *compared, ranks, engine.tell):
+            engine.tell(done)
+            return True
     training.check_schedule(config, num_steps, config.evaluates)
     training.check_profile(config, num_steps, ranks.world_size)
     watchdog.at("forecasting the memory", limited=False)
@@ -151,9 +157,9 @@ def train_and_export(
     if run.inputs.training is not None:
         debugger = sharding.debugging(config.debug_ranks, ranks, watchdog, output_dir)
         with watchdog.following(engine.model), debugger:
-            finished = training.train(run, resume_from)
+            trained = training.train(run, resume_from)
         log.line(training.beside(memory, training.measured_peak(ranks.device)))
-        if not finished:
+        if not trained.finished:
             kept = "--resume auto resumes from here" if engine.saver else "nothing was saved, as --save-steps is 0"
             log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
             return False
@@ -166,7 +172,25 @@ def train_and_export(
     elif engine.saver is None and run.inputs.training is not None:
         log.line("the trained weights are not saved: --no-export and --save-steps 0 were given")
     log.state = "finished"
+    if run.inputs.training is not None:
+        finish(run, trained, output_dir)
     return True
+
+
+def finish(run: training.Run, trained: training.Trained, output_dir: Path) -> None:
+    """Say whose weights are exported, and record that the run has come to its end, which `--resume auto` then finds."""
+    engine = run.engine
+    holds = training.held_line(output_dir, engine.config, engine.step_number, trained.best, trained.took_best)
+    run.log.line(holds)
+    recorded = (asdict(engine.config), engine.facts, run.order_facts)
+    done = training.Finished(engine.step_number, run.log.num_steps, holds, *recorded)
+    saved = output_dir / "checkpoints" / checkpoints.checkpoint_name(engine.step_number)
+    # where the weights could not be saved, nothing is at its end
+    if run.ranks.rank == 0 and (engine.config.export or engine.saver is None or saved.exists()):
+        try:
+            done.write(output_dir)
+        except OSError as error:  # the run has lost nothing by it
+            run.log.line(f"warning: finished.json was not written: {error.strerror}")
 
 
 def export(engine: training.Engine, output_dir: Path, tokenizer: Any) -> list[str]:

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from expertmesh.training.data import print_preview
     from expertmesh.training.engine import Engine, assemble, place
     from expertmesh.training.facts import dispatch_lines, first_lines, pipeline_lines
+    from expertmesh.training.finished import Finished, find_finished, held_line
     from expertmesh.training.foresight.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
     from expertmesh.training.inputs import Inputs, make_prompts, read_inputs
-    from expertmesh.training.loop import Run, data_order, number_of_steps, train
+    from expertmesh.training.loop import Run, Trained, data_order, number_of_steps, order_facts, train
     from expertmesh.training.optim.schedule import check_schedule
     from expertmesh.training.output import clear_output, output_directory
     from expertmesh.training.resume import find_resume
@@ -30,12 +31,14 @@ else:
 
 __all__ = [
     "Engine",
+    "Finished",
     "Forecast",
     "Inputs",
     "NoForecast",
     "Run",
     "RunLog",
     "TrainConfig",
+    "Trained",
     "assemble",
     "beside",
     "check_profile",
@@ -45,12 +48,15 @@ __all__ = [
     "compare_data",
     "data_order",
     "dispatch_lines",
+    "find_finished",
     "find_resume",
     "first_lines",
     "forecast",
+    "held_line",
     "make_prompts",
     "measured_peak",
     "number_of_steps",
+    "order_facts",
     "output_directory",
     "parse_config",
     "pipeline_lines",

@@ -25,6 +25,7 @@ from expertmesh.training.generate import generate
 from expertmesh.training.inputs import Inputs, Prompts
 from expertmesh.training.optim.schedule import Schedule, step_scheduler
 from expertmesh.training.preemption import StopRequest
+from expertmesh.training.resume import check_order
 from expertmesh.training.step import NO_TARGETS
 from expertmesh.training.watch.alarms import Alarms
 from expertmesh.training.watch.collector import SteadyCollector
@@ -63,6 +64,12 @@ class Run:
         return self.engine.ranks
 
     @property
+    def order_facts(self) -> dict[str, int]:
+        """See `order_facts`."""
+        assert self.inputs.training is not None
+        return order_facts(self.config, self.inputs.training, self.order)
+
+    @property
     def saver(self) -> Saver | None:
         """What saves training checkpoints; None where none are saved."""
         return self.engine.saver
@@ -86,11 +93,34 @@ def number_of_steps(config: TrainConfig, order: DataOrder) -> int:
     return config.max_steps if config.max_steps >= 0 else math.ceil(config.num_train_epochs * order.steps_per_epoch)
 
 
-def train(run: Run, resume_from: Path | None) -> bool:
-    """Train the model in place for the number of steps that the log was told, from a checkpoint on if there is one.
+def order_facts(config: TrainConfig, rows: Rows, order: DataOrder) -> dict[str, int]:
+    """What decides which tokens each step sees."""
+    return {
+        "rows": order.num_rows,
+        "tokens": int(rows.lengths.sum()),
+        "global_batch_size": order.global_batch_size,
+        "seed": order.seed,
+        "packing": int(config.packing),
+        "group_by_length": int(config.group_by_length),
+    }
 
-    Returns:
-        Whether training came to its end, be it early; False after a signal asked to stop, with a checkpoint saved.
+
+@dataclass(frozen=True)
+class Trained:
+    """How training ended.
+
+    Attributes:
+        finished: whether it came to its end, be it early; False after a signal asked to stop, with a checkpoint saved.
+        best: the best evaluation. took_best: whether the model has its weights.
+    """
+
+    finished: bool
+    best: Best
+    took_best: bool
+
+
+def train(run: Run, resume_from: Path | None) -> Trained:
+    """Train the model in place for the number of steps that the log was told, from a checkpoint on if there is one.
 
     Raises:
         ExpertMeshError: on all ranks, when the checkpoint does not fit the run, training diverges, replicas differ, or
@@ -98,7 +128,7 @@ def train(run: Run, resume_from: Path | None) -> bool:
     """
     scheduler = run.engine.schedule(run.log.num_steps)
     try:
-        stopped = _train(run, scheduler, resume_from)
+        return _train(run, scheduler, resume_from)
     except KeyboardInterrupt:
         if run.saver is not None:
             run.saver.abandon()
@@ -108,11 +138,9 @@ def train(run: Run, resume_from: Path | None) -> bool:
         with suppress(RuntimeError):
             _wait(run)
         raise
-    return not stopped
 
 
-def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> bool:
-    """Whether a signal stopped it."""
+def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
     engine, config, log, watchdog = run.engine, run.config, run.log, run.watchdog
     best = Best() if resume_from is None else _resume(run, resume_from)
     first_step, top_k = engine.step_number, moe_shape(run.model).top_k
@@ -171,7 +199,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> bool:
                     check_replicas(run.model, engine.topology, run.ranks.device, done, numbers)
             if is_saving:
                 with meter.paused():
-                    _save(run, engine.progress(_order_facts(run), best.state()))
+                    _save(run, engine.progress(run.order_facts, best.state()))
             elif run.saver is not None and config.async_save:
                 run.saver.prepare(run.model, engine.optimizer)
             if stopping or enough:
@@ -185,18 +213,17 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> bool:
                 f"{config.early_stopping_threshold:g}; "
                 + (f"the best is {best.loss:.4f}, of step {best.step}" if best.step else "none had a finite loss")
             )
-        _handle(_wait(run), run)
+        _handle(_wait(run), run, _is_end_alone(run))
     watchdog.at("the end of training", limited=False)
-    if config.load_best_model_at_end and not stopping:
-        _load_best(run, best)
-    return stopping
+    took_best = config.load_best_model_at_end and not stopping and _load_best(run, best)
+    return Trained(not stopping, best, took_best)
 
 
 def _resume(run: Run, path: Path) -> Best:
     """Put model, optimizer and schedule where a checkpoint has them; the best evaluation so far."""
     run.watchdog.at("reading the checkpoint", limited=False)
     progress = run.engine.load_state(path)
-    _check_order(progress, run, path)
+    check_order(progress.order, run.order_facts, run.config, path)
     best = Best(**progress.best)
     if run.saver is not None and not run.saver.restore_best(path, progress.best) and progress.best:
         run.log.line(f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone")
@@ -253,8 +280,8 @@ def _evaluates_at(done: int, run: Run) -> bool:
 
 
 def _saves_at(done: int, run: Run) -> bool:
-    """Where nothing is exported, the last checkpoint is all that is kept of the last steps."""
-    return done % run.config.save_steps == 0 or (done == run.log.num_steps and not run.config.export)
+    """Also the last step: a run of more steps goes on from there."""
+    return _is_due(done, run.config.save_steps, run)
 
 
 def _log_step(run: Run, meter: Meter, alarms: Alarms, done: int, learning_rate: Any) -> None:
@@ -316,16 +343,18 @@ def _short(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:100]}…{text[-50:]}"
 
 
-def _load_best(run: Run, best: Best) -> None:
+def _load_best(run: Run, best: Best) -> bool:
+    """Take the weights of the best evaluation; whether there were any to take."""
     assert run.saver is not None
     if best.step == 0:
         run.log.line("warning: no evaluation had a finite loss, so none is the best; the last weights stay")
-        return
+        return False
     path = load_best_model(run.saver.directory, run.model, best.step, run.config.trust_checkpoint_owner)
     if path is None:
         run.log.line(f"warning: the best evaluation, of step {best.step}, left no checkpoint; the last weights stay")
     else:
         run.log.line(f"took the weights of {path}, eval loss {best.loss:.4f}")
+    return path is not None
 
 
 def _save(run: Run, progress: Progress) -> None:
@@ -335,7 +364,7 @@ def _save(run: Run, progress: Progress) -> None:
     run.watchdog.at("the beginning of a checkpoint", limited=False)
     run.saver.save(run.model, run.engine.optimizer, progress, copies=run.config.async_save)
     if not run.config.async_save:
-        _handle(_wait(run), run)
+        _handle(_wait(run), run, _is_end_alone(run))
 
 
 def _check_host_memory(run: Run, saver: Saver) -> None:
@@ -362,36 +391,17 @@ def _wait(run: Run) -> str | None:
     return run.saver.wait()
 
 
-def _handle(problem: str | None, run: Run) -> None:
+def _is_end_alone(run: Run) -> bool:
+    """Whether the newest save is that of the last step, which --save-steps does not ask for."""
+    done = run.engine.step_number
+    return done == run.log.num_steps and done % run.config.save_steps != 0 if run.saver is not None else False
+
+
+def _handle(problem: str | None, run: Run, is_end_alone: bool = False) -> None:
     """A checkpoint that could not be saved; every rank has the same problem."""
     if problem is None:
         return
-    if run.config.on_save_error == "stop":
+    # where nobody asked for it, the export is not to be lost with it
+    if run.config.on_save_error == "stop" and not (is_end_alone and run.config.export):
         raise ExpertMeshError(f"{problem}; with --on-save-error continue, training continues without it")
     run.log.line(f"warning: {problem}; training continues, and the checkpoint before it stays")
-
-
-def _order_facts(run: Run) -> dict[str, int]:
-    """What decides which tokens each step sees."""
-    assert run.inputs.training is not None
-    return {
-        "rows": run.order.num_rows,
-        "tokens": int(run.inputs.training.lengths.sum()),
-        "global_batch_size": run.order.global_batch_size,
-        "seed": run.order.seed,
-        "packing": int(run.config.packing),
-        "group_by_length": int(run.config.group_by_length),
-    }
-
-
-def _check_order(progress: Progress, run: Run, path: Path) -> None:
-    """The batches to come must be those that would have come."""
-    here = _order_facts(run)
-    may_change = ("rows", "tokens") if "data" in run.config.allow_changed else ()
-    for name, there in progress.order.items():
-        if here[name] != there and name not in may_change:
-            raise ExpertMeshError(
-                f"--resume {path}: that run had {name.replace('_', ' ')} {there}, this one has {here[name]}; "
-                "with other batches it would not be the same run"
-                + (f"; --global-batch-size {there} keeps it" if name == "global_batch_size" else "")
-            )

@@ -19,6 +19,8 @@ from expertmesh.moe.base.whole import PARTIAL
 from expertmesh.sharding import STUCK, Ranks, node_name, nodes_of, raise_together
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import parse_datasets
+from expertmesh.training.finished import FILE as FINISHED
+from expertmesh.training.finished import exports_of
 from expertmesh.training.lock import DirectoryLock
 from expertmesh.training.report import PROFILES
 from expertmesh.training.watch.environment import FILE as ENVIRONMENT
@@ -26,7 +28,7 @@ from expertmesh.training.watch.trackers import TRACKERS
 
 CHECKPOINTS = "checkpoints"
 _DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS)
-_FILES = ("metrics.jsonl", "config.yaml", ENVIRONMENT, "report.html")
+_FILES = ("metrics.jsonl", "config.yaml", ENVIRONMENT, "report.html", FINISHED)
 _SEEN_SECONDS, _NOT_NEEDED_SECONDS = 20.0, 5.0
 """A file system of a network may take a while to show on one node what another has written. Less is waited where a run
 can do without."""
@@ -62,6 +64,7 @@ def clear_output(config: TrainConfig, output_dir: Path) -> None:
 
     hf/, adapter/, profile/, trackers/, stuck/ and each training checkpoint are a run's own, with all that is in them.
     """
+    (output_dir / FINISHED).unlink(missing_ok=True)  # also where it goes on: it is no longer at its end
     if _goes_on(config, output_dir):
         return
     for path in _written(output_dir):
@@ -91,11 +94,12 @@ def _results(output_dir: Path) -> list[str]:
 
 
 def _goes_on(config: TrainConfig, output_dir: Path) -> bool:
-    """Whether the run resumes the one that the output directory holds, or may begin it anew: killed before its
-    first checkpoint, it has exported nothing."""
+    """Whether the run resumes the one that the output directory holds, be it finished, or may begin it anew: killed
+    before its first checkpoint, it has exported nothing."""
     directory = output_dir / CHECKPOINTS
     if config.resume == "auto":
-        return any(directory.glob("step-*")) or not any((output_dir / name).exists() for name in ("hf", "adapter"))
+        has_exported = any((output_dir / name).exists() for name in ("hf", "adapter"))
+        return any(directory.glob("step-*")) or (output_dir / FINISHED).is_file() or not has_exported
     # one that is not there is told where it is looked for
     path = Path(config.resume or directory)
     return bool(config.resume) and (path.resolve().is_relative_to(directory.resolve()) or not path.exists())
@@ -107,16 +111,17 @@ def _check_taken(config: TrainConfig, output_dir: Path) -> None:
     # of checkpoints/ also what no run of this program has called so
     taken = _results(output_dir) + sorted(path.name for path in (output_dir / CHECKPOINTS).glob("*"))
     if taken:
+        resume = "" if config.resume == "auto" else "resume with --resume auto, "
+        without = ", and no training checkpoint to resume from" if config.resume == "auto" else ""
         raise ExpertMeshError(
-            f"--output-dir {output_dir}: already contains {', '.join(taken[:8])}; "
-            "choose another, resume with --resume auto, or replace them with --overwrite-output-dir"
+            f"--output-dir {output_dir}: already contains {', '.join(taken[:8])}{without}; "
+            f"choose another, {resume}or replace them with --overwrite-output-dir"
         )
 
 
 def _check_read(config: TrainConfig, output_dir: Path) -> None:
     """Nothing that the run is to read may be among what it deletes or replaces."""
-    exported = ["hf"] * (config.adapter == "none" or config.merge) + ["adapter"] * (config.adapter != "none")
-    own = [output_dir / name for name in exported if config.export]
+    own = [output_dir / name for name in exports_of(config)]
     own += [] if _goes_on(config, output_dir) else _written(output_dir)
     for setting in fields(config):
         if setting.metadata.get("scope") != "input":

@@ -50,27 +50,38 @@ def check_resume(path: Path, config: TrainConfig, facts: Facts, ranks: Ranks, te
             others and --allow-changed does not name them.
     """
     with raise_together():
-        if ranks.rank != 0:
-            return
-        there = recorded_facts(path)
-        for name in there or {}:
-            if name in facts and there is not None and there[name] != facts[name]:
-                tell(f"warning: {_compared(path, name, there[name], facts[name], config)}")
-        check_trained(recorded_settings(path), config, path)
-        if there is None:
-            tell(f"warning: {path}: was written by an earlier release, which did not record its model and data")
-        elif "data" in facts and "data" not in there:
-            tell(f"warning: {path}: was saved from Python, and does not record its data, which are not compared")
+        if ranks.rank == 0:
+            compare_run(path, recorded_facts(path), recorded_settings(path), config, facts, tell)
 
 
-def _compared(path: Path, name: str, there: Mapping[str, str], here: Mapping[str, str], config: TrainConfig) -> str:
+def compare_run(
+    path: Path, there: Facts | None, settings: dict[str, Any], config: TrainConfig, here: Facts, tell: Tell
+) -> None:
+    """As `check_resume`, of facts and settings that were read from `path`, on one rank."""
+    for name in there or {}:
+        if name in here and there is not None and there[name] != here[name]:
+            tell(f"warning: {_compared(path, name, there[name], here[name], settings, config)}")
+    check_trained(settings, config, path)
+    if there is None:
+        tell(f"warning: {path}: was written by an earlier release, which did not record its model and data")
+    elif "data" in here and "data" not in there:
+        tell(f"warning: {path}: was saved from Python, and does not record its data, which are not compared")
+
+
+def _compared(
+    path: Path,
+    name: str,
+    there: Mapping[str, str],
+    here: Mapping[str, str],
+    settings: dict[str, Any],
+    config: TrainConfig,
+) -> str:
     said = differences([there, here], ["in that run", "now"])
     if hint := (explain_model if name == "model" else explain_samples)(there, here):
         said = f"{hint}: {said}"
     which = "model" if name == "model" else "data"
     if which in config.allow_changed:
         return f"resuming with a different {name}, as --allow-changed permits: {said}"
-    settings = recorded_settings(path)
     began = settings.get("model" if which == "model" else "dataset")
     if name == "evaluation data":  # held out of the other where it has no data set of its own
         began = settings.get("eval_dataset") or began
@@ -78,6 +89,25 @@ def _compared(path: Path, name: str, there: Mapping[str, str], here: Mapping[str
         f"--resume {path}: is of {'another model' if which == 'model' else f'other {name}'} (it began with {began}): "
         f"{said}; use what it began with, or resume anyway with --allow-changed {which}"
     )
+
+
+def check_order(there: Mapping[str, int], here: Mapping[str, int], config: TrainConfig, path: Path) -> None:
+    """The batches to come must be those that would have come.
+
+    Args:
+        there, here: what decides which tokens each step sees, of the run that wrote `path` and of this one.
+
+    Raises:
+        ExpertMeshError: they differ.
+    """
+    may_change = ("rows", "tokens") if "data" in config.allow_changed else ()
+    for name, value in there.items():
+        if here[name] != value and name not in may_change:
+            raise ExpertMeshError(
+                f"--resume {path}: that run had {name.replace('_', ' ')} {value}, this one has {here[name]}; "
+                "with other batches it would not be the same run"
+                + (f"; --global-batch-size {value} keeps it" if name == "global_batch_size" else "")
+            )
 
 
 def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> None:

@@ -268,19 +268,31 @@ class Saver:
             marker.write_text(json.dumps(seal(table), indent=1), encoding="utf-8")
         final = self.directory / checkpoint_name(progress.step)
         replace_directory(partial, final)  # of an earlier attempt at the same step, or a damaged one, if there is one
+        surplus: list[Path] = []
         if progress.best.get("step") == progress.step:
+            before = (self.directory / BEST).resolve() if (self.directory / BEST).exists() else final
             place_link(self.directory / BEST, Path(final.name))
+            if before.name != final.name and self._is_for_best_alone(before, progress):
+                surplus = [self.directory / before.name]
         elif (self.directory / BEST).resolve() == final.resolve():
             # an earlier attempt had its best evaluation at this step, with other weights
             (self.directory / BEST).unlink()
         _name_latest(self.directory, final.name)
-        surplus = self.later_than(progress.step)
+        later = self.later_than(progress.step)
         if self.limit is not None:
-            surplus += whole_checkpoints(self.directory)[len(surplus) + self.limit :]
+            others = [path for path in whole_checkpoints(self.directory) if path not in later + surplus]
+            surplus += others[self.limit :]
         best = (self.directory / BEST).resolve()
-        for old in surplus:
+        for old in dict.fromkeys(surplus + later):
             if old.resolve() != best:
                 _discard(old)
+
+    def _is_for_best_alone(self, path: Path, progress: Progress) -> bool:
+        """Whether a complete checkpoint here, once the best, was saved for that alone: between two that --save-steps
+        asks for."""
+        every = progress.settings["save_steps"]
+        is_here = path.parent == self.directory.resolve() and (path / MARKER).is_file()
+        return is_here and every > 0 and step_of(path) % every != 0
 
     def later_than(self, step: int) -> list[Path]:
         """Checkpoints of an attempt that got beyond `step`, newest first. A run that has gone back to `step` deletes

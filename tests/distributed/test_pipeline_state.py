@@ -54,7 +54,7 @@ def finished(ranks: RankPool, model: Path, tiny_data: Path, tmp_path_factory: py
     def made(layout: Layout) -> Path:
         out = tmp_path_factory.mktemp("finished") / "run"
         run(ranks, size(layout), [*flags(model, tiny_data, out), *spread(*layout)])
-        assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-00000004"]
+        assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-00000006", "step-00000004"]
         return out
 
     return made

@@ -30,6 +30,7 @@ from expertmesh.checkpoints.state.marker import whole_checkpoints
 from expertmesh.checkpoints.storage.checksums import seal
 from expertmesh.moe.base.command import INTERRUPTED
 from expertmesh.training.data import collate
+from expertmesh.training.evaluate import Best
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import attention_mask, random_samples
 from tests.distributed.test_checkpoints import read
@@ -65,15 +66,17 @@ def stop_at_checkpoint(finished: Path, out: Path) -> None:
     """Make `out` what a run killed between the checkpoint and the end leaves behind."""
     shutil.copytree(finished, out)
     shutil.rmtree(out / "hf")
+    shutil.rmtree(out / "checkpoints" / f"step-{STEPS:08d}")
+    (out / "finished.json").unlink()
 
 
 @pytest.fixture(scope="module")
 def finished(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run at dp 2, ep 2, with a checkpoint at step 4 of 6."""
+    """A whole run at dp 2, ep 2, with checkpoints at step 4 of 6 and at its end."""
     out = tmp_path_factory.mktemp("finished") / "run"
     run(ranks, 4, [*flags(tiny_model, tiny_data, out, *shares(4)), "--ep-size", "2"])
-    assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-00000004"]
-    assert (out / "checkpoints" / "latest").read_text() == "step-00000004"
+    assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-00000006", "step-00000004"]
+    assert (out / "checkpoints" / "latest").read_text() == "step-00000006"
     return out
 
 
@@ -234,13 +237,13 @@ def resumed_logits(argv: list[str]) -> torch.Tensor:
     """Logits of the sharded model that a resumed run holds before its first step."""
     found = {}
 
-    def instead_of_training(run: training.Run, resume_from: Path | None) -> bool:
+    def instead_of_training(run: training.Run, resume_from: Path | None) -> training.Trained:
         assert resume_from is not None
         run.engine.load_state(resume_from)
         batch = collate([[sample] for sample in random_samples([9, 5])])
         with torch.no_grad():
             found["logits"] = run.model.eval()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits
-        return True
+        return training.Trained(True, Best(), False)
 
     train, training.train = training.train, instead_of_training
     try:
@@ -281,6 +284,7 @@ def test_damage_is_found_by_file_and_an_older_one_taken(
     for name in spoilt_by(damage, names):
         out = tmp_path / name.replace("/", "-")
         shutil.copytree(finished / "checkpoints", out / "checkpoints")
+        shutil.rmtree(out / "checkpoints" / f"step-{STEPS:08d}")
         spoilt = out / "checkpoints" / saved.name
         DAMAGES[damage](spoilt / name)
         argv = [*flags(tiny_model, tiny_data, out, *shares(world_size)), "--ep-size", str(world_size)]
@@ -470,7 +474,7 @@ def test_interrupted_command() -> None:
 @pytest.fixture
 def small_disk(finished: Path, tmp_path: Path) -> Iterator[Path]:
     """A file system on which one checkpoint of the tiny model fits, and two do not."""
-    size = sum(file.stat().st_size for file in (finished / "checkpoints").rglob("*"))
+    size = sum(file.stat().st_size for file in (finished / "checkpoints" / f"step-{SAVE_AT:08d}").rglob("*"))
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={int(1.6 * size)}", "tmpfs", str(path)]
@@ -523,7 +527,7 @@ def test_what_a_kill_leaves_behind(
     run(ranks, 4, [*flags(tiny_model, tiny_data, out, *shares(4)), "--ep-size", "2", "--resume", "auto"])
     found, expected = ({str(path.relative_to(p)) for path in p.rglob("*")} for p in (out, finished))
     assert found == expected
-    assert (out / "checkpoints" / "latest").read_text() == "step-00000004"
+    assert (out / "checkpoints" / "latest").read_text() == "step-00000006"
     assert is_complete(out / "metrics.jsonl", finished / "metrics.jsonl")
     weights, expected_weights = read(out / "hf"), read(finished / "hf")
     assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
@@ -620,3 +624,58 @@ def test_what_is_not_exported_is_saved(ranks: RankPool, tiny_model: Path, tiny_d
     ]
     (said,) = ranks.run(_said, 1, [*argv, "--overwrite-output-dir", "--save-steps", "0"], join_group=False)
     assert "the trained weights are not saved" in said
+
+
+def _tree(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """When each file was written, and what is in it."""
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--save-steps", "0"], ["--no-export"], ["--no-export", "--save-steps", "0"], ["--adapter", "lora"]],
+    ids=" ".join,
+)
+def test_a_finished_run_started_again_does_nothing(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, more: list[str]
+) -> None:
+    """By the very same command, on other ranks, also where it was shorter than --save-steps."""
+    out = tmp_path / "run"
+    data = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(out), "--use-cpu"]
+    argv = [*data, "--resume", "auto", "--max-steps", "2", "--global-batch-size", "4", *more]
+    run(ranks, 2, argv)
+    before = _tree(out)
+    saved = [path.name for path in whole_checkpoints(out / "checkpoints")]
+    assert saved == ([] if "0" in more else ["step-00000002"])
+    for steps in ("2", "1"):
+        (said,) = ranks.run(_said, 1, [*argv, "--max-steps", steps], join_group=False)
+        assert f"finished already, at step 2{', more than the 1' if steps == '1' else ''}" in said
+        assert _tree(out) == before
+    ((code, said),) = ranks.run(run_main, 1, [*argv, "--seed", "7"], join_group=False)
+    assert (code, "that run had seed 42, this one has 7" in said) == (2, True), said
+    assert _tree(out) == before
+    ((code, said),) = ranks.run(run_main, 1, [*argv, "--max-steps", "3"], join_group=False)
+    if more == ["--save-steps", "0"]:
+        assert (code, "finished at step 2 and left no training checkpoint" in said) == (2, True), said
+        assert _tree(out) == before
+    else:
+        assert code == 0, said
+        steps_made = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert steps_made == [1, 2, 3]
+        (said,) = ranks.run(_said, 1, [*argv, "--max-steps", "3"], join_group=False)
+        assert "finished already, at step 3" in said
+
+
+def test_an_export_that_is_gone_is_made_again(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "hf")
+    argv = [*flags(tiny_model, tiny_data, out, *shares(1)), "--resume", "auto"]
+    (said,) = ranks.run(_said, 1, argv, join_group=False)
+    assert "finished already" not in said
+    assert "all 6 steps of --max-steps are done already" in said
+    weights, expected = read(out / "hf"), read(finished / "hf")
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)

@@ -1,6 +1,8 @@
 """What train_ep.py does besides steps: packing, evaluation, the best checkpoint, early stops, sample generations, the
 report."""
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -12,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, MixtralForCausalLM
 
+from expertmesh import train_ep
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
-from tests.distributed.test_train_ep import assert_equal_weights, run_main, train
+from tests.distributed.test_train_ep import FIXED_PRODUCTS, assert_equal_weights, run_main, train
 
 ARRANGEMENTS = [(1, 1), (4, 2), (4, 4)]
 
@@ -129,6 +132,38 @@ def test_early_stop_and_best_checkpoint(ranks: RankPool, tiny_model: Path, chats
     assert [code for code, _ in start(ranks, 2, *argv, "--resume", "auto")] == [0, 0]
     assert len(lines(tmp_path, "eval_loss")) == len(losses)
     assert all(torch.equal(tensor, exported[name]) for name, tensor in read(tmp_path / "hf").items())
+
+
+def _printed(argv: list[object]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert train_ep.main([*FIXED_PRODUCTS, *map(str, argv)]) == 0
+    return output.getvalue()
+
+
+def test_of_improvements_the_best_is_kept(ranks: RankPool, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    """Every evaluation is better than the one before it: of their checkpoints the best stays, beside those that
+    --save-steps asks for and the last; and the last lines say which weights are exported."""
+    argv = [
+        "--model", tiny_model, "--dataset", chats, "--output-dir", tmp_path, "--use-cpu", "--eval-ratio", 0.25,
+        "--eval-steps", 1, "--learning-rate", 1e-3, "--lr-scheduler-type", "constant", "--save-steps", 4,
+    ]  # fmt: skip
+    (said,) = ranks.run(_printed, 1, [*argv, "--max-steps", 7], join_group=False)
+    losses = [line["eval_loss"] for line in lines(tmp_path, "eval_loss")]
+    assert losses == sorted(losses, reverse=True)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000004", "step-00000007"]
+    assert f"{tmp_path}/hf holds the weights of the last step, 7, and of the best evaluation (step 7, loss" in said
+    # spoilt: the best is no longer the last, and is told how to be had
+    spoil = ["--max-steps", 9, "--resume", "auto", "--learning-rate", 2.0, "--max-grad-norm", 0]
+    (said,) = ranks.run(_printed, 1, [*argv, *spoil], join_group=False)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000004", "step-00000007", "step-00000008", "step-00000009"]
+    assert "hf holds the weights of the last step, 9, not those of the best evaluation (step 7, loss" in said
+    assert f"`expertmesh-checkpoints export {tmp_path}/checkpoints/best DIR` exports them" in said
+    assert "--load-best-model-at-end exports them" in said
+    (said,) = ranks.run(_printed, 1, [*argv, *spoil, "--load-best-model-at-end"], join_group=False)
+    assert "holds the weights of the best evaluation (step 7" in said
+    assert f"export {tmp_path}/checkpoints/step-00000009 DIR` exports them" in said
 
 
 @pytest.mark.complete

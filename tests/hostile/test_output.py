@@ -342,7 +342,7 @@ def test_overwriting_clears_what_a_run_writes_and_nothing_else(
         (out / name).write_text("precious")
     less = [*arguments, str(out), "--save-steps", "0", "--no-export", "--overwrite-output-dir"]
     assert ranks.run(run_main, 1, less, join_group=False) == [(0, "")]
-    assert set(tree(out)) == {"config.yaml", "environment.json", "metrics.jsonl", "report.html", *kept}
+    assert set(tree(out)) == {"config.yaml", "environment.json", "finished.json", "metrics.jsonl", "report.html", *kept}
     # there is nothing of the first run left to resume from
     assert ranks.run(run_main, 1, [*arguments, str(out), "--resume", "auto"], join_group=False) == [(0, "")]
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
@@ -359,7 +359,13 @@ def test_what_a_link_leads_to_is_not_cleared(ranks: RankPool, tmp_path: Path, ar
     argv = [*arguments, str(tmp_path / "out"), "--overwrite-output-dir", "--no-export", "--save-steps", "0"]
     assert ranks.run(run_main, 1, argv, join_group=False) == [(0, "")]
     assert tree(tmp_path / "disk") == {"config.json": b"precious"}
-    assert set(tree(tmp_path / "out")) == {"config.yaml", "environment.json", "metrics.jsonl", "report.html"}
+    assert set(tree(tmp_path / "out")) == {
+        "config.yaml",
+        "environment.json",
+        "finished.json",
+        "metrics.jsonl",
+        "report.html",
+    }
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 

@@ -1,0 +1,141 @@
+"""The record of a run that has come to its end, by which the same command, started again, finds nothing left to do."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from expertmesh.checkpoints import checkpoint_name, whole_checkpoints, write_errors
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.whole import whole
+from expertmesh.sharding import Ranks, raise_together
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.evaluate import Best
+from expertmesh.training.resume import Tell, check_order, compare_run
+from expertmesh.training.watch.alike import Facts
+
+FILE = "finished.json"
+_OF_EXPORTS = (
+    *("adapter_format", "drop_untrained", "export_encoding", "load_best_model_at_end", "max_shard_size"),
+    *("tokenizer", "chat_template"),
+)
+"""Settings by which exports of the same weights differ: with others they are made anew."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """step: the last one that was made, fewer than num_steps after an early stop. holds: what was exported, in words.
+
+    settings, facts, order: of the run, as its training checkpoints record them.
+    """
+
+    step: int
+    num_steps: int
+    holds: str
+    settings: dict[str, Any]
+    facts: Facts
+    order: dict[str, int]
+
+    def write(self, output_dir: Path) -> None:
+        with whole(output_dir / FILE, durable=True) as partial:
+            partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+
+
+def exports_of(config: TrainConfig) -> list[str]:
+    """Directories in --output-dir that a run exports to."""
+    if not config.export:
+        return []
+    return ["hf"] * (config.adapter == "none" or config.merge) + ["adapter"] * (config.adapter != "none")
+
+
+def read_finished(output_dir: Path) -> Finished | None:
+    """The record; None where no run has come to its end, or it cannot be read."""
+    try:
+        return Finished(**json.loads((output_dir / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def find_finished(
+    config: TrainConfig,
+    output_dir: Path,
+    num_steps: int,
+    facts: Facts,
+    order: dict[str, int],
+    ranks: Ranks,
+    tell: Tell,
+) -> str | None:
+    """Whether `--resume auto` finds that all is done; what to say then. All ranks call it together.
+
+    Where more is asked for than was done, the run goes on from its training checkpoints.
+
+    Args:
+        facts, order: of this run (see `check_resume` and `check_order`).
+        tell: is told of what is not as it was.
+
+    Raises:
+        ExpertMeshError: on all ranks, when the run that has finished is another one; or more is asked for, and it left
+            nothing to go on from.
+    """
+    told: list[str | None] = [None]
+    with raise_together(), write_errors(output_dir):
+        if ranks.rank == 0 and (done := read_finished(output_dir)) is not None:
+            told = [_find(done, config, output_dir, num_steps, facts, order, tell)]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _find(
+    done: Finished,
+    config: TrainConfig,
+    output_dir: Path,
+    num_steps: int,
+    facts: Facts,
+    order: dict[str, int],
+    tell: Tell,
+) -> str | None:
+    exports, earlier = exports_of(config), [name for name in ("hf", "adapter") if (output_dir / name).exists()]
+    are_there = set(exports) <= set(earlier)
+    is_alike = not exports or all(done.settings[name] == getattr(config, name) for name in _OF_EXPORTS)
+    if are_there and is_alike and (num_steps == done.num_steps or num_steps <= done.step):
+        file = output_dir / FILE
+        compare_run(file, done.facts, done.settings, config, facts, tell)
+        check_order(done.order, order, config, file)
+        beyond = f", more than the {num_steps} that are asked for now" if num_steps < done.step else ""
+        return f"finished already, at step {done.step}{beyond}; nothing is trained or written; {done.holds}"
+    if earlier and not whole_checkpoints(output_dir / "checkpoints"):
+        if not config.overwrite_output_dir:
+            raise ExpertMeshError(
+                f"--resume auto: {output_dir}: the run there finished at step {done.step} and left no training "
+                "checkpoint to go on from: choose another --output-dir, or replace it with --overwrite-output-dir"
+            )
+        (output_dir / FILE).unlink()
+    return None
+
+
+def held_line(output_dir: Path, config: TrainConfig, step: int, best: Best, took_best: bool) -> str:
+    """Whose weights a finished run has exported, and how to get the others, in a line.
+
+    Args:
+        step: the last one.
+        took_best: whether the weights of the best evaluation were taken at the end.
+    """
+    exports = [str(output_dir / name) for name in exports_of(config)]
+    if not exports:
+        return "nothing was exported, as --no-export was given"
+    what = f"{' and '.join(exports)} {'hold' if len(exports) > 1 else 'holds'} the weights"
+    if best.step == 0:
+        return f"{what} of the last step, {step}"
+    of_last, of_best = f"of the last step, {step}", f"of the best evaluation (step {best.step}, loss {best.loss:.4f})"
+    if best.step == step:
+        return f"{what} {of_last}, and {of_best}"
+    held, other, number = (of_best, of_last, step) if took_best else (of_last, of_best, best.step)
+    saved = output_dir / "checkpoints" / (checkpoint_name(step) if took_best else "best")
+    ways = [] if took_best else ["--load-best-model-at-end exports them at the end of a run"]
+    if saved.exists() and config.adapter != "none":
+        ways.insert(0, f"--resume {saved} --max-steps {number} exports them")
+    elif saved.exists():
+        ways.insert(0, f"`expertmesh-checkpoints export {saved} DIR` exports them")
+    return f"{what} {held}, not those {other}: {'; '.join(ways) or 'they were not saved'}"
