@@ -204,6 +204,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
                 run.saver.prepare(run.model, engine.optimizer)
             if stopping or enough:
                 break
+        alarms.end(engine.step_number)
         _write_profile(run, profiler)
         if compiled is not None and compilation().is_more_than(compiled):
             log.line(f"compiled {compilation()} in the whole run")

@@ -143,3 +143,22 @@ def test_layers_pooled_are_to_be_balanced_by_themselves() -> None:
 
 def test_zero_steps_watches_nothing() -> None:
     assert router_alarm(router_warn_steps=0).check(1000, np.array([[0, 0, 0, 1]])) == []
+
+
+def test_a_collapse_is_told_as_soon_as_it_is_certain() -> None:
+    """After a tenth of the window where tokens are many; else at its end."""
+    even, collapsed = np.array([[1000, 1000, 1000, 1000]]), np.array([[0, 0, 2000, 2000]])
+    alarm = router_alarm(router_warn_steps=100, top_k=1)
+    steps = [step for step in range(1, 40) if alarm.check(1, even if step <= 10 else collapsed)]
+    assert steps == [20], "of both kinds at once, and once"
+    alarm = router_alarm(router_warn_steps=100, top_k=1)
+    assert [step for step in range(1, 150) if alarm.check(1, collapsed // 1000)] == [100]
+
+
+@pytest.mark.parametrize(("tokens", "warns"), [(2000, True), (100, False)])
+def test_a_run_shorter_than_a_window_is_judged_at_its_end(tokens: int, warns: bool) -> None:
+    alarm = router_alarm(router_warn_steps=100, top_k=1)
+    assert all(alarm.check(1, np.array([[0, tokens, tokens]])) == [] for _ in range(5))
+    assert bool(alarm.end()) == warns
+    assert alarm.end() == []
+    assert router_alarm().end() == []

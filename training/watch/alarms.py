@@ -24,6 +24,9 @@ LOSS_DEVIATIONS = 6.0
 LOSS_MARGIN = 0.1
 """Fraction of the mean: a loss that hardly moves would otherwise alarm at nothing."""
 LAYERS_NAMED = 4
+EARLY_TOKENS = 1000
+"""Tokens of the mean expert that are enough for a verdict before a window is full. With fewer, an expert that a
+pretrained router chooses a hundred times more rarely than the mean may have got none by chance."""
 
 
 class Alarms:
@@ -44,6 +47,11 @@ class Alarms:
         if "expert_tokens" in metrics:
             for warning in self.router.check(metrics["steps"], np.array(metrics["expert_tokens"])):
                 self._warn(step, warning)
+
+    def end(self, step: int) -> None:
+        """To be told when training ends, after the last interval: a run may be shorter than a window."""
+        for warning in self.router.end():
+            self._warn(step, warning)
 
     def _warn(self, step: int, warning: str | None) -> None:
         if warning is not None:
@@ -79,7 +87,9 @@ class RouterAlarm:
     """Experts, and groups of them, without a single token, or experts with far more than the mean, over windows of
     --router-warn-steps steps.
 
-    A window ends where an interval is logged, so it may be longer. Each kind is warned of once.
+    A window ends where an interval is logged, so it may be longer. It ends after a tenth of the steps, or with the run,
+    where they bring the mean expert `EARLY_TOKENS`: what collapses at once is then told at once. Each kind is warned of
+    once.
 
     Args:
         top_k: experts per token.
@@ -102,8 +112,18 @@ class RouterAlarm:
             return []
         self.steps += num_steps
         self.tokens_LE = self.tokens_LE + tokens_LE
-        if self.steps < self.config.router_warn_steps:
-            return []
+        is_early = self.steps * 10 >= self.config.router_warn_steps and self._is_enough()
+        return self._verdict() if is_early or self.steps >= self.config.router_warn_steps else []
+
+    def end(self) -> list[str]:
+        """Warnings of the window that the end of training leaves open, if there are any."""
+        return self._verdict() if self.steps and self._is_enough() else []
+
+    def _is_enough(self) -> bool:
+        return bool(self.tokens_LE.mean(axis=1).min() >= EARLY_TOKENS)
+
+    def _verdict(self) -> list[str]:
+        """Warnings of a window, which then begins anew."""
         found = {"group": self._dead_groups(), "dead": self._dead(), "load": self._overloaded()}
         self.steps, self.tokens_LE = 0, 0
         new = {kind: text for kind, text in found.items() if text is not None and kind not in self.warned}
