@@ -125,11 +125,17 @@ class TPGroup:
         return out
 
 
+def _no_view(x: Tensor) -> Tensor:
+    """The same values in the same memory, as a tensor of its own: a view that a function's forward returns, nobody may
+    change in place, and models do, as where they clamp queries."""
+    return x.data
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return group.all_gather(x, dim)
+        return _no_view(group.all_gather(x, dim))
 
     @staticmethod
     @once_differentiable
@@ -165,7 +171,7 @@ class _ToPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return group.send_positions(x, dim)
+        return _no_view(group.send_positions(x, dim))
 
     @staticmethod
     @once_differentiable
@@ -177,7 +183,7 @@ class _ToColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: TPGroup, x: Tensor, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return group.send_columns(x, dim)
+        return _no_view(group.send_columns(x, dim))
 
     @staticmethod
     @once_differentiable
