@@ -101,7 +101,9 @@ TAKES_TRAINING_FLAGS = (
 HANDED_OVER = {"sharding": "training.foresight.cluster_commands"}
 """What a command hands its flags to."""
 REHEARSE = "expertmesh.training.foresight.rehearsal.rehearse_command"
-"""What `python -m sharding rehearse` hands its flags to."""
+"""What `python -m expertmesh.sharding rehearse` hands its flags to."""
+PLAN = "expertmesh.training.foresight.plan_command"
+"""And `plan`."""
 
 
 def options_for(command: str) -> set[str]:
@@ -113,6 +115,8 @@ def options_for(command: str) -> set[str]:
         known |= training_options()
     if "sharding rehearse" in command:
         known |= options_of(REHEARSE)
+    if "sharding plan" in command:
+        known |= options_of(PLAN)
     for module in re.findall(r"-m (?:expertmesh\.)?([\w.]+)", command):
         known |= options_of(module) if module in MODULES else set()
     return known
@@ -173,7 +177,7 @@ def test_files_that_are_named_exist(readme: Path) -> None:
 def test_flags_are_known(readme: Path) -> None:
     """In a command line to that command, be it in a remark behind it; elsewhere to any."""
     everything = training_options() | TORCHRUN | FOREIGN_FLAGS
-    for module in (*MODULES, REHEARSE):
+    for module in (*MODULES, REHEARSE, PLAN):
         everything |= options_of(module)
     for span in code(readme):
         for flag in flags(span):
