@@ -25,5 +25,5 @@ CASES = {
     "data_files": (60, 50),
     "data_rows": (400, 0),
     "tokenizer_files": (120, 50),
-    "chat_templates": (0, 60),
+    "chat_templates": (0, 48),
 }
