@@ -28,6 +28,7 @@ Shape suffixes: T tokens, D model width, F expert width, G = 2·F, E experts, K 
 import argparse
 import importlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -532,7 +533,9 @@ def check(variants: Sequence[Variant], inputs: Inputs) -> tuple[dict[tuple[str, 
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
+    """Norm of the difference over the norm of what is expected; infinite where the shapes differ."""
+    if found.shape != expected.shape:  # else one might be broadcast
+        return math.inf
     difference = (found.float() - expected.float()).norm()
     return float(difference / expected.float().norm().clamp(min=torch.finfo(torch.float32).tiny))
 

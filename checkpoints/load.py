@@ -116,19 +116,19 @@ def _sums_of_transposed(tensors: Sequence[DiskTensor], reader: SafetensorsReader
 
 
 def _check_copy(copy: DiskTensor, shards: dict[str, ShardedParameter], reader: SafetensorsReader) -> None:
-    (region,) = copy.regions
-    shard = shards[region.parameter]
-    for piece in reader.region_pieces(copy, region, shard.rows):
-        target = shard.view(piece.rows)
-        if not torch.equal(target, as_tensor(piece.data, piece.dtype).to(target.device, target.dtype)):
-            raise ExpertMeshError(
-                f"{piece.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
-                "set tie_word_embeddings to false there"
-            )
+    for region in copy.regions:
+        shard = shards[region.parameter]
+        for piece in reader.region_pieces(copy, region, shard.rows):
+            target = shard.view(piece.rows)
+            if not torch.equal(target, as_tensor(piece.data, piece.dtype).to(target.device, target.dtype)):
+                raise ExpertMeshError(
+                    f"{piece.file}: {copy.name} differs from {region.parameter}, though config.json ties them; "
+                    "set tie_word_embeddings to false there"
+                )
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or not tensor.numel():
         return True
     # minimum and maximum carry NaN and infinity without a mask as large as the tensor
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())

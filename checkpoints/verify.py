@@ -153,6 +153,8 @@ def _region_difference(
     if shape_a != shape_b:
         return f"shape {list(shape_a)} against {list(shape_b)}"
     rows = overlap(region.rows, range(rows_of(there.parameters[parameter])))
+    if not region.rows:
+        return None  # without elements
     if not rows:
         return f"only in {here.path}"
     rows_a, rows_b = gather(a.reader, name_a, rows), gather(b.reader, name_b, rows)

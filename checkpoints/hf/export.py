@@ -210,7 +210,7 @@ def brought(shard: ShardedParameter, region: Region, dtype: torch.dtype) -> Iter
 
 def _runs(shard: ShardedParameter, region: Region, dtype: torch.dtype) -> Iterator[tuple[int, range]]:
     """(owner, rows) of a region in row order, cut into pieces of bounded size. The same on every rank."""
-    step = max(1, _PIECE_BYTES // (shard.row_shape.numel() * dtype.itemsize))
+    step = max(1, _PIECE_BYTES // max(1, shard.row_shape.numel() * dtype.itemsize))
     for owner, owned in shard.owners:
         rows = overlap(owned, region.rows)
         for start in range(rows.start, rows.stop, step):

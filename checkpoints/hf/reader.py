@@ -201,7 +201,7 @@ class SafetensorsReader:
         offset = info.offset + sum(region.index) * matrix[0] * row_bytes
         if not region.transposed:
             data = self._box(info.file, offset, row_bytes, run, range(row_bytes))
-            return data.view(ARRAY_TYPES[info.dtype]).reshape(-1, *matrix[1:])[:: region.step]
+            return data.view(ARRAY_TYPES[info.dtype]).reshape(len(run), *matrix[1:])[:: region.step]
         columns = range(run.start * item, run.stop * item)
         data = self._box(info.file, offset, row_bytes, range(matrix[0]), columns)
         return data.view(ARRAY_TYPES[info.dtype])[:, :: region.step]

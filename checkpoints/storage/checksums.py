@@ -45,7 +45,7 @@ def row_sum(rows: Array, first_row: int) -> int:
         return 0
     data = as_bytes(contiguous(rows))
     row_bytes = len(data) // rows.shape[0]
-    step = GRANULE * row_bytes
+    step = max(1, GRANULE * row_bytes)  # rows may have no elements
     digest, number = xxhash.xxh3_64_intdigest, (first_row + skipped) // GRANULE
     total = 0
     for start in range(skipped * row_bytes, len(data), step):

@@ -279,10 +279,11 @@ def settled_attention(config: Any, attn_implementation: str) -> str:
 
 def _make_constants_buffers(model: nn.Module) -> None:
     """Make buffers of parameters that their family never trains, such as a router's correction bias in some: as in
-    other families they are then neither sharded nor rounded."""
+    other families they are then neither sharded nor rounded. Likewise of parameters without elements, such as those of
+    shared experts in a family that builds them for a config that has none: FSDP cannot shard them."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and not parameter.requires_grad:
+            if parameter is not None and not (parameter.requires_grad and parameter.numel()):
                 del module._parameters[name]
                 module.register_buffer(name, parameter.detach(), persistent=True)
 

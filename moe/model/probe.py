@@ -356,7 +356,8 @@ def _noting_reads(model: nn.Module) -> Iterator[tuple[set[str], set[str]]]:
     def weight(module: nn.Module) -> Tensor | None:
         if module not in computing:
             read.add(paths[module])
-        return module._parameters["weight"]
+        # of a layer without elements it is a buffer
+        return module._parameters["weight"] if "weight" in module._parameters else module._buffers["weight"]
 
     def noting(own: Any) -> Any:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
