@@ -10,6 +10,7 @@ from typing import Any
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, listed_tensors, read_manifest
 from expertmesh.checkpoints.hf.claims import unfilled
 from expertmesh.checkpoints.hf.encodings import TensorInfo, decoded
+from expertmesh.checkpoints.hf.reader import tied_copies_that_differ
 from expertmesh.checkpoints.hf.source import open_source, read_header, read_headers, read_json
 from expertmesh.checkpoints.opening import Readable, is_shards
 from expertmesh.checkpoints.state.marker import MARKER, read_marker
@@ -110,15 +111,20 @@ def describe_model(readable: Readable, without_tensors: str | None = None) -> It
 
 
 def with_claims_checked(readable: Readable) -> tuple[Readable, str | None]:
-    """The same, what transformers would fill with random values among the checkpoint's problems; and what config.json
-    claims and transformers does without, if no tensor is of it."""
+    """The same, what transformers would fill with random values among the checkpoint's problems, and tied tensors that
+    differ; and what config.json claims and transformers does without, if no tensor is of it."""
     checkpoint = readable.checkpoint
     raw = read_json(checkpoint.source.path / "config.json")
     lacking, without_tensors = unfilled(raw, checkpoint, readable.names)
     if lacking is not None:
         said = f"{lacking}; an export with --drop-untrained has a config that does not claim them"
-        readable = replace(readable, checkpoint=replace(checkpoint, problems=[*checkpoint.problems, said]))
-    return readable, without_tensors
+        checkpoint = replace(checkpoint, problems=[*checkpoint.problems, said])
+    differing = [
+        f"tensor {copy.name} differs from {original}, though config.json ties them"
+        for copy, original in tied_copies_that_differ(checkpoint)
+    ]
+    checkpoint = replace(checkpoint, problems=[*checkpoint.problems, *differing])
+    return replace(readable, checkpoint=checkpoint), without_tensors
 
 
 def _form(path: Path) -> str:

@@ -26,9 +26,11 @@ from torch import Tensor, nn
 
 from expertmesh.checkpoints.adapter.peft_format import (
     PREFIX,
+    REMAPPED,
     SCALE_SETTINGS,
     LoraPair,
     adapter_config,
+    is_target,
     lora_names,
     names_a_pattern,
     pack_experts,
@@ -422,6 +424,7 @@ class Adapter:
             if there:
                 self.packed[path] = there
         self._find_linear(pairs)
+        self._check_targets()
         for parameter, numbers in self.found.items():
             if parameter not in self.names.experts:
                 continue
@@ -432,6 +435,38 @@ class Adapter:
                 raise ExpertMeshError(
                     f"{self.path / CONFIG}: gives the experts of {parameter} different ranks or scales; that is not "
                     "supported"
+                )
+
+    def _check_targets(self) -> None:
+        """An adapter of a model with fewer layers would leave the others of this one as they are, without a word.
+
+        Raises:
+            ExpertMeshError: something that the config names as a target has no adapter.
+        """
+        modules, config = self.config.get("target_modules"), self.config
+        narrowed = ("exclude_modules", "layers_to_transform", "layers_pattern")
+        if any(config.get(key) for key in narrowed):
+            return  # PEFT's rules, of which targets are left
+        there, linear = self.class_names.there, list[tuple[str, str]]()
+        if isinstance(modules, list):
+            plain = [target for target in modules if target not in REMAPPED]
+            linear = [
+                (there(path), f"{path}.weight")
+                for path, module in self.names.model.named_modules()
+                if isinstance(module, nn.Linear) and is_target(there(path), plain)
+            ]
+        experts = [
+            (f"{there(path)}.{part.place.tensor}", f"{path}.mlp.{part.name}")
+            for path, layer in self.layers.items()
+            for part in layer.mlp.layout.parameters
+            if part.row and is_target(f"{there(path)}.{part.place.tensor}", config.get("target_parameters") or [])
+        ]
+        adapted = self.parameters
+        for name, parameter in (*linear, *experts):
+            if parameter not in adapted:
+                raise ExpertMeshError(
+                    f"{self.path / WEIGHTS}: has nothing for {name}, which is among the targets in {CONFIG}: it was "
+                    "trained beside another model"
                 )
 
     def _find_linear(self, pairs: Mapping[str, tuple[str, str]]) -> None:

@@ -36,6 +36,8 @@ def merge_adapter(base: Path, adapter: Path, out: Path, how: HowToWrite) -> int:
     check_all_bytes(base)
     there = class_names(readable.names.model, readable.checkpoint.source.config)
     changed = Adapter(adapter, readable.names, there)
+    for parameter in sorted(changed.parameters):
+        changed.pair(parameter)  # what cannot be merged is refused before anything is written
 
     def make_reader() -> ParameterReader:
         return MergedReader(readable.make_reader(), Adapter(adapter, readable.names, there))

@@ -246,6 +246,11 @@ def names_a_pattern(config: Mapping[str, Any], name: str) -> bool:
     return any(_of_pattern(config, key, name, none) is not none for key in ("rank_pattern", "alpha_pattern"))
 
 
+def is_target(path: str, targets: Collection[str]) -> bool:
+    """Whether a module or parameter is one of a config's targets: by its last names, as PEFT compares lists of them."""
+    return any(end in targets for end in _ends(path))
+
+
 def target_name(config: Mapping[str, Any], module: str) -> str:
     """What patterns know an adapted module by: the name of its weight, where that is a target of its own."""
     weight = f"{module}.weight"

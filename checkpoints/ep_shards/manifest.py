@@ -424,6 +424,11 @@ def _check_coverage(source: ModelSource, tensors: list[DiskTensor], names: Names
             if part.start != end:
                 break
             end = part.stop
+        if end > rows_of(shape):
+            raise ExpertMeshError(
+                f"{source.path}: {name} has {end} dim-0 slices, where the model that config.json describes has "
+                f"{rows_of(shape)}"
+            )
         if end != rows_of(shape):
             raise ExpertMeshError(f"{source.path}: {name} is missing from dim-0 index {end} on")
 

@@ -80,7 +80,7 @@ def check_alike(
     """
     if ranks.world_size == 1:
         return
-    mine = "" if facts is None else json.dumps(dict(facts))
+    mine = "" if facts is None else json.dumps(dict(facts), sort_keys=True)
     digest = mine and hashlib.sha256(mine.encode()).hexdigest()[:16]
     told = _gather(ranks, what, json.dumps([digest, node_name()]), seconds)
     digests, nodes = zip(*map(json.loads, told), strict=True)

@@ -316,3 +316,28 @@ def test_names_of_either_class_are_read(bases: dict[str, Path], tmp_path: Path, 
         name.rpartition(".layers.1.")[2] for name, tensor in want.items() if not torch.equal(before[name], tensor)
     }
     assert {"self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"} <= changed
+
+
+@pytest.mark.parametrize("target", ["attention", "experts"])
+def test_an_adapter_of_another_model_is_refused(
+    bases: dict[str, Path], tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With fewer or more layers, other widths, and for experts another number of them."""
+    targets = (
+        dict(target_modules=["q_proj"])
+        if target == "attention"
+        else dict(target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    )
+    adapter = adapter_of(bases["mixtral"], tmp_path / "adapter", **targets)
+    config = json.loads((bases["mixtral"] / "config.json").read_text())
+    layers, experts = config["num_hidden_layers"], config["num_local_experts"]
+    others: list[dict[str, Any]] = [{"num_hidden_layers": layers + 1}, {"num_hidden_layers": layers - 1}]
+    others += [{"hidden_size": 2 * config["hidden_size"]}]
+    others += [{"num_local_experts": 2 * experts}] if target == "experts" else []
+    for number, changes in enumerate(others):
+        other = saved(tiny_model("mixtral", 0, **changes), tmp_path / str(number))
+        assert main(["merge", str(other), str(adapter), str(tmp_path / "merged")]) == 2, changes
+        assert not (tmp_path / "merged").exists()
+        said = capsys.readouterr().err
+        assert str(adapter) in "".join(said.split()), said
+    assert main(["merge", str(bases["mixtral"]), str(adapter), str(tmp_path / "merged")]) == 0

@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import MixtralConfig
 
 from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.ep_shards.manifest import read_manifest
 from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
 from expertmesh.checkpoints.hf.reader import tied_copies_that_differ
 from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource, read_header
+from expertmesh.checkpoints.storage.checksums import file_checksum, seal
 from expertmesh.checkpoints.verify import _NOT_COMPUTED, _computed
 from tests.tiny import save_model, tiny_config, tiny_mixtral
 
@@ -140,6 +142,41 @@ def test_a_tied_copy_that_differs_from_its_twin(
     _edited(forms[0], tmp_path / "tied", _tied, tie_word_embeddings=True)
     assert run("verify", tmp_path / "tied", tmp_path / "copy") == 1
     assert "lm_head.weight: differs from model.embed_tokens.weight, its tied twin" in capsys.readouterr().out
+    assert run("inspect", tmp_path / "tied", "--check") == 0
+    assert run("inspect", tmp_path / "copy", "--check") == 1
+    assert "lm_head.weight differs from model.embed_tokens.weight" in " ".join(capsys.readouterr().out.split())
+
+
+CONFIGS: list[dict[str, Any]] = [
+    *({"num_hidden_layers": number} for number in (1, 3)),
+    *({"num_local_experts": number} for number in (2, 8)),
+    *({"vocab_size": number} for number in (32, 128)),
+    *({"intermediate_size": number} for number in (32, 64)),
+    *({"hidden_size": 64}, {"num_key_value_heads": 4}, {"tie_word_embeddings": True}),
+]
+
+
+def test_inspect_of_what_another_config_describes(
+    forms: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole in itself, of a model with more or less of something; EP shards too, whose manifest knows the config."""
+    for form, change in product((forms[0], forms[2]), CONFIGS):
+        other = tmp_path / "other"
+        shutil.rmtree(other, ignore_errors=True)
+        shutil.copytree(form, other)
+        file = other / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+        if (other / "manifest.json").exists():
+            manifest = read_manifest(form)
+            del manifest["checksum"]
+            manifest["files"]["config.json"].update(bytes=file.stat().st_size, xxh3_128=file_checksum(file))
+            (other / "manifest.json").write_text(json.dumps(seal(manifest)))
+        assert run("inspect", other, "--check") != 0, (form, change)
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        assert "complete    no" in told.out or "config.json describes" in told.err or "is missing from" in told.err, (
+            told
+        )
 
 
 def test_a_tied_copy_of_what_lies_in_several_tensors(tmp_path: Path) -> None:
