@@ -31,7 +31,8 @@ def test_trained_converted_and_exported(
     argv += ["--max-steps", 2, "--save-steps", 2, "--per-device-train-batch-size", 4, "--learning-rate", "1e-2"]
     results = ranks.run(run_main, 2, [str(flag) for flag in argv], join_group=False)
     assert [code for code, _ in results] == [0] * 2, results
-    trained, told = AutoModelForCausalLM.from_pretrained(out / "hf", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(out / "hf", output_loading_info=True)
+    trained, told = loaded
     assert not told["missing_keys"]
     assert empty <= set(trained.state_dict())
     assert not torch.equal(trained.lm_head.weight, theirs.lm_head.weight)
