@@ -190,7 +190,7 @@ WITHOUT = {
 WITH = [
     "--ep-size=4", "--tp-size=2", "--pp-size=2", "--dispatch=node", "--adapter=lora", "--merge", "--eval-dataset=e",
     "--early-stopping-patience=1", "--generate-steps=1", "--resume=auto", "--profile=1",
-    "--gradient-checkpointing=selective",
+    "--gradient-checkpointing=selective", "--dense-shard=hybrid",
 ]  # fmt: skip
 
 

@@ -840,8 +840,9 @@ class DebugSettings:
     check_replicas: int = _flag(
         "Debugging",
         0,
-        "Every N steps, and before each save, compare replicated tensors across ranks; 0: never. With --dense-shard "
-        "full these are only buffers",
+        "Every N steps, and before each save, compare parameters that several ranks hold; 0: never. With --dense-shard "
+        "full there are none",
+        needs=Needs("--dense-shard hybrid", lambda config: config.dense_shard == "hybrid"),
     )
     deterministic: bool = _flag("Debugging", False, "Bitwise reproducible per layout; slower on GPUs")
     debug_ranks: list[int] = _list(
