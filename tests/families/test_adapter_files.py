@@ -340,7 +340,8 @@ def test_broken_adapters_are_named(ranks: RankPool, models: dict[str, Path], tin
     assert f"was trained with --lora-rank 2 --lora-alpha {ALPHA:g}, and this run has {given}" in smaller
     assert ".mlp.w" not in smaller + uneven, "names of ours"
     attention = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    assert "has no adapter there; --lora-targets must name the same" in refused(attention)
+    assert "has nothing for model.layers.0.mlp.experts.gate_up_proj, which is among the targets" in refused(attention)
+    assert "has no adapter there; --lora-targets must name the same" in refused(attention, target_parameters=[])
 
 
 @pytest.mark.filterwarnings("error:The following .*_pattern keys did not match")
