@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from expertmesh.moe import decoder_layers, moe_layers
 from expertmesh.sharding import local_tensor
 from expertmesh.sharding.place.recompute import checkpoint_layers
 from expertmesh.training.foresight.memory import CONTEXT, RING, Memory
+from expertmesh.training.foresight.planner import peak_memory
 from expertmesh.training.foresight.planner.peak_memory import peak
 from expertmesh.training.foresight.planner.step_order import ROOT, Name
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
@@ -142,3 +144,21 @@ def test_terms_add_up() -> None:
 def test_a_gpu_needs_more_than_its_tensors() -> None:
     run = tiny_run(4, {"ep_size": 2, "bf16": True}, device="cuda")
     assert peak(run).memory.total > peak(run).tensors + CONTEXT + 2 * RING
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_bf16"])
+def test_sums_over_replicas_wait_for_the_end_of_backward(optim: str) -> None:
+    """FSDP keeps them, in fp32, beside gradients of another dtype; gradients in fp32 are these sums themselves."""
+    flags = {"ep_size": 2, "dense_shard": "hybrid", "optim": optim, "bf16": True}
+    run, waiting = tiny_run(4, flags, device="cuda"), [0.0]
+    add = peak_memory._Rank._sum
+
+    def noted(self: Any, *given: Any) -> None:
+        add(self, *given)
+        waiting.append(self.summed)
+
+    with mock.patch.object(peak_memory._Rank, "_sum", noted):
+        peak(run)
+    of_replicas = sum(4 * unit.trained for unit in run.units.values() if unit.replicas > 1)
+    assert max(waiting) == (of_replicas if optim == "adamw_bf16" else 0)
+    assert of_replicas > 0
