@@ -105,7 +105,7 @@ def _layer(x_BSD: Tensor, weight: Tensor) -> Tensor:
     """Attention of two heads, as transformers calls it."""
     heads = (x_BSD @ weight).unflatten(-1, (2, -1)).transpose(1, 2)
     module = SimpleNamespace(is_causal=True, training=True, num_key_value_groups=1)
-    out, _ = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)(
+    out, _ = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", _attend)(
         module, heads, heads, heads, None, scaling=None, dropout=0.0
     )
     return x_BSD + out.flatten(2)
