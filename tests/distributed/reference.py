@@ -1,6 +1,7 @@
 """The reference implementation: a family's own class in one process on the full batch, and the same figures from our
 ranks."""
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,7 +120,9 @@ def reference(case: Case, **changes: Any) -> Figures:
             grads = {n: g.clone() for n, g in in_our_layout(model, "grad").items()}
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)))
         optimizer.step()
-        losses.append(float(cross_entropy.detach()))
+        # the mean over no target, which has the gradient of a sum over none
+        has_targets = bool((labels[:, 1:] != -100).any())
+        losses.append(float(cross_entropy.detach()) if has_targets else math.nan)
         balances.append(float(balance.detach()))
         zs.append(float(z.detach()))
     return Figures(losses, balances[0], zs[0], grad_norms, grads, in_our_layout(model, "data"))
