@@ -5,6 +5,8 @@ import io
 import json
 import re
 import shlex
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from expertmesh.training.foresight.planner.check import (
     measured_hardware,
     measured_links,
 )
-from expertmesh.training.foresight.planner.hardware import load_measured, save_measured
+from expertmesh.training.foresight.planner.hardware import DEVICES, load_measured, preset, save_measured
+from expertmesh.training.foresight.planner.hardware_flags import chosen_hardware
 from expertmesh.training.foresight.planner.mesh_picture import picture
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config
@@ -472,6 +475,27 @@ def test_mistakes(config_file: Path, capsys: pytest.CaptureFixture[str], argumen
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["plan", "rehearse"])
+def test_measured_rates_and_presets(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """What a file of rates has is no preset's: such a flag is refused, but --gpu where only it says the memory."""
+    card, host = tmp_path / "card.json", tmp_path / "host.json"
+    measured = preset("H100", "infiniband-ndr")
+    save_measured(measured, card)
+    save_measured(replace(measured, device=replace(measured.device, memory=0.0)), host)
+    common = [command, "--model", str(tiny), "--gpus", "2", "--max-seq-length", "32", "--tp-size", "1"]
+    for file, flags, said in (
+        (card, ["--network", "pcie4"], f"--network pcie4: --calibrate {card} has the rates of the links; leave out"),
+        (host, ["--network", "pcie4"], f"--network pcie4: --calibrate {host} has the rates of the links; leave out"),
+        (card, ["--gpu", "A100"], f"--gpu A100: --calibrate {card} has a GPU's rates and memory; leave out"),
+    ):
+        assert main([*common, "--calibrate", str(file), *flags]) == 2
+        assert said in capsys.readouterr().err
+    arguments = Namespace(gpu="H200", network=None, calibrate=host, flash_attention=2)
+    assert chosen_hardware(arguments).device == replace(measured.device, memory=DEVICES["H200"].memory)
 
 
 def test_a_directory_without_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ step are in the launch line alone. Defaults other than train_ep.py's: --bf16,
 lora), fewer where they are longer.
 
 examples:
-  python -m expertmesh.sharding plan --model DIR --gpus 16 --adapter lora --packing
+  python -m expertmesh.sharding plan --model DIR --gpus 16 --adapter lora
   python -m expertmesh.sharding plan --config configs/mixtral_8x7b.yaml --gpus 8"""
 
 
@@ -89,7 +89,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="python -m expertmesh.sharding plan",
         usage="%(prog)s --model DIR [options]",
-        description="Memory, traffic and speed of every parallel layout, from config.json alone; needs no weights.",
+        description="Memory, traffic and speed of every parallel layout, from\nconfig.json alone; needs no weights.",
         epilog=_EPILOG,
     )
     add_hardware_flags(parser)

@@ -8,22 +8,23 @@ from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import flag_of
 from expertmesh.training.foresight.planner.hardware import DEVICES, LINKS, Hardware, load_measured, preset
 
+_GPU, _NETWORK = "H100", "infiniband-ndr"
+
 
 def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=8, help="number of GPUs")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node")
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help=", ".join(DEVICES))
+    parser.add_argument("--gpu", metavar="NAME", help=f"{', '.join(DEVICES)} (default: {_GPU})")
     parser.add_argument(
         "--gpu-memory", default="", metavar="SIZE", help="memory per GPU, as 80GiB (default: the GPU's own)"
     )
-    parser.add_argument(
-        "--network", default="infiniband-ndr", metavar="NAME", help=f"between nodes: {', '.join(LINKS)}"
-    )
+    parser.add_argument("--network", metavar="NAME", help=f"between nodes: {', '.join(LINKS)} (default: {_NETWORK})")
     parser.add_argument(
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="use the rates that `mesh --check --json FILE` or `benchmarks.rates --write FILE` measured, not --gpu's",
+        help="use the rates that `mesh --check --json FILE` or `benchmarks.rates --write FILE` measured, in place of "
+        "--gpu and --network",
     )
     parser.add_argument(
         "--flash-attention",
@@ -38,14 +39,24 @@ def chosen_hardware(arguments: argparse.Namespace) -> Hardware:
     """The preset, or the rates that were measured.
 
     Raises:
-        ExpertMeshError: no such preset, or the file of rates will not do.
+        ExpertMeshError: no such preset, or the file of rates will not do, or has what a flag says too.
     """
-    hardware = preset(arguments.gpu, arguments.network)
-    if arguments.calibrate is not None:
-        measured = load_measured(arguments.calibrate)
+    file = arguments.calibrate
+    if file is not None and arguments.network is not None:
+        raise ExpertMeshError(
+            f"--network {arguments.network}: --calibrate {file} has the rates of the links; leave out one of them"
+        )
+    gpu = _GPU if arguments.gpu is None else arguments.gpu
+    hardware = preset(gpu, _NETWORK if arguments.network is None else arguments.network)
+    if file is not None:
+        measured = load_measured(file)
+        if measured.device.memory and arguments.gpu is not None:
+            raise ExpertMeshError(
+                f"--gpu {arguments.gpu}: --calibrate {file} has a GPU's rates and memory; leave out one of them"
+            )
         # a CPU's file has no memory of its own: --gpu's
         device = replace(measured.device, memory=measured.device.memory or hardware.device.memory)
-        hardware = replace(measured, device=device, name=f"rates of {arguments.calibrate}")
+        hardware = replace(measured, device=device, name=f"rates of {file}")
     if arguments.flash_attention == 3:
         hardware = replace(hardware, rates=hardware.rates.with_flash_attention_3())
     return hardware
