@@ -35,7 +35,10 @@ ROWS = 2_000
 """Of data. To tokenise as many as the demo has would take longer than a run."""
 FIGURES = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "expert_tokens")
 """Of a step, in metrics.jsonl: those that are the same however often the run was killed."""
-OUTPUTS = {"adapter", "checkpoints", "config.yaml", "environment.json", "hf", "metrics.jsonl", "report.html"}
+OUTPUTS = {
+    *("adapter", "checkpoints", "config.yaml", "environment.json", "finished.json", "hf"),
+    *("metrics.jsonl", "report.html"),
+}
 CHECKPOINTS = re.compile(r"latest|step-\d+")
 
 
