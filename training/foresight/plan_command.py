@@ -384,7 +384,7 @@ def _batch_in_words(asked: Asked, config: TrainConfig) -> str:
 
 def _notes(run: TrainConfig, setting: Setting) -> list[str]:
     """What to know of a run beside its figures."""
-    notes = [*run.without_effect, *not_modelled(run)]
+    notes = [*run.without_effect, *not_modelled(run, rehearsed=False)]
     if run.global_batch_size not in (None, complete := sequences_per_step(setting)):
         notes.append(
             f"{run.global_batch_size} sequences per step do not fill the micro-batches: figures are of steps of "

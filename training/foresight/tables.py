@@ -330,4 +330,4 @@ def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, to
     ]
     if config.offload:
         lines.append(f"--offload: {account.fit.host / GIB:,.1f} GiB of host memory per rank")
-    return [*lines, *not_modelled(config)]
+    return [*lines, *not_modelled(config, rehearsed=True)]

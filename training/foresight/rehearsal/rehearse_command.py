@@ -23,7 +23,7 @@ from expertmesh.moe.base.terminal import folded
 from expertmesh.moe.base.whole import whole
 from expertmesh.sharding import Topology, check_sizes
 from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.foresight.coverage import check_covered
+from expertmesh.training.foresight.coverage import check_covered, not_modelled
 from expertmesh.training.foresight.imbalance import add_imbalance_flags, read_imbalance
 from expertmesh.training.foresight.memory import NEAR
 from expertmesh.training.foresight.planner.hardware import Hardware, products_in
@@ -131,6 +131,8 @@ def main(argv: Sequence[str]) -> int:
     accounts = [account.among(stages, hardware) for account in accounts]
     largest = max(accounts, key=lambda account: account.fit.total)
     if arguments.json:
+        for line in not_modelled(config, rehearsed=True):
+            print(folded(f"note: {line}"), file=sys.stderr)
         print(json.dumps([account.as_json() for account in accounts], indent=1))
         return 0 if largest.fit.is_enough else 1
     print_account(largest, config, where, hardware, told, arguments.gpus)

@@ -1,0 +1,149 @@
+"""What forecasts say of each setting of a run: all of them are read, told, refused, or without effect for a reason."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import Field, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.parser import flag_of
+from expertmesh.training import TrainConfig, parse_config
+from expertmesh.training.config.train_config import flags_of_config
+from expertmesh.training.foresight.cluster_commands import main
+from expertmesh.training.foresight.coverage import NO_EFFECT, check_covered, not_modelled
+from expertmesh.training.foresight.rehearsal.cached import _with_what_is_read
+from expertmesh.training.foresight.rehearsal.planning import setting_of
+from tests.families.configs import tiny_config
+from tests.sharding.test_planner_cli import launched
+
+SETTINGS = {setting.name: setting for setting in fields(TrainConfig)}
+WITHOUT = [name for names in NO_EFFECT.values() for name in names]
+BESIDE: dict[str, dict[str, Any]] = {
+    **{key: {"pp_size": 2} for key in ("pipeline_layers", "pipeline_chunks", "pipeline_schedule")},
+    **{key: {"eval_ratio": 0.1} for key in ("early_stopping_patience", "load_best_model_at_end")},
+    **{key: {"bf16": True} for key in ("expert_precision", "dense_precision")},
+    **{key: {"adapter": "lora"} for key in ("init_adapter", "base_dtype")},
+    "offload_activations": {"gradient_checkpointing": "full"},
+    "elastic": {"resume": "auto"},
+}
+"""Without which a setting is refused."""
+VALUES: dict[str, Any] = {
+    "rope_scaling": "yarn:2", "prompt_template": "{prompt}", "pipeline_layers": "1,1", "lr_scheduler_type": "cosine",
+    "max_shard_size": "1GB", "expert_kernel": "loop", "profile": ["5"], "profile_ranks": ["1"],
+    "allow_changed": ["data"], "debug_ranks": [1], "lr_scheduler_kwargs": "{}", "max_steps": 5, "shampoo_start": 2,
+    "pipeline_chunks": 2, "adam_beta1": 0.5, "adam_beta2": 0.5, "router_warn_load": 3.0, "router_aux_loss_coef": 0.5,
+    "global_batch_size": 64, "ranks_per_node": 2, "dataset_num_proc": 2, "save_total_limit": 2,
+}  # fmt: skip
+"""Of what does not take any text, number or switch."""
+
+
+def other(setting: Field[Any], config: TrainConfig) -> Any:
+    """Another value than the default."""
+    if setting.name in VALUES:
+        return VALUES[setting.name]
+    value, choices = getattr(config, setting.name), get_args(setting.type)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value + 0.25
+    if isinstance(value, list):
+        return ["another"]
+    return next((choice for choice in choices if choice not in (value, type(None))), "another")
+
+
+def changed(name: str) -> tuple[TrainConfig, TrainConfig]:
+    """A run, and the same but for this setting."""
+    base = TrainConfig(model="m", dataset=["d"], **BESIDE.get(name, {}))
+    return base, replace(base, **{name: other(SETTINGS[name], base)})
+
+
+def read_of(config: TrainConfig) -> Any:
+    """All that figures of plans depend on."""
+    return config.model, setting_of(config, 4), _with_what_is_read(config)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_is_read_told_refused_or_without_effect(name: str) -> None:
+    base, config = changed(name)
+    flag = flag_of(name)
+    refused = ""
+    try:
+        check_covered(config)
+    except ExpertMeshError as error:
+        refused = str(error)
+    assert refused.startswith(flag if refused else "")
+    told = set(not_modelled(config, rehearsed=False)) - set(not_modelled(base, rehearsed=False))
+    assert all(line.startswith(flag) for line in told)
+    is_read = read_of(config) != read_of(base)
+    if name == "max_grad_norm":
+        # the same clipping to any number
+        assert "--max-grad-norm 0: not modelled" in not_modelled(replace(base, max_grad_norm=0), rehearsed=False)[0]
+    elif name in WITHOUT:
+        assert WITHOUT.count(name) == 1
+        assert not refused
+        assert not told
+        assert not is_read
+    else:
+        assert refused or told or is_read, f"{flag} changes nothing of a plan, and nothing says so"
+
+
+def groups() -> Iterator[TrainConfig]:
+    """Runs with all settings that have no effect at other values than their defaults, as few as go together."""
+    left = list(WITHOUT)
+    while left:
+        config, taken = TrainConfig(model="m", dataset=["d"], eval_ratio=0.25, adapter="lora"), []
+        for name in left:
+            try:
+                config = replace(config, **{name: other(SETTINGS[name], config)})
+                taken.append(name)
+            except ExpertMeshError:
+                continue
+        assert taken
+        left = [name for name in left if name not in taken]
+        yield config
+
+
+def figures(command: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    assert main([command, "--gpus", "2", "--json", *flags]) == 0
+    return list(json.loads(capsys.readouterr().out))
+
+
+def test_what_has_no_effect_changes_no_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither of a plan, whose launch line keeps it, nor of a dry run."""
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    common = ["--tp-size", "1", "--ep-size", "2", "--max-seq-length", "32", "--per-device-train-batch-size", "1"]
+    common += ["--model", str(tmp_path), "--gradient-checkpointing", "full", "--bf16"]
+    plain = ["--adapter", "lora", "--eval-ratio", "0.25", "--dataset", "d"]
+    base = {command: figures(command, [*common, *plain], capsys) for command in ("plan", "rehearse")}
+    for config in groups():
+        flags = flags_of_config(replace(config, model=str(tmp_path)))
+        plans = figures("plan", [*flags, *common], capsys)
+        for plan in plans:
+            run = parse_config(launched(plan.pop("launch")))
+            assert [name for name in WITHOUT if getattr(run, name) != getattr(config, name)] == []
+        assert plans == [{name: plan[name] for name in plan if name != "launch"} for plan in base["plan"]]
+        assert figures("rehearse", [*flags, *common], capsys) == base["rehearse"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--eval-ratio", "0.1"], "--eval-ratio: not modelled; the forecast is of training steps"),
+        (["--compile"], "--compile: not modelled; the forecast is without it"),
+    ],
+)
+def test_what_is_not_modelled_is_told_beside_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    common = ["--gpus", "1", "--tp-size", "1", "--max-seq-length", "32", "--per-device-train-batch-size", "1"]
+    for command in ("plan", "rehearse"):
+        assert main([command, *common, "--model", str(tmp_path), "--json", *flags]) == 0
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)
+        assert f"note: {said}" in " ".join(captured.err.split())
