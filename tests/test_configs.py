@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
-from expertmesh.moe import build_model, count_parameters, moe_layers, moe_shape
+from expertmesh.moe import ExpertMeshError, build_model, count_parameters, moe_layers, moe_shape
 from expertmesh.sharding import check_sizes
 from expertmesh.training import TrainConfig, parse_config
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.engine import topology_of
+from expertmesh.training.foresight import plan_command
+from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.memory import NEAR
 from expertmesh.training.foresight.planner.hardware import preset
 from expertmesh.training.foresight.planner.model_config import find_config, read_config
@@ -26,9 +30,10 @@ from expertmesh.training.foresight.planner.setting import Setting
 from expertmesh.training.foresight.planner.step_order import PlannedRun, planned_run
 from expertmesh.training.foresight.rank_memory import choose_pipeline
 from expertmesh.training.foresight.rates import natural_imbalance
+from expertmesh.training.foresight.rehearsal import rehearse_command
 from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
 from expertmesh.training.foresight.rehearsal.planning import setting_of
-from expertmesh.training.foresight.tables import summary
+from expertmesh.training.foresight.tables import launch_line, summary
 from expertmesh.training.optim.low_bit import LARGEST_BLOCK, block_size
 from tests.published.models import CONFIGS as PUBLISHED_CONFIGS
 
@@ -105,6 +110,69 @@ def model_of(name: str) -> Any:
 @pytest.mark.parametrize("name", [file.stem for file in CONFIGS])
 def test_every_key_is_known(name: str) -> None:
     assert config_of(name).ep_size in (4, 8, 16)
+
+
+def said_in(name: str) -> dict[str, Any]:
+    """The settings that a recipe gives, as a run has them."""
+    config = config_of(name)
+    return {key: getattr(config, key) for key in yaml.safe_load(text_of(name)) if key != "model"}
+
+
+def assert_keeps(name: str, config: TrainConfig) -> None:
+    """The run is the recipe's in all that this says."""
+    said = said_in(name)
+    assert {key: getattr(config, key) for key in said} == said
+
+
+@pytest.mark.parametrize("name", [file.stem for file in CONFIGS])
+def test_forecasts_take_every_recipe(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`plan --config` with all that it says in the line that starts it, and `rehearse --config` as far as its flags."""
+    gpus = 4 if name == "tiny" else gpus_of(name)
+    flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--gpus", str(gpus), "--model", "m"]
+    arguments, rest = plan_command.build_parser().parse_known_args(flags)
+    asked = plan_command._asked(arguments, rest)
+    config = asked.config()
+    assert_keeps(name, config)
+    line = launch_line(config, gpus, 8, asked.given.file, asked.given.config)
+    assert parse_config(launched(line)) == config
+
+    def reached(model: str) -> Any:
+        raise ExpertMeshError(f"{model} would be read")
+
+    monkeypatch.setattr(rehearse_command, "read_config", reached)
+    assert main(["rehearse", *flags]) == 2
+    assert "m would be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "mixtral_8x7b" else pytest.param(name, marks=pytest.mark.exhaustive) for name in RECIPES]
+)
+def test_a_plan_of_a_recipe_is_the_recipes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every layout that is tried has all that the recipe says of it, and fits; so do the lines that start them."""
+    flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--model", str(published(name))]
+    assert main(["plan", *flags, "--gpus", str(gpus_of(name)), "--tp-size", "1", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert plans[0]["fits"]
+    for plan in plans:
+        run = parse_config(launched(plan["launch"]))
+        assert_keeps(name, run)
+        assert (plan["ep"], plan["micro_batch"]) == (run.ep_size, run.per_device_train_batch_size)
+
+
+def launched(line: str) -> list[str]:
+    """The flags of a launch line."""
+    return shlex.split(line.split("expertmesh.train_ep ")[1])
+
+
+def test_a_dry_run_of_the_smallest_recipe(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By `--config`, as a plan of it."""
+    flags = ["--config", str(ROOT / "configs" / "tiny.yaml"), "--model", str(tiny_model), "--gpus", "4", "--json"]
+    for command in ("plan", "rehearse"):
+        assert main([command, *flags]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert all(each["ep"] == 4 for each in told) if command == "plan" else len(told) == 1
 
 
 @pytest.mark.quick(1)
