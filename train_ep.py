@@ -126,7 +126,7 @@ def run_training(
     # only training needs gradients and optimizer state
     if inputs.training is not None and not config.force:
         with sharding.raise_together():
-            memory.check(ranks.world_size)
+            memory.check(ranks.world_size, config)
     log = training.RunLog(config, output_dir, num_steps, ranks, products, engine.flash_attention_3, chosen)
     watchdog.at("loading the model", limited=False)
     resume_from: Path | None = None

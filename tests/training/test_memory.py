@@ -1,16 +1,21 @@
 """The memory forecast of a run: told, held against the memory there is, and set beside what was measured."""
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from expertmesh.moe import ExpertMeshError
+from expertmesh.training import TrainConfig, parse_config
 from expertmesh.training.foresight import rank_memory as memory
+from expertmesh.training.foresight.cluster_commands import main as plan
 from expertmesh.training.foresight.memory import Memory
 from expertmesh.training.foresight.rank_memory import Forecast, available_memory, resident
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
+from tests.families.configs import tiny_config
 
 GIB = 2**30
 
@@ -21,12 +26,43 @@ def forecast_of(lasting: float, activations: float, available: float) -> Forecas
 
 
 def test_what_no_batch_fits_is_refused() -> None:
+    """On a CPU, of which there are no plans, nothing is promised."""
+    config = TrainConfig(model="m")
     with pytest.raises(
         ExpertMeshError, match=r"parameters 10\.0 \+ the process itself 1\.0 = 11\.0 GiB per rank"
     ) as raised:
-        forecast_of(10, 1, 9).check(world_size=4)
-    assert "use 5 ranks or more" in str(raised.value)
-    forecast_of(10, 1, 9 + 2).check(world_size=4)
+        forecast_of(10, 1, 9).check(4, config)
+    assert "may need less (none of them was tried)" in str(raised.value)
+    forecast_of(10, 1, 9 + 2).check(4, config)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--ep-size", "2", "--pp-size", "2", "--pipeline-layers", "1,1", "--gradient-checkpointing", "--elastic"],
+        ["--bf16", "--offload-activations", "--gradient-checkpointing", "--compile", "--eval-ratio", "0.1"],
+        ["--adapter", "lora", "--base-dtype", "nf4", "--merge", "--optim", "adamw_bf16", "--learning-rate", "1"],
+    ],
+    ids=" ".join,
+)
+def test_what_would_fit_is_tried_by_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    """The refusal of a run on GPUs names a command that takes what it says, and tries."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    given = ["--model", str(tmp_path), "--dataset", "d", "--max-seq-length", "64", "--resume", "auto"]
+    config = parse_config([*given, *flags])
+    with pytest.raises(ExpertMeshError, match="what would fit is tried by `") as raised:
+        replace(forecast_of(10, 1, 0.8), before=0.0).check(4, config)
+    command = shlex.split(str(raised.value).split("`")[1])
+    assert command[:4] == ["python", "-m", "expertmesh.sharding", "plan"]
+    assert plan([*command[3:], "--per-device-train-batch-size", "1", "--tp-size", "1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 GPUs, 2 per node, 0.8 GiB each" in said
+    launched = parse_config(shlex.split(said.split("expertmesh.train_ep ")[1]))
+    for name in ("model", "max_seq_length", "bf16", "optim", "adapter", "base_dtype"):
+        assert getattr(launched, name) == getattr(config, name)
 
 
 @pytest.mark.parametrize(("available", "warned"), [(20, False), (13, True), (12, True)])

@@ -5,7 +5,7 @@ import math
 import sys
 from argparse import SUPPRESS
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
@@ -353,13 +353,17 @@ def given_settings(arguments: Sequence[str]) -> GivenSettings:
 
 
 def flags_of_config(
-    config: TrainConfig, always: Sequence[str] = (), file: Mapping[str, Any] | None = None
+    config: TrainConfig,
+    always: Sequence[str] = (),
+    file: Mapping[str, Any] | None = None,
+    never: Collection[str] = (),
 ) -> list[str]:
     """The command line that asks for this configuration: what is not as by default.
 
     Args:
         always: settings that are written even at their defaults, first and in this order.
         file: those that a YAML file beside these flags gives, which are written only where they are others here.
+        never: settings that are left out.
     """
     file = file or {}
     without = {**vars(TrainConfig(model="-")), **file}
@@ -367,7 +371,7 @@ def flags_of_config(
     for name in dict.fromkeys([*always, *(setting.name for setting in fields(config))]):
         value = getattr(config, name)
         is_said = name in file or name not in always
-        if value is None or value == [] or (is_said and value == without[name]):
+        if name in never or value is None or value == [] or (is_said and value == without[name]):
             continue
         if value is True:
             words.append(flag_of(name))

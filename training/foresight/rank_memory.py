@@ -3,10 +3,10 @@ a pipeline is run, where that was left open."""
 
 import os
 import resource
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from expertmesh.checkpoints import ModelSource, recorded_settings, recorded_worl
 from expertmesh.moe import ExpertMeshError, KernelChoice
 from expertmesh.sharding import Ranks, Topology, raise_together
 from expertmesh.sharding.pipeline.schedule import ScheduleName
-from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig, flags_of_config
 from expertmesh.training.data import Padding
+from expertmesh.training.foresight.coverage import NO_EFFECT, NOT_MODELLED
 from expertmesh.training.foresight.memory import NEAR, Memory
 from expertmesh.training.foresight.planner.peak_memory import Peak, peak
 from expertmesh.training.foresight.planner.schedule_choice import choose_schedule
@@ -90,10 +91,10 @@ class Forecast:
             )
         return lines
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int, config: TrainConfig) -> None:
         """
         Raises:
-            ExpertMeshError: what any batch needs, however short, does not fit.
+            ExpertMeshError: what any batch needs, however short, does not fit; with what tries which run would.
         """
         m = self.least
         needed = m.lasting + m.gathered + self.before
@@ -102,13 +103,33 @@ class Forecast:
         terms = {"parameters": m.parameters, "gradients": m.gradients, "optimizer state": m.optimizer}
         terms |= {"gathered layers": m.gathered, "the process itself": self.before}
         said = " + ".join(f"{name} {n / 2**30:,.1f}" for name, n in terms.items() if n)
-        # the gathered layers are as large on any number of ranks
-        room = max(self.available - self.before - m.gathered, 1.0)
+        if self.before:
+            # plans are of GPUs
+            instead = "more ranks, another --optim, or --adapter lora may need less (none of them was tried)"
+        else:
+            instead = f"what would fit is tried by `{_plan_line(config, world_size, self.available)}`"
         raise ExpertMeshError(
             f"--model does not fit: {said} = {needed / 2**30:,.1f} GiB per rank, of "
-            f"{self.available / 2**30:,.1f} GiB available; use {ceil(m.lasting * world_size / room)} ranks or more, "
-            "--optim adamw_torch_8bit or adamw_bf16, or --offload; --force tries anyway"
+            f"{self.available / 2**30:,.1f} GiB available; {instead}; --force tries anyway"
         )
+
+
+def _plan_line(config: TrainConfig, world_size: int, memory: float) -> str:
+    """The command that plans this run on as many GPUs of so many bytes, with its layout left open."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    words = ["--gpus", str(world_size), *(["--gpus-per-node", str(here)] if here < world_size else [])]
+    words += ["--gpu-memory", f"{int(memory / 2**20)}MiB"]
+    without = {*_SEARCHED, *NOT_MODELLED, *(name for names in NO_EFFECT.values() for name in names)}
+    words += flags_of_config(config, ("model", "bf16", "max_seq_length", "optim"), never=without)
+    return f"python -m expertmesh.sharding plan {shlex.join(words)}"
+
+
+_SEARCHED = (
+    *("ep_size", "dense_shard", "tp_size", "pp_size", "pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
+    *("per_device_train_batch_size", "gradient_checkpointing", "keep_expert_products", "offload_activations"),
+    "elastic",
+)
+"""Settings of the layout, with what is only taken beside them."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +146,7 @@ class NoForecast:
     def lines(self) -> list[str]:
         return [f"memory per rank: no forecast: {self.why}"]
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int, config: TrainConfig) -> None:
         """Accept: what is not known is not refused."""
 
 
