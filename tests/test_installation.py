@@ -196,6 +196,7 @@ importlib.machinery.PathFinder.find_spec = staticmethod(
     lambda name, *others: None if name.partition(".")[0] in names else find(name, *others)
 )
 from expertmesh.checkpoints.__main__ import main as checkpoints
+from expertmesh.moe.base.command import end_at_once
 from expertmesh.training.foresight.cluster_commands import main as sharding
 from expertmesh.train_ep import main as train
 
@@ -206,8 +207,9 @@ for line in sys.stdin.read().splitlines():
         said[f"{command} {arguments[0]}"] = globals()[command](arguments), out.getvalue()
 assert not names & set(sys.modules)
 print(json.dumps(said))
+end_at_once(0)
 """
-"""Commands, in a process that finds no package of these names."""
+"""Commands, in a process that finds no package of these names, and ends as that of a command."""
 
 
 def extras() -> set[str]:
