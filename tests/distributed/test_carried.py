@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.state.marker import read_marker
@@ -58,7 +58,11 @@ def test_a_multimodal_model(
     assert_same_bits(exported, untrained)
     assert any(not torch.equal(exported[name], before[name]) for name in before.keys() - untrained.keys())
     assert json.loads((out / "hf" / "config.json").read_text()) == json.loads((model / "config.json").read_text())
-    assert all((out / "hf" / name).read_text() == content for name, content in SIDE_FILES.items())
+    as_they_were = SIDE_FILES.keys() - {"generation_config.json"}
+    assert {name: (out / "hf" / name).read_text() for name in as_they_were} == {n: SIDE_FILES[n] for n in as_they_were}
+    # what answers to the data end with ends generation, too
+    ends = [2, AutoTokenizer.from_pretrained(model).eos_token_id]
+    assert json.loads((out / "hf" / "generation_config.json").read_text()) == {"eos_token_id": ends}
     assert_loads(AutoModelForImageTextToText, out / "hf")
     assert run("inspect", out / "hf", "--check") == 0, capsys.readouterr().out
     capsys.readouterr()
