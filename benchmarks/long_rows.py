@@ -200,10 +200,11 @@ def print_figures(figures: dict[str, Any]) -> None:
     for length, variants in figures["lengths"].items():
         first, *_ = variants.values()
         for cp_size, f in variants.items():
-            off = max(abs(a / b - 1) for a, b in zip(f["losses"], first["losses"], strict=True))
-            if off > TOLERANCE:
+            off = [abs(a / b - 1) for a, b in zip(f["losses"], first["losses"], strict=True)]
+            if not all(one <= TOLERANCE for one in off):  # not true of NaN either
                 raise SystemExit(
-                    f"aborted: with sequences of {length} tokens the loss at cp {cp_size} is {off:.2%} off"
+                    f"aborted: with sequences of {length} tokens losses at cp {cp_size} are off by "
+                    f"{', '.join(f'{one:.2%}' for one in off)}"
                 )
             speeds, of_first = speeds_of(f, int(length)), speeds_of(first, int(length))
             ratio = statistics.median(a / b for a, b in zip(speeds, of_first, strict=True))

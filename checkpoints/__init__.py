@@ -10,7 +10,7 @@ if __name__ == "checkpoints":  # `python -m checkpoints` in a checkout: its own 
 from expertmesh.moe.base.lazy import import_on_demand
 
 if TYPE_CHECKING:
-    from expertmesh.checkpoints.adapter.adapter_files import export_adapter, load_adapter
+    from expertmesh.checkpoints.adapter.adapter_files import export_adapter, load_adapter, read_adapter
     from expertmesh.checkpoints.adapter.merge import merge_adapter
     from expertmesh.checkpoints.ep_shards.convert import HowToWrite, encoded_as_source
     from expertmesh.checkpoints.hf.export import export_model
@@ -69,6 +69,7 @@ __all__ = [
     "model_facts",
     "open_checkpoint",
     "open_source",
+    "read_adapter",
     "recorded_facts",
     "recorded_order",
     "recorded_settings",

@@ -21,7 +21,6 @@ from expertmesh.checkpoints import (
     Checkpoint,
     HowToWrite,
     ModelSource,
-    Names,
     Progress,
     ResumableOptimizer,
     Saver,
@@ -34,6 +33,7 @@ from expertmesh.checkpoints import (
     load_adapter,
     load_training_state,
     merge_adapter,
+    read_adapter,
     shard_and_load,
     write_errors,
 )
@@ -204,6 +204,12 @@ def place(
     Raises:
         ExpertMeshError: on all ranks, where the checkpoint is damaged or does not fit.
     """
+    adapter = None
+    if config.init_adapter and resume_from is None:
+        with raise_together():
+            # before weights are read, which may take minutes, and while all layers are here
+            of_model = (lora_of(config), config.rope, source.config)
+            adapter = read_adapter(model, Path(config.init_adapter), *of_model)
     if mesh.topology.pp_size > 1:
         schedule = (config.schedule_name, config.pipeline_chunks, config.layers_of_stages)
         with raise_together():
@@ -219,9 +225,8 @@ def place(
     checkpoint = shard_and_load(model, source, mesh, device, compute_dtype(config), config.strategy, read_weights=reads)
     if config.adapter != "none":
         fill_adapters(model, mesh.topology, config.seed)
-        if config.init_adapter and resume_from is None:
-            of_model = (lora_of(config), config.rope, source.config)
-            load_adapter(model, Path(config.init_adapter), Names(model), mesh.topology, *of_model)
+        if adapter is not None:
+            load_adapter(model, adapter, mesh.topology)
     return checkpoint
 
 

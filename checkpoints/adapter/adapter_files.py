@@ -576,49 +576,60 @@ def _wrapped(base: str) -> str:
     return base
 
 
-@torch.no_grad()
-def load_adapter(
+def read_adapter(
     model: nn.Module,
     path: Path,
-    names: Names,
-    topology: Topology,
     lora: Lora,
     rope_scaling: RopeScaling | None = None,
     model_config: Any = None,
-) -> None:
-    """Fill a sharded model's adapters from a directory. All ranks call it together.
+) -> Adapter:
+    """Read an adapter that a model's own are to begin as, which needs none of its weights.
 
     Args:
-        model_config: that the model was built from, if the adapter may go by the names of another class than its own.
+        model: with its adapters, on any device; whole, not cut into stages.
+        lora: of the model.
         rope_scaling: of the model.
+        model_config: that the model was built from, if the adapter may go by the names of another class than its own.
 
     Raises:
-        ExpertMeshError: on all ranks, when it is not of the same rank, scale and modules as the model's adapters, or
-            was trained with another RoPE scaling.
+        ExpertMeshError: it is not of the same rank, scale and modules as the model's adapters, or was trained with
+            another RoPE scaling.
+    """
+    if (scaling := read_rope(path)) != rope_scaling:
+        there, here = (
+            "no --rope-scaling" if found is None else f"--rope-scaling '{json.dumps(found.as_json())}'"
+            for found in (scaling, rope_scaling)
+        )
+        raise ExpertMeshError(f"--init-adapter {path}: was trained with {there}, this run has {here}")
+    adapter = Adapter(path, Names(model), None if model_config is None else class_names(model, model_config))
+    wanted = {_beside(name) for name in adapters_of(model)}
+    if wanted != adapter.parameters:
+        name = min(wanted ^ adapter.parameters)
+        targets = [*(adapter.config.get("target_modules") or []), *(adapter.config.get("target_parameters") or [])]
+        raise ExpertMeshError(
+            f"--init-adapter {path}: {adapter.theirs(name)} "
+            f"{'has no adapter there' if name in wanted else 'has one there'}; --lora-targets must name the same: "
+            f"{CONFIG} has {', '.join(map(str, targets)):.200}"
+        )
+    for base in sorted(wanted):
+        if not _is_as(adapter, base, lora.rank, lora.low_rank.scale):
+            raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, base, lora)}")
+    return adapter
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, adapter: Adapter, topology: Topology) -> None:
+    """Fill a sharded model's adapters from what `read_adapter` has read. All ranks call it together.
+
+    Raises:
+        ExpertMeshError: on all ranks, when a file cannot be read.
     """
     with raise_together():
-        if (scaling := read_rope(path)) != rope_scaling:
-            there, here = (
-                "no --rope-scaling" if found is None else f"--rope-scaling '{json.dumps(found.as_json())}'"
-                for found in (scaling, rope_scaling)
-            )
-            raise ExpertMeshError(f"--init-adapter {path}: was trained with {there}, this run has {here}")
-        adapter = Adapter(path, names, None if model_config is None else class_names(model, model_config))
         shards = sharded_parameters(model, topology, adapters_of(model))
-        wanted = {_beside(name) for name in shards}
-        if wanted != adapter.parameters:
-            name = min(wanted ^ adapter.parameters)
-            targets = [*(adapter.config.get("target_modules") or []), *(adapter.config.get("target_parameters") or [])]
-            raise ExpertMeshError(
-                f"--init-adapter {path}: {adapter.theirs(name)} "
-                f"{'has no adapter there' if name in wanted else 'has one there'}; --lora-targets must name the same: "
-                f"{CONFIG} has {', '.join(map(str, targets)):.200}"
-            )
-        for base in sorted(wanted):
+        names = Names(model)
+        for base in sorted({_beside(name) for name in shards}):
             pair = adapter.pair(base)
             assert pair is not None
-            if not _is_as(adapter, base, lora.rank, lora.low_rank.scale):
-                raise ExpertMeshError(f"--init-adapter {path}: {_why_not(adapter, base, lora)}")
             for which, values in zip((A, B), pair, strict=True):
                 name = _adapter_of(base, which, names)
                 shards[name].local.copy_(values.flatten(0, -2)[shards[name].rows.start : shards[name].rows.stop])

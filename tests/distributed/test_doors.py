@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import transformers
 
 import expertmesh
 from expertmesh import train_ep
+from expertmesh.training.watch import alike
 from tests.distributed.pool import RankPool
 from tests.tiny import save_model, save_tokenizer
 
@@ -153,16 +155,33 @@ def test_trainers_take_no_earlier_step(ranks: RankPool, tiny_model: Path, saved:
     assert "step-00000002" in said
 
 
-def load_unlike(model: Path) -> str:
-    rate = 1e-3 * (1 + torch.distributed.get_rank())
+def load_unlike(model: Path, what: str) -> str:
+    """Two ranks with another learning rate, another release of torch, or other code of ours."""
+    rank = torch.distributed.get_rank()
+    rate = 1e-3 * (1 + rank) if what == "rate" else 1e-3
+    torch_is = mock.patch.object(alike, "version", lambda name: f"{name} {rank if what == name else 0}")
+    code = mock.patch.object(alike, "_CODE", f"code {rank if what == 'code' else 0}")
     try:
-        expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", learning_rate=rate)
+        with torch_is, code:
+            expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", learning_rate=rate)
     except expertmesh.ExpertMeshError as error:
         return str(error)
     return ""
 
 
-def test_load_compares_the_settings_of_ranks(ranks: RankPool, tiny_model: Path) -> None:
-    for said in ranks.run(load_unlike, 2, tiny_model):
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("rate", "--learning-rate 0.001", "--learning-rate 0.002"),
+        ("torch", "torch torch 0", "torch torch 1"),
+        ("transformers", "transformers transformers 0", "transformers transformers 1"),
+        ("code", "expertmesh's code code 0", "expertmesh's code code 1"),
+    ],
+)
+def test_load_compares_settings_and_software_of_ranks(
+    ranks: RankPool, tiny_model: Path, what: str, first: str, second: str
+) -> None:
+    for said in ranks.run(load_unlike, 2, tiny_model, what):
         assert "settings or software differ between nodes: on " in said
-        assert "rank 1: --learning-rate 0.002" in said
+        assert f"rank 0: {first}; " in said
+        assert f"rank 1: {second}; " in said

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import expertmesh.training.output
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import ROOT, run_main
-from tests.tiny import save_model
+from tests.tiny import save_model, save_tokenizer
 
 Change = Callable[[Path], list[str]]
 """Of the files of the second node, in its directory; further flags for it."""
@@ -77,6 +77,14 @@ def _another_config(node: Path) -> list[str]:
     return []
 
 
+def _fewer_layers(node: Path) -> list[str]:
+    """Which is a model that could be trained."""
+    shutil.rmtree(node / "model")
+    save_model(node / "model", num_hidden_layers=1)
+    save_tokenizer(node / "model")
+    return []
+
+
 def _no_model(node: Path) -> list[str]:
     (node / "model").rename(node / "elsewhere")
     return ["--model", str(node / "model")]
@@ -109,6 +117,10 @@ def _flags(*flags: str) -> Change:
 UNLIKE: dict[str, tuple[Change, list[str]]] = {
     "weights": (_another_weight, ["--model", "model.safetensors: ", "samples "]),
     "config": (_another_config, ["--model", "config.json: num_experts_per_tok: 2;", "num_experts_per_tok: 3;"]),
+    "number of layers": (
+        _fewer_layers,
+        ["--model", "config.json: num_hidden_layers: 2, model", "num_hidden_layers: 1, model"],
+    ),
     "no model": (_no_model, ["no such directory"]),
     "data": (_another_answer, ["--dataset", "tokens in order "]),
     "number of samples": (_fewer_samples, ["--dataset", "samples 50,", "samples 49,"]),

@@ -1,9 +1,12 @@
 """Adapters as files: what a run writes is what PEFT computes with, and a run resumes from what PEFT writes."""
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from expertmesh.checkpoints import Names, load_adapter
+import expertmesh
+from expertmesh import train_ep
+from expertmesh.checkpoints import load_adapter, read_adapter
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import Topology
+from expertmesh.training import engine
 from expertmesh.training.change.lora_targets import lora_of
 from expertmesh.training.config.train_config import TrainConfig
 from tests.distributed.pool import RankPool
@@ -78,7 +84,7 @@ def logits_by_peft(model: Path, adapter: Path) -> Tensor:
 def _our_logits(model: Path, adapter: Path, topology: Topology, case: Case) -> Tensor:
     ours, _, checkpoint = sharded_model(model, topology, case)
     lora = lora_of(TrainConfig(model="m", dataset=["d"], **case.settings))
-    load_adapter(ours, adapter, Names(ours), topology, lora, model_config=checkpoint.source.config)
+    load_adapter(ours, read_adapter(ours, adapter, lora, model_config=checkpoint.source.config), topology)
     logits: Tensor = ours.eval()(TOKENS_BS).logits
     return logits
 
@@ -342,6 +348,43 @@ def test_broken_adapters_are_named(ranks: RankPool, models: dict[str, Path], tin
     attention = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     assert "has nothing for model.layers.0.mlp.experts.gate_up_proj, which is among the targets" in refused(attention)
     assert "has no adapter there; --lora-targets must name the same" in refused(attention, target_parameters=[])
+
+
+def _begins(by_command: bool, model: Path, data: Path, out: Path, more: dict[str, Any]) -> str:
+    """What is said of a run that may read no weight of the base."""
+    settings: dict[str, Any] = {"lora_rank": RANK, "lora_alpha": ALPHA, "init_adapter": str(out / "adapter"), **more}
+    loads = mock.patch.object(engine, "shard_and_load", side_effect=AssertionError("weights are read"))
+    with loads, contextlib.redirect_stderr(io.StringIO()) as told:
+        if by_command:
+            argv = ["--model", str(model), "--dataset", str(data), "--output-dir", str(out / "more"), "--use-cpu"]
+            argv += ["--adapter", "lora", "--max-steps", "1"]
+            for name, value in settings.items():
+                argv += [f"--{name}"]
+                argv += [] if value is True else map(str, value if isinstance(value, list) else [value])
+            assert train_ep.main(argv) == 2
+            return told.getvalue()
+        with pytest.raises(ExpertMeshError) as error:
+            expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn", adapter="lora", **settings)
+        return str(error.value)
+
+
+def test_another_adapter_is_refused_before_weights_are_read(
+    ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path
+) -> None:
+    train(ranks, 1, models["mixtral"], tiny_data, tmp_path, "--max-steps", 0)
+    theirs = f"was trained with --lora-rank {RANK} --lora-alpha {ALPHA:g}, and this run has "
+    refused: dict[str, dict[str, Any]] = {
+        f"{theirs}--lora-rank 2 --lora-alpha {ALPHA:g}: give the former": {"lora_rank": 2},
+        f"{theirs}--lora-rank {RANK} --lora-alpha 8: give the former": {"lora_alpha": 8},
+        "--use-rslora: give the former, without --use-rslora": {"use_rslora": True},
+        "has one there; --lora-targets must name the same": {"lora_targets": ["attention"]},
+    }
+    for words, more in refused.items():
+        for by_command in (True, False):
+            arguments = (by_command, models["mixtral"], tiny_data, tmp_path, more)
+            (said,) = ranks.run(_begins, 1, *arguments, join_group=not by_command)
+            assert f"--init-adapter {tmp_path / 'adapter'}: " in said, said
+            assert words in said, said
 
 
 @pytest.mark.filterwarnings("error:The following .*_pattern keys did not match")
