@@ -625,7 +625,8 @@ def load_adapter(model: nn.Module, adapter: Adapter, topology: Topology) -> None
         ExpertMeshError: on all ranks, when a file cannot be read.
     """
     with raise_together():
-        shards = sharded_parameters(model, topology, adapters_of(model))
+        here = {name: part for name, part in adapters_of(model).items() if part.is_here}
+        shards = sharded_parameters(model, topology, here)
         names = Names(model)
         for base in sorted({_beside(name) for name in shards}):
             pair = adapter.pair(base)

@@ -350,6 +350,18 @@ def test_broken_adapters_are_named(ranks: RankPool, models: dict[str, Path], tin
     assert "has no adapter there; --lora-targets must name the same" in refused(attention, target_parameters=[])
 
 
+def test_an_adapter_begins_a_pipeline(
+    ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path
+) -> None:
+    """Each stage takes its layers' part: what is exported again is what went in."""
+    train(ranks, 1, models["mixtral"], tiny_data, tmp_path / "first", "--max-steps", 1)
+    adapter, stages = tmp_path / "first" / "adapter", ("--pp-size", 2, "--max-steps", 0)
+    train(ranks, 2, models["mixtral"], tiny_data, tmp_path / "again", *stages, "--init-adapter", adapter)
+    train(ranks, 2, models["mixtral"], tiny_data, tmp_path / "new", *stages)
+    assert checkpoints_main(["verify", str(adapter), str(tmp_path / "again" / "adapter")]) == 0
+    assert checkpoints_main(["verify", str(adapter), str(tmp_path / "new" / "adapter")]) == 1
+
+
 def _begins(by_command: bool, model: Path, data: Path, out: Path, more: dict[str, Any]) -> str:
     """What is said of a run that may read no weight of the base."""
     settings: dict[str, Any] = {"lora_rank": RANK, "lora_alpha": ALPHA, "init_adapter": str(out / "adapter"), **more}
