@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -131,6 +132,8 @@ def _add(commands: Any, name: str, usage: str, help: str, *parents: Parser) -> P
 @ends_with_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 1 where `verify` finds a difference or `inspect` a fault; 2 after a mistake in the input."""
+    # torch warns thus wherever a training checkpoint is read outside a process group, as here is meant
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
         arguments = build_parser().parse_args(argv)
         commands = {"convert": _convert, "export": _export, "merge": _merge, "verify": _verify, "inspect": _inspect}

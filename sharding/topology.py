@@ -164,8 +164,11 @@ def _chunk(num_rows: int, parts: int, index: int) -> range:
     return range(min(index * size, num_rows), min((index + 1) * size, num_rows))
 
 
-def check_sizes(topology: Topology, num_experts: int) -> None:
+def check_sizes(topology: Topology, num_experts: int | None) -> None:
     """
+    Args:
+        num_experts: of the model; None where it is not known yet.
+
     Raises:
         ExpertMeshError: a size does not divide what it has to; the message names the flag and lists what would work.
     """
@@ -241,19 +244,25 @@ def check_divides(flag: str, size: int, ranks: int) -> None:
         ExpertMeshError: the size of an axis, given by a flag, does not divide the ranks.
     """
     if size < 1 or ranks % size:
-        raise ExpertMeshError(f"{flag} {size} does not divide the {ranks} ranks; use {either(divisors(ranks))}")
+        raise ExpertMeshError(f"{flag} {size} does not divide {_use(divisors(ranks), ranks)}")
 
 
-def _check_ep_size(ep_size: int, ranks: int, num_experts: int) -> None:
-    fits = [n for n in range(1, ranks + 1) if num_experts % n == 0 and ranks % n == 0]
-    if ep_size < 1 or num_experts % ep_size:
+def _check_ep_size(ep_size: int, ranks: int, num_experts: int | None) -> None:
+    fits = [n for n in divisors(ranks) if num_experts is None or num_experts % n == 0]
+    if num_experts is not None and (ep_size < 1 or num_experts % ep_size):
         of_model = divisors(num_experts)
         raise ExpertMeshError(
             f"--ep-size {ep_size} does not divide the {num_experts} experts of this model; use {either(of_model)}"
             + ("" if of_model == fits else f" (with {ranks} ranks: {either(fits)})")
         )
-    if ranks % ep_size:
-        raise ExpertMeshError(f"--ep-size {ep_size} does not divide the {ranks} ranks; use {either(fits)}")
+    if ep_size < 1 or ranks % ep_size:
+        raise ExpertMeshError(f"--ep-size {ep_size} does not divide {_use(fits, ranks)}")
+
+
+def _use(fits: list[int], ranks: int) -> str:
+    if ranks == 1:
+        return "1 rank; use 1, or more ranks (torchrun --nproc-per-node N)"
+    return f"the {ranks} ranks; use {either(fits)}"
 
 
 def divisors(number: int) -> list[int]:

@@ -275,6 +275,9 @@ def test_a_mean_over_no_target_is_not_a_number(engine: Any) -> None:
         found = engine.evaluate([nothing])
     assert math.isnan(found.loss)
     assert math.isnan(found.perplexity)
+    assert str(found).startswith("eval loss nan, perplexity nan, 0 target tokens in ")
+    assert str(replace(found, loss=5.8325)).startswith("eval loss 5.8325, perplexity 341.21, ")
+    assert str(replace(found, loss=250.3996)).startswith("eval loss 250.3996, perplexity 5.59e+108, ")
     assert found.targets == 0
     best = Best()
     assert not best.update(found.loss, 1, threshold=0.0)

@@ -37,6 +37,13 @@ class Evaluation:
     def perplexity(self) -> float:
         return math.inf if self.loss > 700 else math.exp(self.loss)
 
+    def __str__(self) -> str:
+        digits = ",.2f" if self.perplexity < 1e6 else ".2e"
+        return (
+            f"eval loss {self.loss:.4f}, perplexity {self.perplexity:{digits}}, "
+            f"{self.targets:,} target tokens in {self.seconds:.1f} s"
+        )
+
 
 def evaluate(model: Any, rows: Rows, per_device: int, mesh: Mesh, padding: Padding) -> Evaluation:
     """The loss over all sequences; all ranks call it together, and get the same.

@@ -210,7 +210,7 @@ def _train(run: Run, scheduler: Schedule, resume_from: Path | None) -> Trained:
             log.line(f"compiled {compilation()} in the whole run")
         if enough:
             log.line(
-                f"stopped early: {best.since} consecutive evaluations not better by "
+                f"stopped early: the last {best.since} evaluation{'s' * (best.since > 1)} not better by "
                 f"{config.early_stopping_threshold:g}; "
                 + (f"the best is {best.loss:.4f}, of step {best.step}" if best.step else "none had a finite loss")
             )
@@ -311,8 +311,7 @@ def _evaluate(run: Run, done: int) -> float:
             "eval_target_tokens": found.targets,
             "eval_seconds": round(found.seconds, 3),
         },
-        f"step {done}: eval loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, "
-        f"{found.targets:,} target tokens in {found.seconds:.1f} s",
+        f"step {done}: {found}",
     )
     if not math.isfinite(found.loss):
         why = "" if found.targets else f" ({NO_TARGETS})"

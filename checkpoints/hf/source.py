@@ -332,12 +332,33 @@ def open_source(path: Path, rope_scaling: RopeScaling | None = None) -> ModelSou
     return ModelSource(path, check_config(raw, str(file)), quantization_of(raw), rope_scaling)
 
 
+def _found_instead(file: Path) -> str:
+    """What the directory of a missing file is, if it is of another kind: a training checkpoint, an adapter, a model, or
+    one that such directories lie in, as they do in that of a run."""
+    directory, adapter, model = file.parent, "adapter_config.json", "config.json"
+    if file.name not in (adapter, model):
+        return ""
+    if (directory / "checkpoint.json").exists():
+        is_training = f"{directory} is a training checkpoint"
+        if file.name == adapter:
+            return f"{is_training}; give the adapter that its run exports to OUTPUT_DIR/adapter"
+        return f"{is_training}; `expertmesh-checkpoints export` makes a model of it"
+    if file.name == model and (directory / adapter).exists():
+        return f"{directory} is an adapter; `expertmesh-checkpoints merge` makes a model of its base and it"
+    if file.name == adapter and (directory / model).exists():
+        return f"{directory} is a model, not an adapter"
+    inside = sorted(str(path) for path in directory.glob(f"*/{file.name}"))
+    return f"there is {', '.join(inside):.400}" if inside else ""
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
         ExpertMeshError: the file is missing, unreadable, too large, no JSON, or no object.
     """
+    if not file.exists() and (found := _found_instead(file)):
+        raise ExpertMeshError(f"{file}: no such file; {found}")
     check_regular(file)
     if file.stat().st_size > _MOST_JSON_BYTES:
         raise ExpertMeshError(f"{file}: has {file.stat().st_size:,} bytes; more than {_MOST_JSON_BYTES:,} are not read")

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from expertmesh.checkpoints.__main__ import main
+from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.checkpoints.storage.paths import _advise
+from expertmesh.moe import ExpertMeshError
 from tests.tiny import save_model, save_tokenizer, tiny_mixtral
 
 
@@ -306,6 +308,33 @@ def test_bad_arguments(
     assert run(*(argument.format(**places) for argument in arguments)) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["inspect", "{run}"], "{run}/config.json: no such file; there is {run}/hf/config.json"),
+        (["merge", "{run}/hf", "{run}", "{out}"], "; there is {run}/adapter/adapter_config.json"),
+        (["merge", "{run}/adapter", "{run}/adapter", "{out}"], "; {run}/adapter is an adapter; "),
+        (["merge", "{run}/hf", "{run}/hf", "{out}"], "; {run}/hf is a model, not an adapter"),
+        (["merge", "{run}/hf", "{run}/step-1", "{out}"], "; {run}/step-1 is a training checkpoint; give the adapter"),
+        (["merge", "{run}/empty", "{run}/adapter", "{out}"], "{run}/empty/config.json: no such file\n"),
+    ],
+)
+def test_a_directory_of_another_kind_is_told(
+    tiny_model: Path, tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run's output directory, what lies in it; else what the directory is, not only the file that it lacks."""
+    places = {"run": tmp_path / "run", "out": tmp_path / "out"}
+    shutil.copytree(tiny_model, tmp_path / "run/hf")
+    for file in ("adapter/adapter_config.json", "step-1/checkpoint.json", "empty/notes.json"):
+        (tmp_path / "run" / file).parent.mkdir()
+        (tmp_path / "run" / file).write_text("{}")
+    assert run(*(argument.format(**places) for argument in arguments)) == 2
+    assert said.format(**places) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ExpertMeshError, match="step-1 is a training checkpoint; `expertmesh-checkpoints export` makes"):
+        open_source(tmp_path / "run/step-1")
 
 
 def test_overwrite(tiny_model: Path, tmp_path: Path) -> None:

@@ -48,7 +48,11 @@ def lines_about(names: Any, told: str) -> list[str]:
 
 @pytest.mark.exhaustive
 def test_a_multimodal_model(
-    ranks: RankPool, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: RankPool,
+    tiny_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     untrained = save_multimodal(model)
@@ -74,6 +78,7 @@ def test_a_multimodal_model(
     assert run("export", saved, tmp_path / "from-checkpoint") == 0
     assert_same_bits(read(tmp_path / "from-checkpoint"), exported)
     assert run("verify", saved, out / "hf") == 0, capsys.readouterr().out
+    assert not [warning for warning in recwarn if "torch.distributed is disabled" in str(warning.message)]
     assert run("inspect", saved, "--check") == 0, capsys.readouterr().out
     assert run("export", saved, model, "--overwrite") == 2, "it holds what is to be read"
     assert read(model).keys() == before.keys()

@@ -346,6 +346,6 @@ def test_only_evaluations_that_are_not_finite(
     argv += ["--early-stopping-patience", "2", "--load-best-model-at-end"]
     ((code, told),) = ranks.run(run_with_evaluations, 1, argv, [float("nan")] * 2, join_group=False)
     assert code == 0
-    assert "stopped early: 2 consecutive evaluations not better by 0; none had a finite loss" in told
+    assert "stopped early: the last 2 evaluations not better by 0; none had a finite loss" in told
     assert "no evaluation had a finite loss, so none is the best; the last weights stay" in told
     assert (tmp_path / "hf").exists()

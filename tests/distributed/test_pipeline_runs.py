@@ -162,7 +162,7 @@ def test_a_resumed_run_keeps_its_pipeline(ranks: RankPool, model: Path, tiny_dat
 
 BAD: dict[str, tuple[list[str], str]] = {
     "ranks": (["--pp-size", "3"], "--pp-size 3 does not divide the 2 ranks; use 1 or 2"),
-    "experts": (["--pp-size", "2", "--ep-size", "2"], "--ep-size 2 does not divide the 1 ranks"),
+    "experts": (["--pp-size", "2", "--ep-size", "2"], "--ep-size 2 does not divide 1 rank;"),
     "layers": (
         ["--pp-size", "2", "--pipeline-chunks", "3"],
         "--pp-size 2 --pipeline-chunks 3: 6 stages need as many decoder layers, and MixtralForCausalLM has 4",

@@ -523,6 +523,8 @@ def test_picture_of_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ep: 2 groups of 8 (all-to-all of tokens), all within a node" in out
     assert "dp: 8 groups of 2 (the same experts, sharded over them), 8 of them cross nodes" in out
     assert "  3 11   crosses nodes" in out
+    assert main(["mesh", "--gpus", "16", "--ep-size", "8", "--gpus-per-node", "8"]) == 0
+    assert capsys.readouterr().out == out, "as `plan` and `rehearse` call it"
     assert main(["mesh", "--world-size", "16", "--ep-size", "3"]) == 2
     assert "--ep-size 3 does not divide the 8 experts" in capsys.readouterr().err
 

@@ -97,13 +97,20 @@ def test_replicated_rows_are_on_every_rank() -> None:
         (3, 8, r"--ep-size 3 does not divide the 8 experts of this model; use 1, 2, 4 or 8$"),
         (3, 2, r"use 1, 2, 4 or 8 \(with 2 ranks: 1 or 2\)"),
         (8, 4, r"--ep-size 8 does not divide the 4 ranks; use 1, 2 or 4"),
-        (2, 1, r"--ep-size 2 does not divide the 1 ranks; use 1"),
+        (2, 1, r"--ep-size 2 does not divide 1 rank; use 1, or more ranks \(torchrun --nproc-per-node N\)$"),
         (0, 4, r"--ep-size 0 does not divide"),
     ],
 )
 def test_ep_size_that_will_not_do(ep_size: int, world_size: int, said: str) -> None:
     with pytest.raises(ExpertMeshError, match=said):
         check_sizes(Topology(world_size, ep_size), num_experts=8)
+
+
+@pytest.mark.parametrize("ep_size", [0, 3, 32])
+def test_ep_size_before_the_experts_are_known(ep_size: int) -> None:
+    check_sizes(Topology(16, 8), num_experts=None)
+    with pytest.raises(ExpertMeshError, match=f"--ep-size {ep_size} does not divide the 16 ranks; use 1, 2, 4, 8 or"):
+        check_sizes(Topology(16, ep_size), num_experts=None)
 
 
 def test_a_tensor_parallel_group_is_on_one_node() -> None:

@@ -56,7 +56,7 @@ def build_parser() -> Parser:
         help="which ranks form which group; with --check, whether they work",
         description="Which ranks form which process group; with --check, whether they work.",
     )
-    mesh.add_argument("--world-size", type=int, help="number of ranks (default: torchrun's)")
+    mesh.add_argument("--world-size", "--gpus", type=int, help="number of ranks (default: torchrun's)")
     mesh.add_argument("--ep-size", type=int, required=True, help="ranks that experts are sharded over")
     mesh.add_argument("--cp-size", type=int, default=1, help="ranks that each sequence is split over")
     mesh.add_argument("--tp-size", type=int, default=1, help="ranks that heads and the vocabulary are divided by")

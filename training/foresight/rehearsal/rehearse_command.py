@@ -160,7 +160,7 @@ def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
         raise ExpertMeshError("--routing and --imbalance: both set where tokens go; give one of them")
     sizes = (config.cp_size, config.pp_size, config.tp_size)
     # the model's experts are not known yet: against them the dry run checks again
-    check_sizes(Topology(arguments.gpus, config.ep_size, config.dense_shard, *sizes), num_experts=config.ep_size)
+    check_sizes(Topology(arguments.gpus, config.ep_size, config.dense_shard, *sizes), num_experts=None)
     check_covered(config)
 
 
