@@ -424,6 +424,26 @@ def test_preemption(
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.mark.exhaustive
+def test_a_stopped_run_with_adapters_is_at_the_step_it_stopped_at(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """In the log and the report, not at the step that it was to end at."""
+    out, steps = tmp_path / "run", 400
+    argv = [*flags(tiny_model, tiny_data, out, *shares(2)), "--ep-size", "2", "--adapter", "lora", "--lora-rank", "4"]
+    argv += ["--max-steps", str(steps), "--save-steps", "1000"]
+    results = ranks.run(run_main_and_signal, 2, argv, out / "metrics.jsonl", int(signal.SIGTERM), join_group=False)
+    assert [code for code, _ in results] == [train_ep.STOPPED] * 2
+    (saved,) = whole_checkpoints(out / "checkpoints")
+    step = int(saved.name.removeprefix("step-"))
+    assert 2 <= step < steps
+    logged = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert logged == list(range(1, step + 1))
+    report = (out / "report.html").read_text()
+    assert f'"step":{step},"num_steps":{steps},' in report
+    assert '"state":"finished"' not in report
+
+
 INTERRUPTED_WHILE_SAVING = """
 import os, signal, threading
 from expertmesh import train_ep, training
