@@ -562,15 +562,16 @@ class Engine:
         come to the device one at a time (through a pipeline, a few)."""
         with raise_together():
             given: list[MicroBatch] = []
+            made: list[Batch] = []
             for batch in batches:
-                self._made(batch)  # an error is raised by all ranks, before any of them waits for another
+                made.append(self._made(batch))
                 given.append(batch)
         told: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(told, (len(given), self._digests(given)))
+        dist.all_gather_object(told, (len(made), self._digests(given)))
         numbers, digests = zip(*told, strict=True)
         self._check_shared(digests)
-        given += [None] * (max(numbers) - len(given))
-        found = mean_loss(self.model, map(self._made, given), self.ranks.device)
+        made += [self._made(None)] * (max(numbers) - len(made))
+        found = mean_loss(self.model, made, self.ranks.device)
         if found.targets == 0:
             self.tell(f"warning: the loss of an evaluation is NaN: {NO_TARGETS}")
         return found

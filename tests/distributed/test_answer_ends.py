@@ -47,23 +47,17 @@ def ends(directory: Path) -> Any:
     return GenerationConfig.from_pretrained(directory).eos_token_id
 
 
+def train_a_step(ranks: RankPool, world_size: int, model: Path, data: Path, out: Path, more: list[str]) -> None:
+    argv = ["--model", model, "--dataset", data, "--output-dir", out, "--use-cpu", "--max-steps", "1", *more]
+    for code, errors in ranks.run(run_main, world_size, list(map(str, argv)), join_group=False):
+        assert code == 0, errors
+
+
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_of_a_run(ranks: RankPool, base: tuple[Path, dict[str, int]], tmp_path: Path, adapter: str) -> None:
     (model, ids), out = base, tmp_path / "out"
-    argv = [
-        "--model",
-        model,
-        "--dataset",
-        tmp_path / "data.jsonl",
-        "--output-dir",
-        out,
-        "--use-cpu",
-        "--max-steps",
-        "1",
-    ]
-    argv += ["--save-steps", "1", "--adapter", adapter, *(["--merge"] if adapter == "lora" else [])]
-    for code, errors in ranks.run(run_main, 2, list(map(str, argv)), join_group=False):
-        assert code == 0, errors
+    argv = ["--save-steps", "1", "--adapter", adapter, *(["--merge"] if adapter == "lora" else [])]
+    train_a_step(ranks, 2, model, tmp_path / "data.jsonl", out, argv)
     assert ends(out / "hf") == [ids[EOS], ids[END]]
     if adapter == "none":
         (saved,) = (out / "checkpoints").glob("step-*")
@@ -81,19 +75,7 @@ def test_of_plain_text(ranks: RankPool, base: tuple[Path, dict[str, int]], tmp_p
     """It ends with EOS, which ends generation already: the file is the model's own, or none."""
     (model, _), out = base, tmp_path / "out"
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "Q", "completion": "A"}) + "\n")
-    argv = [
-        "--model",
-        model,
-        "--dataset",
-        tmp_path / "data.jsonl",
-        "--output-dir",
-        out,
-        "--use-cpu",
-        "--max-steps",
-        "1",
-    ]
-    for code, errors in ranks.run(run_main, 1, list(map(str, argv)), join_group=False):
-        assert code == 0, errors
+    train_a_step(ranks, 1, model, tmp_path / "data.jsonl", out, [])
     written, own = (path / "generation_config.json" for path in (out / "hf", model))
     assert written.exists() == own.exists()
     assert not own.exists() or written.read_bytes() == own.read_bytes()

@@ -85,22 +85,18 @@ def describe(origin: Origin) -> str:
 
 def warnings_of(origin: Origin, max_seq_length: int) -> list[str]:
     """What of a data set is perhaps not as it was meant, in lines."""
-    said = []
-    if (of := origin.too_long) is not None:
-        said.append(
-            f"{of.number:,} of {_count(origin.rows, 'record')} are left out, as nothing of their answers is within "
-            f"--max-seq-length {max_seq_length}; the first: {of.first}"
+    said = [
+        f"{of.number:,} of {_count(origin.rows, 'record')} {what}; the first: {of.first}"
+        for of, what in (
+            (
+                origin.too_long,
+                f"are left out, as nothing of their answers is within --max-seq-length {max_seq_length}",
+            ),
+            (origin.untrained, "are left out, as nothing in them is trained on"),
+            (origin.empty, "have an empty answer, of which the model learns to say nothing"),
         )
-    if (of := origin.untrained) is not None:
-        said.append(
-            f"{of.number:,} of {_count(origin.rows, 'record')} are left out, as nothing in them is trained on; "
-            f"the first: {of.first}"
-        )
-    if (of := origin.empty) is not None:
-        said.append(
-            f"{of.number:,} of {_count(origin.rows, 'record')} have an empty answer, of which the model learns to say "
-            f"nothing; the first: {of.first}"
-        )
+        if of is not None
+    ]
     if (of := origin.unread) is not None:
         said.append(
             f"{_count(of.number, 'text file')} beside the tables "
