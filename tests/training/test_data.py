@@ -32,6 +32,7 @@ from expertmesh.training.data import (
 )
 from expertmesh.training.data.cache import cache_directory, cached_bytes, filling_cache
 from expertmesh.training.data.data_files import READERS
+from expertmesh.training.data.formats import Conversation, find_format, read_row
 from expertmesh.training.data.progress import TokenizingProgress
 from expertmesh.training.facts import _data
 from expertmesh.training.inputs import Inputs, _read_samples
@@ -746,6 +747,46 @@ def test_tools_and_calls_in_other_forms(tmp_path: Path, tokenizer: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "add", "parameters": {"a": 1}},
+        {"type": "function", "function": {"name": "add", "parameters": '{"a": 1}'}},
+        {"type": "function", "function": {"name": "add"}, "arguments": {"a": 1}},
+        {"name": "add", "arguments": {"a": 1}, "parameters": None},
+    ],
+)
+def test_arguments_in_other_places(tmp_path: Path, tokenizer: Any, call: Any) -> None:
+    """Under Llama's name, or beside the function: a call of the same arguments, none without any."""
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    (sample,) = load(tokenizer, write(tmp_path / "data.jsonl", [{"messages": turns}]))
+    assert shown(tokenizer, sample) == "<s> [INST] x [/INST]{ [TOOL_CALLS] " + CALL_TEXT + "</s>}"
+
+
+def read(turns: list[dict[str, Any]]) -> Conversation:
+    """Messages as a record's reader hands them on."""
+    row = {"messages": turns}
+    found = read_row(row, find_format(row, Columns()), Columns())
+    assert isinstance(found, Conversation)
+    return found
+
+
+def test_calls_in_a_row_keep_what_each_thinks() -> None:
+    """One that says more than its call is no part of the message before it."""
+    call = '{"name": "add", "arguments": {"a": 1}}'
+    turns = [{"from": "function_call", "value": call}, {"from": "function_call", "value": "<think>why</think>" + call}]
+    (parallel,) = read(turns[:1] * 2).messages
+    assert len(parallel["tool_calls"]) == 2
+    first, second = read(turns).messages
+    assert (len(first["tool_calls"]), len(second["tool_calls"]), second["reasoning_content"]) == (1, 1, "why")
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_empty_content_beside_a_value(content: str | None) -> None:
+    turn = {"role": "user", "content": content, "value": "text"}
+    assert read([turn]).messages == [{"role": "user", "content": "text"}]
+
+
 def test_which_template(tiny_model: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert set_chat_template(tokenizer, "") == "built-in mistral (the tokenizer has none)"
@@ -1215,6 +1256,20 @@ def dumped_call(arguments: Any, **more: Any) -> bytes:
         (dumped_call({}, **{"from": "user"}), "message 1 has role and from; leave one of them out"),
         (dumped_call({}, content="a", value="b"), "message 1 has content and value"),
         (dumped_call({}, function_call={"name": "g"}), "message 1 has tool_calls and function_call"),
+        (dumped_call(None, train=True, weight=0), "message 1 has train and weight, which do not say the same"),
+        (
+            b'{"prompt": "a", "response": "b", "tools": [{"name": "f"}], "functions": [{"name": "g"}]}',
+            "has tools and functions, not the same; leave one of them out",
+        ),
+        *[
+            (json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]}).encode(), said)
+            for call, said in (
+                ({"name": "f", "args": {"a": 1}}, "its call of f has args and no arguments; name what it hands over"),
+                ({"function": {"name": "f"}, "input": '{"a": 1}'}, "its call of f has input and no arguments"),
+                ({"function": {"name": "f", "arguments": {}}, "arguments": {"a": 1}}, "has two different arguments"),
+                ({"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}}, "has two different arguments"),
+            )
+        ],
         (dumped_call({}, tool_responses=[{"name": "f", "response": 1}]), "has tool_responses: give each result as a"),
         (b'{"prompt": "a", "response": "b", "tools": [null]}', "tools has an entry that is None, not an object"),
         (b"[" * 100_000, "not valid JSON"),

@@ -46,6 +46,10 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _OVERRIDES = ("train", "training", "weight", "loss_weight", "loss", "loss_scale")
 # columns of preference data: trl's and LLaMA-Factory's, ms-swift's, OpenAI's
 _PREFERENCES = ("rejected", "rejected_response", "non_preferred_output", "kto_tag")
+# keys of a tool call that hold what it hands over: OpenAI's, and that of Llama's published chat template
+_ARGUMENTS = ("arguments", "parameters")
+# its other keys
+_ABOUT_A_CALL = ("type", "id", "index", "function", "name")
 _MEDIA = ("images", "videos", "audios")
 
 
@@ -275,7 +279,10 @@ def _conversation(
         raise RowError(f"has {media}, and only text is trained on")
     arguments = _json(row.get("chat_template_kwargs"), "chat_template_kwargs", dict, "an object")
     # functions is OpenAI's older name of tools
-    return Conversation(messages, is_trained, _tools(row.get("tools") or row.get("functions")), arguments)
+    tools, functions = _tools(row.get("tools")), _tools(row.get("functions"))
+    if tools and functions and tools != functions:
+        raise RowError("has tools and functions, not the same; leave one of them out")
+    return Conversation(messages, is_trained, tools or functions, arguments)
 
 
 def _tools(tools: Any) -> list[Any] | None:
@@ -315,7 +322,9 @@ def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool 
         if not isinstance(turn, dict):
             raise RowError(f"{place} is {turn!r:.80}, not an object with role and content")
         message, override = _read_message(turn, place), _override(turn, place)
-        if _continues_calls(turns, number - 1) and override == is_trained[-1]:
+        # one that says more than its calls, such as reasoning of its own, is a message of its own
+        says_calls_alone = message.keys() == {"role", "content", "tool_calls"} and not message["content"]
+        if _continues_calls(turns, number - 1) and override == is_trained[-1] and says_calls_alone:
             messages[-1]["tool_calls"] += message["tool_calls"]
             continue
         messages.append(message)
@@ -348,7 +357,7 @@ def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(role, str):
         raise RowError(f"{place} has no role (or from); found: {', '.join(map(str, turn)) or 'nothing'}")
     _refuse_two(turn, place)
-    content = turn.get("content", turn.get("value"))
+    content = turn.get("content") or turn.get("value", turn.get("content"))
     calls = turn.get("tool_calls")
     if not calls and turn.get("function_call"):  # OpenAI's older form of a single call
         calls = [turn["function_call"]]
@@ -394,7 +403,7 @@ def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise RowError(f"{place}: has the tool call {call!r:.80}; expected an object with name and arguments")
-        arguments = function.get("arguments")
+        arguments = _find_arguments(call, function, place)
         said = f"{place}: the arguments of its call of {function['name']} are {arguments!r:.80}"
         if isinstance(arguments, str):
             try:
@@ -403,11 +412,33 @@ def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
                 raise RowError(f"{said}, neither an object nor the JSON of one: {error}") from error
         if not isinstance(arguments, dict | None):
             raise RowError(f"{said}, not an object or the JSON of one")
-        function = {**function, "arguments": arguments or {}}
-        read.append(
-            {**call, "function": function} if "function" in call else {"type": "function", "function": function}
-        )
+        function = {**_without_arguments(function), "arguments": arguments or {}}
+        outer = _without_arguments(call) if "function" in call else {"type": "function"}
+        read.append({**outer, "function": function})
     return read
+
+
+def _without_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in call.items() if key not in _ARGUMENTS}
+
+
+def _find_arguments(call: Mapping[str, Any], function: Mapping[str, Any], place: str) -> Any:
+    """What a call hands to its function, within `function` or beside it, under OpenAI's name or Llama's.
+
+    Under any other name it would be dropped, and the model would learn a call without arguments: refused.
+    """
+    given = [holder[key] for holder in (function, call) for key in _ARGUMENTS if holder.get(key) is not None]
+    if any(one != given[0] for one in given[1:]):
+        raise RowError(f"{place}: its call of {function['name']} has two different arguments; leave one of them out")
+    if given:
+        return given[0]
+    others = [key for key, value in {**call, **function}.items() if value and key not in _ABOUT_A_CALL]
+    if others:
+        raise RowError(
+            f"{place}: its call of {function['name']} has {others[0]} and no arguments; name what it hands over "
+            "arguments, and give {} for nothing"
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -469,17 +500,16 @@ def _read_call(text: str, place: str) -> dict[str, Any]:
 def _override(turn: Mapping[str, Any], place: str) -> bool | None:
     if turn.get("train_detail"):
         raise RowError(f"{place}: train_detail: parts of a message are not trained on by themselves")
-    for key in _OVERRIDES:
-        value = turn.get(key)
-        if value is None:
-            continue
+    found = {key: turn[key] for key in _OVERRIDES if turn.get(key) is not None}
+    for key, value in found.items():
         if value not in (0, 1):
             raise RowError(
                 f"{place}: {key} is {value!r:.80}; expected true or false (1 or 0): a message is trained on or not, "
                 "losses are not weighed"
             )
-        return bool(value)
-    return None
+    if len({bool(value) for value in found.values()}) > 1:
+        raise RowError(f"{place} has {' and '.join(found)}, which do not say the same; leave one of them out")
+    return next(map(bool, found.values()), None)
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
