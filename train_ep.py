@@ -66,6 +66,7 @@ def read_flags(argv: Sequence[str] | None) -> training.TrainConfig:
     """
     try:
         config = training.parse_config(argv)
+        training.check_apart(config)
         training.prepare_process(config)
         if sharding.device_type(config.use_cpu) == "cpu":
             sharding.settle_malloc()

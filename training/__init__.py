@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from expertmesh.training.optim.schedule import check_schedule
     from expertmesh.training.output import clear_output, output_directory
     from expertmesh.training.resume import find_resume
-    from expertmesh.training.start import prepare_process, start_engine
+    from expertmesh.training.start import check_apart, prepare_process, start_engine
     from expertmesh.training.watch.alike import compare_data, start_facts
     from expertmesh.training.watch.log import RunLog
     from expertmesh.training.watch.profiling import check_profile
@@ -41,6 +41,7 @@ __all__ = [
     "Trained",
     "assemble",
     "beside",
+    "check_apart",
     "check_profile",
     "check_schedule",
     "check_trackers",

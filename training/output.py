@@ -18,7 +18,7 @@ from expertmesh.moe.base.parser import flag_of
 from expertmesh.moe.base.whole import PARTIAL
 from expertmesh.sharding import STUCK, Ranks, node_name, nodes_of, raise_together
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import parse_datasets
+from expertmesh.training.data.data_files import places_read
 from expertmesh.training.finished import FILE as FINISHED
 from expertmesh.training.finished import exports_of
 from expertmesh.training.lock import DirectoryLock
@@ -127,7 +127,7 @@ def _check_read(config: TrainConfig, output_dir: Path) -> None:
         if setting.metadata.get("scope") != "input":
             continue
         flag = flag_of(setting.name)
-        for name in _places(flag, getattr(config, setting.name)):
+        for name in places_read(flag, getattr(config, setting.name)):
             path = Path(name).resolve()
             for mine in (path.resolve() for path in own):
                 if name != "auto" and path.is_relative_to(mine):
@@ -135,12 +135,6 @@ def _check_read(config: TrainConfig, output_dir: Path) -> None:
                         f"{flag} {name}: this run is to read it, and would delete or replace {mine}; move it away, or "
                         "choose another --output-dir"
                     )
-
-
-def _places(flag: str, value: Any) -> list[str]:
-    if isinstance(value, list):
-        return [spec.name for spec in parse_datasets(flag, value)]
-    return [value] if value else []
 
 
 def _check_shared(config: TrainConfig, output_dir: Path, ranks: Ranks) -> None:

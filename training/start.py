@@ -6,10 +6,15 @@ What needs torch is imported where it is used: a model that is not there is told
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expertmesh.checkpoints.hf.source import check_model
+from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.parser import flag_of
 from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.data_files import places_read
 
 if TYPE_CHECKING:
     from expertmesh.sharding import Ranks
@@ -32,6 +37,29 @@ def prepare_process(config: TrainConfig) -> None:
         compute_in_tf32(device_type(config.use_cpu))
     if config.deterministic:
         compute_deterministically()
+
+
+def check_apart(config: TrainConfig) -> None:
+    """
+    Raises:
+        ExpertMeshError: --output-dir is a directory that the run reads, or lies in one: its files would be taken for a
+            model's, an adapter's or data by whoever reads that directory next.
+    """
+    if config.preview:
+        return
+    output_dir = Path(config.output_dir).resolve()
+    for setting in fields(config):
+        if setting.metadata.get("scope") != "input" or setting.name == "resume":  # a run's checkpoints are in its own
+            continue
+        flag = flag_of(setting.name)
+        for name in places_read(flag, getattr(config, setting.name)):
+            # a hub id is one too: the next run would take the directory for the model
+            is_place = "/" in name or Path(name).is_dir()
+            if is_place and output_dir.is_relative_to(Path(name).resolve()):
+                raise ExpertMeshError(
+                    f"--output-dir {config.output_dir}: {'is' if output_dir == Path(name).resolve() else 'lies in'} "
+                    f"{flag} {name}, which this run reads; choose a directory outside of it"
+                )
 
 
 def start_engine(

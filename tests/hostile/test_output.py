@@ -14,7 +14,9 @@ from unittest import mock
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.moe import ExpertMeshError
 from expertmesh.training import lock
 from expertmesh.training.lock import DirectoryLock
 from expertmesh.training.watch.log import RunLog
@@ -384,6 +386,21 @@ def test_what_is_to_be_read_is_not_cleared(
     assert code == 2
     assert f"{flag} {out / read}: this run is to read it" in errors
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("flag", ["--model", "--tokenizer", "--dataset", "--eval-dataset", "--init-adapter"])
+def test_nothing_is_written_among_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, arguments: list[str]
+) -> None:
+    """However the directory is written, and before anything is read."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "read").mkdir()
+    (tmp_path / "link").symlink_to("read")
+    argv = [*arguments[:-1], "--adapter", "lora", flag, "link/" + ":1" * (flag == "--dataset")]
+    for out, how in {"read": "is", "./read/": "is", "link": "is", f"{tmp_path}/read/a/b": "lies in"}.items():
+        with pytest.raises(ExpertMeshError, match=f"^--output-dir {out}: {how} {flag} link/, which this run reads"):
+            train_ep.read_flags([*argv, "--output-dir", out])
+    assert tree(tmp_path) == {}
 
 
 def test_results_outlive_a_run_that_cannot_begin(ranks: RankPool, tmp_path: Path, arguments: list[str]) -> None:

@@ -48,6 +48,13 @@ def parse_datasets(flag: str, entries: list[str]) -> list[DatasetSpec]:
     return specs
 
 
+def places_read(flag: str, value: Any) -> list[str]:
+    """The files, directories and hub ids that a setting of what is read names: one, or a list as `--dataset` takes."""
+    if isinstance(value, list):
+        return [spec.name for spec in parse_datasets(flag, value)]
+    return [value] if value else []
+
+
 def _parse_entry(flag: str, entry: str) -> DatasetSpec:
     name, colon, tail = entry.rpartition(":")
     if not colon or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf", tail, re.IGNORECASE):
