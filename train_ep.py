@@ -86,6 +86,12 @@ def run_training(
     """
     if ranks.rank == 0 and config.without_effect:
         print(folded(f"note: {'; '.join(config.without_effect)}"), flush=True)
+    if config.preview and ranks.world_size == 1:
+        # samples are the same on any number of ranks
+        config, without = config.on_one_rank()
+        if without:
+            alone = "figures per rank and per step are those of one rank"
+            print(folded(f"note: a preview by one process goes without {' '.join(without)}: {alone}"), flush=True)
     watchdog.at("the checks before training", limited=False)
     with sharding.raise_together(patient=ranks):
         training.check_trackers(config)

@@ -91,6 +91,16 @@ def test_the_first_line_tells_what_has_no_effect(ranks: RankPool, tiny_model: Pa
     )
 
 
+def test_a_preview_needs_no_ranks(ranks: RankPool, tiny_model: Path, tiny_data: Path) -> None:
+    argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--use-cpu", "--preview", "--ep-size", "8"]
+    argv += ["--pp-size", "2", "--pipeline-layers", "1,1", "--tp-size", "2", "--async-tp"]
+    (printed,) = ranks.run(run_printing, 1, argv, join_group=False)
+    said = " ".join(printed.split())
+    assert said.startswith("note: a preview by one process goes without --ep-size 8 --tp-size 2 --pp-size 2: figures")
+    assert "1 ranks: dp 1 x ep 1, 8 experts per rank" in said
+    assert "an epoch" in said
+
+
 def use_recorded(model: str, path: Path, **settings: Any) -> tuple[set[str], list[str]]:
     """What `load` and the methods of its engine read, and what is warned of."""
     ids = torch.arange(3, 27).view(2, 12)

@@ -101,6 +101,13 @@ class TrainConfig(
         unmet = {setting.name: default_of(setting) for setting, needs in self._unmet() if needs.resets}
         return replace(self, **unmet) if unmet else self
 
+    def on_one_rank(self) -> tuple["TrainConfig", list[str]]:
+        """The same for a process alone, and the flags of the layout that it goes without, as given."""
+        sizes = ("ep_size", "cp_size", "tp_size", "pp_size")
+        given = [f"{flag_of(name)} {getattr(self, name)}" for name in sizes if getattr(self, name) > 1]
+        alone = dict.fromkeys(sizes, 1) | {"async_tp": False, "pipeline_layers": None, "pipeline_schedule": None}
+        return replace(self, **alone, pipeline_chunks=1), given
+
     def _check_ranges(self) -> None:
         for name, low in _AT_LEAST.items():
             value = getattr(self, name)
