@@ -140,7 +140,8 @@ def run_training(
     if config.resume:
         resume_from = training.find_resume(config.resume, output_dir / "checkpoints", config, engine.tell)
     engine.place(resume_from, watchdog.limit)
-    for line in (*training.pipeline_lines(engine, memory), *training.dispatch_lines(engine)):
+    of_layout = (training.pipeline_lines(engine, memory), training.dispatch_lines(engine))
+    for line in (*of_layout[0], *of_layout[1], *training.replica_lines(engine)):
         log.line(folded(line))
     ends = [] if inputs.training is None else engine.answers_end_in(inputs.training.samples.ends, inputs.tokenizer)
     for said in filter(None, (engine.untrained, engine.encoding, *ends)):

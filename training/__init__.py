@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from expertmesh.training.config.train_config import TrainConfig, parse_config
     from expertmesh.training.data import print_preview
     from expertmesh.training.engine import Engine, assemble, place
-    from expertmesh.training.facts import dispatch_lines, first_lines, pipeline_lines
+    from expertmesh.training.facts import dispatch_lines, first_lines, pipeline_lines, replica_lines
     from expertmesh.training.finished import Finished, find_finished, held_line
     from expertmesh.training.foresight.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
     from expertmesh.training.inputs import Inputs, make_prompts, read_inputs
@@ -65,6 +65,7 @@ __all__ = [
     "prepare_process",
     "print_preview",
     "read_inputs",
+    "replica_lines",
     "start_engine",
     "start_facts",
     "train",

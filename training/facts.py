@@ -8,6 +8,7 @@ from expertmesh.moe import advised_scaling, moe_layers, moe_shape
 from expertmesh.moe.dispatch.once import OnceDispatcher
 from expertmesh.sharding import Topology, pipeline_of
 from expertmesh.sharding.pipeline.timeline import bubble
+from expertmesh.sharding.replicas import replicated_state
 from expertmesh.training.attention.context_parallel_attention import complete_sequences_line
 from expertmesh.training.attention.packed_attention import OWN, inner_attention
 from expertmesh.training.config.train_config import TrainConfig
@@ -86,6 +87,23 @@ def dispatch_lines(engine: Engine) -> list[str]:
         return []
     to = "rank" if once.nodes is None else f"node ({once.num_nodes} nodes of {once.ranks_per_node} ranks)"
     return [f"dispatch: a token is sent once to each {to}"]
+
+
+def replica_lines(engine: Engine) -> list[str]:
+    """What --check-replicas cannot compare in this layout."""
+    config, topology = engine.config, engine.topology
+    if not config.check_replicas:
+        return []
+    given = f"note: --check-replicas {config.check_replicas}"
+    if topology.world_size == 1:
+        return [f"{given} has no effect on 1 rank, which holds no copy of another's"]
+    if any(part.is_parameter for part in replicated_state(engine.model, topology).values()):
+        return []
+    return [
+        f"{given}: no parameter has a copy with --dense-shard {topology.dense_shard} and dp "
+        f"{topology.dp_size}, as with hybrid and dp 2 or more; buffers, the learning rate and the number of steps are "
+        "compared"
+    ]
 
 
 def _mesh(num_experts: int, topology: Topology, config: TrainConfig, order: DataOrder) -> str:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from expertmesh.checkpoints.state.marker import whole_checkpoints
 from expertmesh.moe import ExpertMeshError
 from expertmesh.sharding import Topology, check_replicas, local_tensor, replicas
 from expertmesh.sharding.replicas import checksum, replicated_state
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.facts import replica_lines
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, sharded_model
 from tests.distributed.test_checkpoints import read
@@ -114,6 +116,29 @@ def test_full_shards_replicate_only_buffers(ranks: RankPool, tiny_model: Path, t
 
 def test_one_rank_has_no_replicas(ranks: RankPool, tiny_model: Path) -> None:
     assert found(ranks, tiny_model, Topology(1, 1), {Q_PROJ: [0]}) == ([], "")
+
+
+def _told(model_dir: Path, topology: Topology) -> str:
+    """What a run says of --check-replicas 1."""
+    model, *_ = sharded_model(model_dir, topology, Case([]))
+    config = TrainConfig(model="m", dataset=["d"], check_replicas=1, dense_shard=topology.dense_shard)
+    assert config.without_effect == []
+    return "".join(replica_lines(Mock(config=config, topology=topology, model=model)))
+
+
+@pytest.mark.parametrize(
+    ("topology", "told"),
+    [
+        (Topology(2, 1, "hybrid"), ""),
+        (Topology(2, 2, "hybrid"), "no parameter has a copy with --dense-shard hybrid and dp 1, as with hybrid and dp"),
+        (Topology(2, 1), "no parameter has a copy with --dense-shard full and dp 2, as with hybrid and dp 2 or more;"),
+        (Topology(1, 1), "has no effect on 1 rank"),
+    ],
+)
+def test_a_run_says_what_has_no_copies(ranks: RankPool, tiny_model: Path, topology: Topology, told: str) -> None:
+    said, *_ = ranks.run(_told, topology.world_size, tiny_model, topology)
+    assert told in said
+    assert bool(told) == bool(said)
 
 
 def run_flipped(argv: list[str], step: int) -> tuple[int, str]:

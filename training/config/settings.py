@@ -840,9 +840,8 @@ class DebugSettings:
     check_replicas: int = _flag(
         "Debugging",
         0,
-        "Every N steps, and before each save, compare parameters that several ranks hold; 0: never. With --dense-shard "
-        "full there are none",
-        needs=Needs("--dense-shard hybrid", lambda config: config.dense_shard == "hybrid"),
+        "Every N steps, and before each save, compare what several ranks hold copies of: buffers and, with "
+        "--dense-shard hybrid and dp 2 or more, non-expert parameters; 0: never",
     )
     deterministic: bool = _flag("Debugging", False, "Bitwise reproducible per layout; slower on GPUs")
     debug_ranks: list[int] = _list(
