@@ -105,8 +105,8 @@ class TrainConfig(
         """The same for a process alone, and the flags of the layout that it goes without, as given."""
         sizes = ("ep_size", "cp_size", "tp_size", "pp_size")
         given = [f"{flag_of(name)} {getattr(self, name)}" for name in sizes if getattr(self, name) > 1]
-        alone = dict.fromkeys(sizes, 1) | {"async_tp": False, "pipeline_layers": None, "pipeline_schedule": None}
-        return replace(self, **alone, pipeline_chunks=1), given
+        alone: dict[str, Any] = dict.fromkeys((*sizes, "pipeline_chunks"), 1)
+        return replace(self, **alone, async_tp=False, pipeline_layers=None, pipeline_schedule=None), given
 
     def _check_ranges(self) -> None:
         for name, low in _AT_LEAST.items():
