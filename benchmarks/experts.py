@@ -68,7 +68,7 @@ from expertmesh.moe.base.whole import whole
 from expertmesh.moe.cpu.matmul import matmul
 
 REFERENCE = "loop"
-KERNEL_VARIANTS = (REFERENCE, "torch-grouped", "megablocks-sparse", "megablocks-grouped")
+KERNEL_VARIANTS = (REFERENCE, "torch-grouped", "megablocks-sparse")
 HF_VARIANTS = {"HF grouped_mm": "grouped_mm", "HF eager": "eager"}
 ORIGINAL_VARIANT = "original dMoE"
 CEILING = "ceiling"
@@ -278,7 +278,7 @@ def describe(device: torch.device) -> str:
     import transformers
 
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    for package in ("triton", "megablocks", "stanford-stk", "grouped_gemm"):
+    for package in ("triton", "megablocks", "stanford-stk"):
         with suppress(PackageNotFoundError):
             versions += f", {package} {version(package)}"
     if device.type == "cuda":

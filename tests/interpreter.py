@@ -2,15 +2,12 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from expertmesh.moe.megablocks.megablocks_kernels import load_megablocks
-
-STAND_INS = Path(__file__).parent / "stand_ins"
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() or sys.platform != "linux", reason="Triton's interpreter is for machines without a GPU"
@@ -20,10 +17,8 @@ interpreted = pytest.mark.skipif(
 
 def prepare_megablocks() -> None:
     """Import MegaBlocks in this process, such that its kernels run on CPU tensors, in fp32 (the interpreter has no
-    bf16), and `grouped_gemm` is there."""
+    bf16)."""
     assert os.environ["TRITON_INTERPRET"] == "1"
-    if str(STAND_INS) not in sys.path:
-        sys.path.insert(0, str(STAND_INS))
     load_megablocks()
     from megablocks.backend import kernels
     from stk.backend import triton_kernels

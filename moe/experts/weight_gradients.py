@@ -13,7 +13,7 @@ activations (each (R, F)) stay in memory: R · (2·D + 3·F) elements per layer 
 without a gate R · (2·D + 2·F); with the kernel `loop`, in the dtype that it multiplies in (fp32 on a CPU without bf16).
 With activation checkpointing they are the recomputed ones. Weights are not kept.
 
-Deferred by the kernels `loop`, `torch-grouped`, `megablocks-grouped` and by GEMMs in fp8. Computed at once: by
+Deferred by the kernels `loop`, `torch-grouped` and by GEMMs in fp8. Computed at once: by
 `megablocks-sparse`, whose GEMMs are stk's own autograd functions; biases, a sum; adapters, which are small, and whose
 experts' weights are frozen; and all dense layers, as FSDP reduces a unit's gradients at the end of its backward.
 

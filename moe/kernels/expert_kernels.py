@@ -52,11 +52,8 @@ from expertmesh.moe.kernels.gpu import computes_on_cpu
 from expertmesh.moe.kernels.grouped import GroupedMatmul, grouped_gated_mlp, grouped_joined_mlp
 from expertmesh.moe.kernels.kernel_names import Precision, check_kernel_name
 from expertmesh.moe.megablocks.megablocks_kernels import (
-    GROUPED_PACKAGES,
     SPARSE_PACKAGES,
     check_megablocks_sparse,
-    megablocks_grouped,
-    megablocks_grouped_product,
     megablocks_sparse,
     require,
 )
@@ -292,12 +289,6 @@ KERNELS: dict[str, ExpertKernel] = {
             joined=torch_grouped_joined,
         ),
         ExpertKernel("megablocks-sparse", None, megablocks_sparse),
-        ExpertKernel(
-            "megablocks-grouped",
-            megablocks_grouped_product,
-            megablocks_grouped,
-            low_rank=padded(megablocks_grouped_product),
-        ),
     )
 }
 
@@ -418,11 +409,7 @@ def check_kernel(name: str, needs: Needs) -> None:
             _check_grouped_mm(needs.dtype, model_width, width)
         if name == "megablocks-sparse":
             check_megablocks_sparse(model_width, width)
-    if name.startswith("megablocks") and needs.device_type != "cuda":
+    if name == "megablocks-sparse" and needs.device_type != "cuda":
         raise ExpertMeshError(f"--expert-kernel {name} needs a GPU, and this run is on {needs.device_type}; use loop")
     if name == "megablocks-sparse":
         require(f"--expert-kernel {name}", SPARSE_PACKAGES)
-    if name == "megablocks-grouped":
-        if needs.dtype != torch.bfloat16:
-            raise ExpertMeshError(f"--expert-kernel {name} computes in bf16 only; add --bf16, or use loop")
-        require(f"--expert-kernel {name}", GROUPED_PACKAGES)

@@ -25,7 +25,7 @@ STEP_PART: StepPart = "expert GEMMs"
 
 @dataclass(frozen=True)
 class GroupedMatmul:
-    """gmm(a, b, trans_a=False, trans_b=False), as `grouped_gemm.backend.gmm` has it. With a_RK: expert by expert, its
+    """gmm(a, b, trans_a=False, trans_b=False). With a_RK: expert by expert, its
     rows of a times b_eKN, or b_eNK if trans_b: (R, N). If trans_a, with b_RN: expert by expert a.T times b: (e, K, N).
 
     Attributes:

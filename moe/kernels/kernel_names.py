@@ -4,7 +4,7 @@ from typing import Literal
 
 from expertmesh.moe.base.errors import ExpertMeshError
 
-KERNEL_NAMES = ("loop", "torch-grouped", "megablocks-sparse", "megablocks-grouped")
+KERNEL_NAMES = ("loop", "torch-grouped", "megablocks-sparse")
 """The keys of `moe.KERNELS`, for code that needs no kernel."""
 
 Precision = Literal["same", "fp8"]
@@ -16,5 +16,7 @@ def check_kernel_name(name: str) -> None:
     Raises:
         ExpertMeshError: no kernel is called `name`.
     """
+    if name == "megablocks-grouped":
+        raise ExpertMeshError(f"--expert-kernel {name} is gone: use torch-grouped, torch's own grouped GEMMs")
     if name not in ("auto", *KERNEL_NAMES):
         raise ExpertMeshError(f"--expert-kernel {name} is unknown; use auto, {', '.join(KERNEL_NAMES)}")

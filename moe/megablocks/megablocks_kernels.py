@@ -1,6 +1,6 @@
-"""Expert kernels of MegaBlocks: block-sparse matmuls of stanford-stk, and the grouped GEMMs of `grouped_gemm`.
+"""MegaBlocks' expert kernel: the block-sparse matmuls of stanford-stk.
 
-Neither package, nor triton, is imported before one of these kernels runs. Where MegaBlocks' compiled helper operators
+Neither package, nor triton, is imported before the kernel runs. Where MegaBlocks' compiled helper operators
 are missing, those of `moe.megablocks.megablocks_ops` take their place.
 
 Shape suffixes: R rows, P rows with each expert's padded to full blocks, D model width, F expert width, e experts on
@@ -21,8 +21,6 @@ from torch.autograd.function import once_differentiable
 from expertmesh.moe.base.declared import StepPart
 from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.experts.replay import placeholder
-from expertmesh.moe.kernels.expert_products import grouped_product
-from expertmesh.moe.kernels.grouped import GroupedMatmul, grouped_gated_mlp
 from expertmesh.moe.kernels.swiglu import SwiGLU
 
 STEP_PART: StepPart = "expert GEMMs"
@@ -31,13 +29,11 @@ BLOCK = 128
 """Side of a block of stk's matrices; MegaBlocks knows no other."""
 
 SPARSE_PACKAGES = ("megablocks", "stk", "triton")
-GROUPED_PACKAGES = ("grouped_gemm",)
 
 _INSTALL = {
     "megablocks": "make install",
     "stk": "make install",
     "triton": "pip install 'triton>=3.6'",
-    "grouped_gemm": "pip install --no-build-isolation grouped_gemm==0.3.0",
 }
 
 
@@ -202,38 +198,6 @@ def check_offsets(padded_rows: int, width: int, weight: Tensor) -> None:
             f"--expert-kernel megablocks-sparse reaches 2^31 elements of a tensor; with {padded_rows} tokens and "
             f"weights {tuple(weight.shape)} on this rank one has {largest}; use --expert-kernel loop, or fewer tokens"
         )
-
-
-def megablocks_grouped(
-    rows_RD: Tensor, counts_e: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, *, needs_output: bool = True
-) -> Tensor:
-    """Grouped GEMMs of the `grouped_gemm` package, as `GroupedGLU` in MegaBlocks. bf16 on a GPU.
-
-    The host waits once: the package wants the counts there.
-
-    Raises:
-        ExpertMeshError: grouped_gemm is not installed.
-    """
-    return grouped_gated_mlp(rows_RD, counts_e.numel(), w1, v1, w2, _grouped_gemm(counts_e), needs_output)
-
-
-def megablocks_grouped_product(
-    x_RI: Tensor, counts_e: Tensor, weight_eOI: Tensor, *, needs_output: bool = True
-) -> Tensor:
-    """A single product by `megablocks_grouped`'s kernel (see `moe.kernels.expert_products`)."""
-    return grouped_product(x_RI, weight_eOI, _grouped_gemm(counts_e), needs_output)
-
-
-def _grouped_gemm(counts_e: Tensor) -> GroupedMatmul:
-    require("--expert-kernel megablocks-grouped", GROUPED_PACKAGES)
-    from grouped_gemm import backend
-
-    batch_sizes_e = counts_e.cpu()
-
-    def gmm(a: Tensor, b: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-        return backend.gmm(a, b, batch_sizes_e, trans_a=trans_a, trans_b=trans_b)
-
-    return GroupedMatmul(gmm)
 
 
 def require(what: str, packages: Sequence[str]) -> None:

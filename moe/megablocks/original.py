@@ -6,7 +6,7 @@ full blocks.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.megablocks.megablocks_kernels import (
-    GROUPED_PACKAGES,
     check_megablocks_sparse,
     check_offsets,
     load_megablocks,
-    require,
     with_int32_indices,
 )
 
@@ -31,7 +29,6 @@ def original_dmoe(
     v1: Tensor,
     w2: Tensor,
     group: dist.ProcessGroup | None = None,
-    mlp_impl: Literal["sparse", "grouped"] = "sparse",
     normalize_top_k: bool = True,
 ) -> nn.Module:
     """A dMoE (B, S, D) -> (B, S, D) that computes what the Hugging Face block does, on weights that it shares with the
@@ -46,16 +43,12 @@ def original_dmoe(
         router_ED: the router's weight, on every rank.
         w1, v1, w2: gate, up and down (transposed) of this rank's experts, (e·F, D), in one dtype, on one device.
         group: the ranks over which the experts are distributed, rank i having those from i·e on; None if all are here.
-        mlp_impl: "sparse" by stanford-stk, "grouped" by grouped_gemm.
         normalize_top_k: whether the K weights of a token are divided by their sum.
 
     Raises:
-        ExpertMeshError: a package is not installed, or D or F is no multiple of 128 and mlp_impl is "sparse".
+        ExpertMeshError: a package is not installed, or D or F is no multiple of 128.
     """
-    if mlp_impl == "sparse":
-        check_megablocks_sparse(shape.model_width, shape.expert_width)
-    else:
-        require("MegaBlocks' grouped dMoE", GROUPED_PACKAGES)
+    check_megablocks_sparse(shape.model_width, shape.expert_width)
     load_megablocks("MegaBlocks' dMoE")
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import dMoE
@@ -81,7 +74,7 @@ def original_dmoe(
         mlp_impl="chosen below",
     )
     # the constructor refuses "sparse" for triton >= 3.2; what goes wrong there, `_safe_topology` prevents
-    arguments.mlp_impl = mlp_impl
+    arguments.mlp_impl = "sparse"
     layer = dMoE(arguments)
     mlp = layer.experts.mlp
     mlp.gradient_scale = None

@@ -16,22 +16,19 @@ from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_parity import assert_same
 from tests.interpreter import interpreted, prepare_megablocks
-from tests.tiers import diagonal
 from tests.tiny import relative_error, save_model, tiny_block
 
 CHANGES: dict[str, Any] = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_local_experts=4)
+KERNEL = "megablocks-sparse"
 
 
 @pytest.mark.quick(1)
 @interpreted
-@pytest.mark.parametrize(
-    ("kernel", "layout"), diagonal(["megablocks-sparse", "megablocks-grouped"], [(2, 2), (4, 4), (4, 2)])
-)
-def test_equals_one_process(ranks: RankPool, tmp_path: Path, kernel: str, layout: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("world_size", "ep_size"), [(2, 2), (4, 4), (4, 2)])
+def test_equals_one_process(ranks: RankPool, tmp_path: Path, world_size: int, ep_size: int) -> None:
     """Two samples among up to four ranks: some have no token of their own."""
-    world_size, ep_size = layout
     save_model(tmp_path, **CHANGES)
-    case = Case(random_samples([5, 9]), balance=0.05, kernel=kernel, steps=1, changes=CHANGES)
+    case = Case(random_samples([5, 9]), balance=0.05, kernel=KERNEL, steps=1, changes=CHANGES)
     found = ranks.run(_ours, world_size, tmp_path, Topology(world_size, ep_size), case)[0]
     assert_same(found, reference(case), case)
 
@@ -42,10 +39,9 @@ def _ours(path: Path, topology: Topology, case: Case) -> Figures | None:
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", ["megablocks-sparse", "megablocks-grouped"])
-def test_ranks_without_a_row(ranks: RankPool, kernel: str) -> None:
+def test_ranks_without_a_row(ranks: RankPool) -> None:
     """All tokens of all ranks go to one expert."""
-    found, expected = ranks.run(_skewed, 4, kernel), ranks.run(_skewed, 4, "loop")
+    found, expected = ranks.run(_skewed, 4, KERNEL), ranks.run(_skewed, 4, "loop")
     assert [rows for rows, _ in found] == [0, 3 + 4 + 5 + 6, 0, 0]
     for (_, mine), (_, theirs) in zip(found, expected, strict=True):
         errors = {name: relative_error(mine[name], theirs[name]) for name in theirs}
@@ -65,18 +61,18 @@ def _skewed(kernel: str) -> tuple[int, dict[str, Any]]:
 
 
 @interpreted
-@pytest.mark.parametrize(("mlp_impl", "world_size"), diagonal(["sparse", "grouped"], [2, 4]))
-def test_original_layer_equals_ours(ranks: RankPool, world_size: int, mlp_impl: str) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_original_layer_equals_ours(ranks: RankPool, world_size: int) -> None:
     """Also the experts' gradients, which MegaBlocks by itself would divide by the number of ranks."""
-    for errors in ranks.run(_original_against_ours, world_size, mlp_impl):
+    for errors in ranks.run(_original_against_ours, world_size):
         assert max(errors.values()) < 1e-5, errors
 
 
-def _original_against_ours(mlp_impl: Any) -> dict[str, float]:
+def _original_against_ours() -> dict[str, float]:
     prepare_megablocks()
     ours = _layer_on_ranks("loop")
     shape, mlp = ours.experts.shape, ours.experts.mlp
-    original: Any = original_dmoe(shape, ours.gate.weight, mlp.w1, mlp.v1, mlp.w2, group.WORLD, mlp_impl=mlp_impl)
+    original: Any = original_dmoe(shape, ours.gate.weight, mlp.w1, mlp.v1, mlp.w2, group.WORLD)
     x_BSD, grad_BSD = torch.randn(2, 1, 4, 128)
     found, expected = _run(original, x_BSD, grad_BSD), _run(ours, x_BSD, grad_BSD)
     found |= _expert_grads(original.experts.mlp) | {"router": original.router.layer.weight.grad}

@@ -14,7 +14,6 @@ from expertmesh.moe import KERNELS, ExpertMeshError, build_model, dropless_exper
 from expertmesh.moe.experts.activation import Activation
 from expertmesh.moe.experts.expert_mlp import expert_modules, read_layout
 from tests.families.configs import skip_if_older
-from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import CPU_KERNELS
 from tests.tiny import our_experts, our_rows, relative_error, tiny_config
 
@@ -99,13 +98,6 @@ def check(theirs: Any, kernel: str, tolerance: float = 1e-5) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_transformers(kind: str, kernel: str) -> None:
     check(random(KINDS[kind][0]()), kernel)
-
-
-@interpreted
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_transformers_by_megablocks(kind: str) -> None:
-    prepare_megablocks()
-    check(random(KINDS[kind][0]()), "megablocks-grouped")
 
 
 @pytest.mark.parametrize("kind", KINDS)

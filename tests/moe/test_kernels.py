@@ -293,6 +293,8 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_kernel("torch-grouped", needs("cuda", 64, 60))
     with pytest.raises(ExpertMeshError, match="magic is unknown; use auto, loop"):
         choose_kernel("magic", needs("cpu", 64, 64))
+    with pytest.raises(ExpertMeshError, match="--expert-kernel megablocks-grouped is gone: use torch-grouped"):
+        choose_kernel("megablocks-grouped", needs("cpu", 64, 64))
 
 
 @pytest.mark.parametrize(
@@ -324,12 +326,6 @@ def test_choice_of_megablocks(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_kernel("megablocks-sparse", needs("cpu", 128, 128))
     with pytest.raises(ExpertMeshError, match="multiples of 128; this model has 128 and 64"):
         choose_kernel("megablocks-sparse", needs("cuda", 128, 64))
-    with pytest.raises(ExpertMeshError, match="needs grouped_gemm, not installed here; run pip install"):
-        choose_kernel("megablocks-grouped", needs("cuda", 128, 128))
-    installed.add("grouped_gemm")
-    assert choose_kernel("megablocks-grouped", needs("cuda", 128, 64)).name == "megablocks-grouped"
-    with pytest.raises(ExpertMeshError, match="bf16 only"):
-        choose_kernel("megablocks-grouped", needs("cuda", 128, 64, torch.float32))
     installed.clear()
     assert choose_kernel("auto", needs("cuda", 128, 256)).name == "torch-grouped"
     with pytest.raises(ExpertMeshError, match="needs megablocks and stk and triton, not installed here; run make"):
@@ -343,7 +339,6 @@ def test_choice_for_experts_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> 
     no_swiglu = replace(needs("cuda", 128, 256), is_swiglu=False)
     assert choose_kernel("auto", needs("cuda", 128, 256)).name == "megablocks-sparse"
     assert choose_kernel("auto", no_swiglu).name == "torch-grouped"
-    assert choose_kernel("megablocks-grouped", no_swiglu).kernel.product is not None
     with pytest.raises(ExpertMeshError, match="megablocks-sparse computes plain SwiGLU only"):
         choose_kernel("megablocks-sparse", no_swiglu)
     two_widths = Needs("cuda", torch.bfloat16, ((128, 256), (128, 60)))

@@ -12,20 +12,19 @@ from torch import Tensor
 from expertmesh.moe import ExpertMeshError, MoEShape, original_dmoe
 from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward, swiglu_joined_backward
 from expertmesh.moe.megablocks import megablocks_ops
-from expertmesh.moe.megablocks.megablocks_kernels import _topology
+from expertmesh.moe.megablocks.megablocks_kernels import _topology, load_megablocks
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import fused
 from tests.tiny import our_block, relative_error, tiny_block, tiny_mixtral
 
 D = WIDTH = 128
 SIZES: dict[str, Any] = dict(hidden_size=D, intermediate_size=WIDTH, num_local_experts=4)
-MEGABLOCKS = ["megablocks-sparse", "megablocks-grouped"]
 
 
-def original_of(block: Any, mlp_impl: Any = "sparse") -> torch.nn.Module:
+def original_of(block: Any) -> torch.nn.Module:
     """MegaBlocks' layer on the weights of a block with our experts."""
     mlp = block.experts.mlp
-    return original_dmoe(block.experts.shape, block.gate.weight, mlp.w1, mlp.v1, mlp.w2, mlp_impl=mlp_impl)
+    return original_dmoe(block.experts.shape, block.gate.weight, mlp.w1, mlp.v1, mlp.w2)
 
 
 def results(kernel: str, counts: list[int], width: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -42,15 +41,14 @@ def results(kernel: str, counts: list[int], width: int, dtype: torch.dtype, devi
 
 @pytest.mark.quick(2)
 @interpreted
-@pytest.mark.parametrize("kernel", MEGABLOCKS)
 @pytest.mark.parametrize(
     ("counts", "width"),
     [([3, 0, 130, 1], WIDTH), ([0, 130, 0], 2 * WIDTH), ([0, 0], WIDTH), ([5], WIDTH)],
     ids=["over a block", "two blocks by two", "no row", "one expert"],
 )
-def test_equals_loop(kernel: str, counts: list[int], width: int) -> None:
+def test_equals_loop(counts: list[int], width: int) -> None:
     prepare_megablocks()
-    found, expected = (results(k, counts, width, torch.float32, "cpu") for k in (kernel, "loop"))
+    found, expected = (results(kernel, counts, width, torch.float32, "cpu") for kernel in ("megablocks-sparse", "loop"))
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.shape == theirs.shape
         assert relative_error(mine, theirs) < 1e-5
@@ -90,11 +88,10 @@ def test_original_layer_of_many_experts() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", MEGABLOCKS)
-def test_expanded_gradient(kernel: str) -> None:
+def test_expanded_gradient() -> None:
     prepare_megablocks()
     rows, *weights = ((0.2 * torch.randn(n, D)).requires_grad_() for n in (3, WIDTH, WIDTH, WIDTH))
-    fused(kernel)(rows, torch.tensor([3]), *weights).sum().backward()
+    fused("megablocks-sparse")(rows, torch.tensor([3]), *weights).sum().backward()
     found = rows.grad
     rows.grad = None
     fused("loop")(rows, torch.tensor([3]), *weights).sum().backward()
@@ -104,22 +101,20 @@ def test_expanded_gradient(kernel: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", MEGABLOCKS)
 @pytest.mark.parametrize("counts", [[3, 0, 130, 1], [0, 0], [5], [700, 0, 0, 324], [40_000, 0, 3]], ids=str)
-def test_equals_loop_on_gpu(kernel: str, counts: list[int]) -> None:
-    pytest.importorskip("grouped_gemm" if kernel == "megablocks-grouped" else "megablocks")
-    found = results(kernel, counts, 2 * WIDTH, torch.bfloat16, "cuda")
+def test_equals_loop_on_gpu(counts: list[int]) -> None:
+    pytest.importorskip("megablocks")
+    found = results("megablocks-sparse", counts, 2 * WIDTH, torch.bfloat16, "cuda")
     for mine, exact in zip(found, results("loop", counts, 2 * WIDTH, torch.float32, "cuda"), strict=True):
         assert relative_error(mine.float(), exact) < 2e-2
 
 
 @interpreted
-@pytest.mark.parametrize("mlp_impl", ["sparse", "grouped"])
-def test_original_layer_equals_ours_and_hf(mlp_impl: Any) -> None:
+def test_original_layer_equals_ours_and_hf() -> None:
     prepare_megablocks()
     hf = tiny_mixtral(**SIZES).model.layers[0].mlp
     ours = our_block(hf)
-    original = original_of(ours, mlp_impl)
+    original = original_of(ours)
     x_BSD, grad_BSD = torch.randn(2, 1, 6, D)
     outs, x_grads = [], []
     for layer in (original, ours, hf):
@@ -289,8 +284,9 @@ def test_sparse_refuses_tensors_past_its_offsets() -> None:
 
 def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("expertmesh.moe.megablocks.megablocks_kernels.find_spec", lambda name: None)
+    load_megablocks.cache_clear()  # other tests have loaded it
     weight = torch.zeros(D, D)
-    with pytest.raises(ExpertMeshError, match="needs grouped_gemm, not installed here; run pip install"):
-        fused("megablocks-grouped")(torch.zeros(2, D), torch.tensor([2]), weight, weight, weight)
-    with pytest.raises(ExpertMeshError, match="dMoE needs grouped_gemm"):
-        original_dmoe(MoEShape(D, D, 1, 1), torch.zeros(1, D), weight, weight, weight, mlp_impl="grouped")
+    with pytest.raises(ExpertMeshError, match="needs megablocks and stk and triton, not installed here; run make"):
+        fused("megablocks-sparse")(torch.zeros(2, D), torch.tensor([2]), weight, weight, weight)
+    with pytest.raises(ExpertMeshError, match="dMoE needs megablocks"):
+        original_dmoe(MoEShape(D, D, 1, 1), torch.zeros(1, D), weight, weight, weight)

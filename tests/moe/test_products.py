@@ -7,7 +7,6 @@ from torch import Tensor
 
 from expertmesh.moe import KERNELS, ExpertMeshError
 from expertmesh.moe.kernels.expert_products import AddBias, Product
-from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import (
     COUNTS,
     CPU_KERNELS,
@@ -86,14 +85,6 @@ def test_adapters_of_any_rank(dtype: torch.dtype, rank: int) -> None:
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_fp32(kernel: str, counts: list[int], is_transposed: bool) -> None:
     check(kernel, counts, is_transposed, torch.float32, "cpu", 1e-5)
-
-
-@interpreted
-@pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_megablocks_grouped(counts: list[int], is_transposed: bool) -> None:
-    prepare_megablocks()
-    check("megablocks-grouped", counts, is_transposed, torch.float32, "cpu", 1e-5)
 
 
 @pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)

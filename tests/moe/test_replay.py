@@ -84,16 +84,14 @@ def test_fp8(counts: list[int]) -> None:
 @pytest.mark.exhaustive
 @interpreted
 @pytest.mark.parametrize("counts", [[3, 0, 130], [0, 0]], ids=str)
-@pytest.mark.parametrize("kernel", ["megablocks-sparse", "megablocks-grouped"])
-def test_megablocks(kernel: str, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megablocks(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_megablocks()
-    from grouped_gemm import backend
     from stk.backend import triton_kernels
 
     counters = []
-    for module, name in ((backend, "gmm"), (triton_kernels, "dsd"), (triton_kernels, "sdd")):
-        counters.append(mock.Mock(wraps=getattr(module, name)))
-        monkeypatch.setattr(module, name, counters[-1])
+    for name in ("dsd", "sdd"):
+        counters.append(mock.Mock(wraps=getattr(triton_kernels, name)))
+        monkeypatch.setattr(triton_kernels, name, counters[-1])
     torch.manual_seed(0)
     shapes = [(sum(counts), 128)] + [(len(counts) * 128, 128)] * 3
     tensors = [(0.2 * torch.randn(shape)).requires_grad_() for shape in shapes]
@@ -101,12 +99,12 @@ def test_megablocks(kernel: str, counts: list[int], monkeypatch: pytest.MonkeyPa
 
     def run(needs_output: bool) -> Tensor:
         before = sum(counter.call_count for counter in counters)
-        out_RD = fused(kernel)(tensors[0], torch.tensor(counts), *tensors[1:], needs_output=needs_output)
+        out_RD = fused("megablocks-sparse")(tensors[0], torch.tensor(counts), *tensors[1:], needs_output=needs_output)
         products.append(sum(counter.call_count for counter in counters) - before)
         return out_RD
 
     check(run, tensors)
-    assert products == ([0, 0] if kernel == "megablocks-grouped" and not any(counts) else [3, 2])
+    assert products == [3, 2]
 
 
 @pytest.mark.parametrize("is_transposed", ORDERS.values(), ids=ORDERS)

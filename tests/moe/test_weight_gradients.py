@@ -91,12 +91,6 @@ def test_in_fp8(is_swiglu: bool) -> None:
 
 
 @interpreted
-def test_grouped_gemms_of_megablocks() -> None:
-    prepare_megablocks()
-    check(our_experts(random(KINDS["plain"][0]()), TOP_K, "megablocks-grouped"), torch.float32)
-
-
-@interpreted
 def test_sparse_gemms_of_megablocks_are_computed_at_once() -> None:
     prepare_megablocks()
     experts = tiny_block("megablocks-sparse", hidden_size=128, intermediate_size=128, num_local_experts=EXPERTS).experts

@@ -204,7 +204,7 @@ def _planned(
     longest = padding.within(config.max_seq_length).length(longest)
     trained = 1.0 if rows is None else int(rows.samples.targets.sum()) / int(rows.samples.lengths.sum())
     # MegaBlocks' kernels run on GPUs alone; torch's grouped ones keep as much, but for the product in the activation
-    name = "torch-grouped" if kernel.name.startswith("megablocks") else kernel.name
+    name = "torch-grouped" if kernel.name == "megablocks-sparse" else kernel.name
     if kernel.name == "fp8":
         # which --expert-precision says
         name = config.expert_kernel
