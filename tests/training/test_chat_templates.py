@@ -837,14 +837,47 @@ END_TOKENS += ["<｜end▁of▁sentence｜>"]
 NO_TEXT_AS_CONTENT = ("idefics", "llava", "smolvlm")
 
 
+def published(directory: Path, name: str) -> Any:
+    """A tokenizer with a template that trl brings, and the special tokens that this one writes."""
+    template = (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = tokenizer_like(directory, "mistral", template)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in sorted({*SPECIAL_TOKENS.findall(template)})])
+    tokenizer.eos_token = next((token for token in END_TOKENS if token in tokenizer.get_vocab()), "</s>")
+    return tokenizer
+
+
+THOUGHT = assistant("<think>\nhm\n</think>\n\nyo")
+CALLED = {**call(a=1), "id": "call00001"}
+SAID = {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "expected"),
+    [
+        # the thought within the words begins as the prompt ends
+        ("deepseek_r1_distill_training", [THOUGHT], "<think>\n«hm\n</think>\n\nyo<｜end▁of▁sentence｜>»"),
+        ("nemotron_3_nano", [THOUGHT], "<|im_start|>assistant\n<think>\n«hm\n</think>\n\nyo<|im_end|>»\n"),
+        # behind results nothing asks, and the model writes the header itself, be that of another call or of its answer
+        (
+            "diffusion_gemma",
+            [assistant("", None, CALLED), SAID, assistant("", None, CALLED), SAID, assistant("yo")],
+            '{value:<|"|>1<|"|>}<tool_response|>«<|turn>model\n<|tool_call>call:add{a:1}<tool_call|><|tool_response>»'
+            'response:add{value:<|"|>1<|"|>}<tool_response|>«<|turn>model\nyo<turn|>»\n',
+        ),
+    ],
+)
+def test_what_the_generation_prompt_holds_has_no_loss(
+    tmp_path: Path, name: str, turns: list[dict[str, Any]], expected: str
+) -> None:
+    row = {"messages": [user("1?"), *turns], **({"tools": [TOOL]} if len(turns) > 1 else {})}
+    assert shown(*rendered(published(tmp_path, name), row, "assistant")).endswith(expected)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_templates(tmp_path: Path, name: str) -> None:
     """Those that trl brings: no word of others has a loss, every word of the answers' has one, or the record is
     refused."""
-    template = (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
-    tokenizer = tokenizer_like(tmp_path, "mistral", template)
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in sorted({*SPECIAL_TOKENS.findall(template)})])
-    tokenizer.eos_token = next((token for token in END_TOKENS if token in tokenizer.get_vocab()), "</s>")
+    tokenizer = published(tmp_path, name)
     calls = [{**call(a=1), "id": "call00001"}, {**call(a=2), "id": "call00002"}]
     results = [{"role": "tool", "name": "add", "tool_call_id": one["id"], "content": "other"} for one in calls]
     turns = [[assistant("", None, calls[0]), results[0]], [assistant("mine", None, calls[0]), results[0]]]

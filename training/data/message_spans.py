@@ -119,7 +119,8 @@ def _names(message: dict[str, Any]) -> list[str]:
 def _kind(messages: list[dict[str, Any]], index: int) -> tuple[Hashable, ...]:
     """What a template may go by when it writes a message, but for where the last question stands."""
     content = messages[index]["content"]
-    edges = content[:1].isspace(), content[-1:].isspace(), "<think>" in content, "</think>" in content
+    thinks = "<think>" in content, content.startswith("<think>"), "</think>" in content
+    edges = content[:1].isspace(), content[-1:].isspace(), *thinks
     following = next((message["role"] for message in messages[index + 1 :] if message["role"] != "tool"), None)
     return (
         *edges,

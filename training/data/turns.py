@@ -148,8 +148,8 @@ class Written:
                 f"it cannot be told which tokens of the chat template's text are those of message {index + 1}, which "
                 "has no words of its own; use another --chat-template"
             )
-        begin = self._opening(index, max(words.begin, answer.begin))
-        return words.begin if begin is None else begin, self._closing(index, words.end)
+        begin, end = self._opening(index, max(words.begin, answer.begin)), self._closing(index, words.end)
+        return words.begin if begin is None else min(begin, end), end
 
     def final_span(self, index: int) -> tuple[int, int]:
         """The part of an assistant's `span` that follows the reasoning: from the first word of the answer or the tool
@@ -344,7 +344,7 @@ class Written:
 
     def _opening(self, index: int, words_begin: int) -> int | None:
         """Where an assistant begins to write: behind the generation prompt, if that stands before its words. A header
-        or a thought may come between."""
+        or a thought may come between; words that begin with a thought may begin with the prompt's last ones."""
         if index == 0 or self.messages[index]["role"] != "assistant":
             return None
         try:
@@ -352,9 +352,12 @@ class Written:
         except Exception:
             return None
         prompt = asking.removeprefix(before)
-        if not prompt or prompt == asking:
+        earliest = self._end_of_words_before(index, words_begin)
+        if not prompt:  # it goes on where the text stands, as behind the results of tools
+            return len(asking) if self.text.startswith(asking) and earliest <= len(asking) <= words_begin else None
+        if prompt == asking:
             return None
-        at = self.text.find(prompt, self._end_of_words_before(index, words_begin), words_begin)
+        at = self.text.find(prompt, earliest, words_begin + len(prompt) - 1)
         return None if at < 0 else at + len(prompt)
 
     def _end_of_words_before(self, index: int, begin: int) -> int:
