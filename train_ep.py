@@ -138,7 +138,8 @@ def run_training(
     watchdog.at("loading the model", limited=False)
     resume_from: Path | None = None
     if config.resume:
-        resume_from = training.find_resume(config.resume, output_dir / "checkpoints", config, engine.tell)
+        directory = output_dir / "checkpoints"
+        resume_from = training.find_resume(config.resume, directory, config, engine.tell, ranks)
     engine.place(resume_from, watchdog.limit)
     of_layout = (training.pipeline_lines(engine, memory), training.dispatch_lines(engine))
     for line in (*of_layout[0], *of_layout[1], *training.replica_lines(engine)):

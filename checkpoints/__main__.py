@@ -14,6 +14,7 @@ from expertmesh.checkpoints.hf.source import resolve_model
 from expertmesh.checkpoints.inspection import describe, describe_model, read_heads, with_claims_checked
 from expertmesh.checkpoints.opening import is_training, open_readable
 from expertmesh.checkpoints.state.marker import MARKER, check_owner
+from expertmesh.checkpoints.storage.directories import finish_replacement_of_missing, write_errors
 from expertmesh.checkpoints.storage.dtypes import FLOATS
 from expertmesh.checkpoints.storage.paths import read_ahead
 from expertmesh.checkpoints.verify import compare
@@ -163,7 +164,7 @@ def _tell(line: str) -> None:
 
 def _convert(arguments: argparse.Namespace) -> int:
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    source, how = resolve_model(arguments.source, "convert"), _how(arguments)
+    source, how = _resolve(arguments.source, "convert"), _how(arguments)
     read_ahead(source, READ_AHEAD)
     widened = convert(source, arguments.out, arguments.ep_size, dtype, how)
     if widened:
@@ -174,8 +175,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     trusted = arguments.trust_checkpoint_owner
-    source, how = resolve_model(arguments.source, "export"), _how(arguments)
-    base = None if arguments.base is None else resolve_model(arguments.base, "--base")
+    source, how = _resolve(arguments.source, "export"), _how(arguments)
+    base = None if arguments.base is None else _resolve(arguments.base, "--base")
     if base is not None and not is_training(source):
         raise ExpertMeshError(f"--base {arguments.base}: {source} is no training checkpoint; leave it out")
     read_ahead(source, READ_AHEAD)
@@ -194,7 +195,7 @@ def _written(out: Path) -> str:
 def _merge(arguments: argparse.Namespace) -> int:
     from expertmesh.checkpoints.adapter.merge import merge_adapter  # needs torch, which flags do without
 
-    base, adapter, how = resolve_model(arguments.base, "merge"), _directory(arguments.adapter), _how(arguments)
+    base, adapter, how = _resolve(arguments.base, "merge"), _directory(arguments.adapter), _how(arguments)
     read_ahead(base, READ_AHEAD)
     changed = merge_adapter(base, adapter, arguments.out, how)
     _tell(f"wrote a Hugging Face directory, {changed} parameters changed: {_written(arguments.out)}")
@@ -202,7 +203,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    paths = [resolve_model(path, "verify") for path in (arguments.a, arguments.b)]
+    paths = [_resolve(path, "verify") for path in (arguments.a, arguments.b)]
     if all(map(_is_adapter, paths)):
         from expertmesh.checkpoints.adapter.adapter_files import compare_adapters
 
@@ -227,7 +228,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    path = resolve_model(arguments.path, "inspect")
+    path = _resolve(arguments.path, "inspect")
     if _is_adapter(path):
         if arguments.check:
             raise ExpertMeshError(
@@ -253,6 +254,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
     in_this_form = (path / MANIFEST).exists() or (path / MARKER).exists()
     print("checksums   match" if in_this_form else "checksums   none in this form")
     return 1 if readable.checkpoint.problems else 0
+
+
+def _resolve(name: str, command: str) -> Path:
+    """As `resolve_model`, once what a killed process had begun to replace there has its name."""
+    with write_errors(Path(name)):
+        finish_replacement_of_missing(Path(name))
+    return resolve_model(name, command)
 
 
 def _is_adapter(path: Path) -> bool:

@@ -72,7 +72,8 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     config = engine.config
     resume_from: Path | None = None
     if config.resume:
-        resume_from = find_resume(config.resume, Path(config.output_dir) / "checkpoints", config, engine.tell)
+        directory = Path(config.output_dir) / "checkpoints"
+        resume_from = find_resume(config.resume, directory, config, engine.tell, ranks)
     engine.place(resume_from, config.ddp_timeout)
     if config.max_steps >= 0:
         engine.schedule(config.max_steps)

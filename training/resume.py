@@ -22,7 +22,7 @@ Tell = Callable[[str], object]
 _ADAPTER_SETTINGS = ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_targets", "base_dtype")
 
 
-def find_resume(resume: str, directory: Path, config: TrainConfig, tell: Tell) -> Path | None:
+def find_resume(resume: str, directory: Path, config: TrainConfig, tell: Tell, ranks: Ranks) -> Path | None:
     """The checkpoint to resume from, complete and undamaged; None where there is none yet. All ranks call it together.
 
     Args:
@@ -32,7 +32,7 @@ def find_resume(resume: str, directory: Path, config: TrainConfig, tell: Tell) -
     Raises:
         ExpertMeshError: on all ranks, when the one named is incomplete or damaged, or all that "auto" could take are.
     """
-    found, skipped = find_checkpoint(resume, directory, config.trust_checkpoint_owner)
+    found, skipped = find_checkpoint(resume, directory, config.trust_checkpoint_owner, ranks)
     for line in skipped:
         tell(f"warning: {line}")
     return found

@@ -58,8 +58,8 @@ def export_model(
         out: is replaced if it exists, once the new one is complete.
         max_shard_size: bytes per file, unless a single tensor has more.
         tokenizer: saved in place of the checkpoint's own.
-        patient: these ranks, where rank 0 may take longer to write what is carried over, of which the others have no
-            part, than a collective's time limit.
+        patient: these ranks, where rank 0 may take longer to write what is carried over, or to delete what was there,
+            of which the others have no part, than a collective's time limit.
 
     Returns:
         On rank 0, where tensors are quantized as their source has them, what that has changed, in lines.
@@ -68,8 +68,8 @@ def export_model(
         ExpertMeshError: on all ranks, when rank 0 cannot write. `out` is then as it was.
     """
     told: list[str] = []
-    with replacing(out) as partial:
-        with raise_together(), write_errors(out):
+    with replacing(out, patient) as partial:
+        with raise_together(patient), write_errors(out):
             if partial is not None:
                 origin = None if checkpoint.origin is None else checkpoint.origin.source.path
                 copy_side_files(checkpoint.source, partial, tokenizer, checkpoint.drops_untrained, origin)
@@ -81,21 +81,24 @@ def export_model(
 
 
 @contextmanager
-def replacing(out: Path) -> Iterator[Path | None]:
+def replacing(out: Path, patient: Ranks | None = None) -> Iterator[Path | None]:
     """A directory on rank 0, None on the others, that takes the place of `out` once it is complete. All ranks call it
     together, and leave it together.
+
+    Args:
+        patient: these ranks, where rank 0 may take longer to delete what was there than a collective's time limit.
 
     Raises:
         ExpertMeshError: on all ranks, when rank 0 cannot write. `out` is then as it was.
     """
     partial: Path | None = None
     try:
-        with raise_together(), write_errors(out):
+        with raise_together(patient), write_errors(out):
             if dist.get_rank() == WRITER:
                 sweep_beside(out)
                 partial = temporary_beside(out)
         yield partial
-        with raise_together(), write_errors(out):
+        with raise_together(patient), write_errors(out):
             if partial is not None:
                 replace_directory(partial, out)
     finally:

@@ -16,9 +16,9 @@ from expertmesh.checkpoints.state.marker import (
 )
 from expertmesh.checkpoints.state.saving import BEST, Progress, checkpoint_name, sweep, training_state
 from expertmesh.checkpoints.state.state_table import StateReader, load_state
-from expertmesh.checkpoints.storage.directories import write_errors
+from expertmesh.checkpoints.storage.directories import finish_replacement_of_missing, write_errors
 from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import changing_state, raise_together, zeros_by_rows
+from expertmesh.sharding import Ranks, changing_state, raise_together, zeros_by_rows
 
 StateLayout = Literal["rows", "whole", "elsewhere"]
 """How a tensor of an optimizer's state lies on a rank: cut by rows as its parameter is; whole; or not at all."""
@@ -32,23 +32,29 @@ class ResumableOptimizer(torch.optim.Optimizer):
         return "whole" if key == "step" else "rows"
 
 
-def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path | None, list[str]]:
+def find_checkpoint(
+    resume: str, directory: Path, any_owner: bool, patient: Ranks | None = None
+) -> tuple[Path | None, list[str]]:
     """The checkpoint that `--resume` means, checked to the last byte, and warnings. All ranks call it together.
 
     Args:
         resume: "auto" for the newest undamaged one in `directory`, if there is any; else the path of one.
         any_owner: whether to read one that another user owns.
+        patient: these ranks, as one may take longer to read its files than a collective's time limit.
 
     Raises:
         ExpertMeshError: the one named is incomplete or damaged; or all that "auto" could take are.
     """
     if resume != "auto":
-        problem = _check_together(Path(resume), any_owner)
+        with raise_together(), write_errors(Path(resume)):
+            if dist.get_rank() == 0:
+                finish_replacement_of_missing(Path(resume))
+        problem = _check_together(Path(resume), any_owner, patient)
         if problem is not None:
             raise ExpertMeshError(f"--resume {resume}: {problem}")
         return Path(resume), []
     names: list[Any] = [None]
-    with raise_together(), write_errors(directory):
+    with raise_together(patient), write_errors(directory):
         if dist.get_rank() == 0 and directory.is_dir():
             skipped = sweep(directory)
             warnings = [f"{directory / name} is not complete and is skipped" for name in skipped]
@@ -58,7 +64,7 @@ def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path
     dist.broadcast_object_list(names, src=0)
     candidates, warnings = names[0]
     for candidate in map(Path, candidates):
-        problem = _check_together(candidate, any_owner)
+        problem = _check_together(candidate, any_owner, patient)
         if problem is None:
             return candidate, warnings
         warnings.append(f"{problem}; it is skipped for the one before it")
@@ -67,10 +73,10 @@ def find_checkpoint(resume: str, directory: Path, any_owner: bool) -> tuple[Path
     return None, warnings
 
 
-def _check_together(path: Path, any_owner: bool) -> str | None:
+def _check_together(path: Path, any_owner: bool, patient: Ranks | None) -> str | None:
     """What is wrong with a checkpoint; its files are distributed among the ranks to be read."""
     try:
-        with raise_together():
+        with raise_together(patient):
             marker = read_marker(path)
             check_owner(path, any_owner)
             names = sorted(marker["files"])
@@ -108,12 +114,14 @@ def load_training_state(path: Path, model: nn.Module, optimizer: ResumableOptimi
     return progress
 
 
-def load_best_model(directory: Path, model: nn.Module, step: int, any_owner: bool) -> Path | None:
+def load_best_model(
+    directory: Path, model: nn.Module, step: int, any_owner: bool, patient: Ranks | None = None
+) -> Path | None:
     """Fill a sharded model with the weights of the best checkpoint in `directory`. All ranks call it together.
 
     Args:
         step: that it must be of.
-        any_owner: whether to read one that another user owns.
+        any_owner, patient: see `find_checkpoint`.
 
     Returns:
         The checkpoint's path; None if there is none of that step, because it could not be saved.
@@ -126,7 +134,7 @@ def load_best_model(directory: Path, model: nn.Module, step: int, any_owner: boo
     dist.broadcast_object_list(there, src=0)
     if not there[0]:
         return None
-    problem = _check_together(link, any_owner)
+    problem = _check_together(link, any_owner, patient)
     if problem is not None:
         raise ExpertMeshError(f"--load-best-model-at-end: {link}: {problem}")
     parts = changing_state(model).items()

@@ -256,6 +256,12 @@ def finish_replacement(out: Path) -> None:
     _delete(old)
 
 
+def finish_replacement_of_missing(out: Path) -> None:
+    """As `finish_replacement`, of what is to be read and is not there; a link to it is followed."""
+    if not out.exists():
+        finish_replacement(Path(os.path.realpath(out)))
+
+
 def _replacing(out: Path) -> tuple[Path, Path]:
     """Where the complete new directory waits for its name, and where the old one is put."""
     return out.with_name(f".{out.name}-new{PARTIAL}"), out.with_name(f".{out.name}-old{PARTIAL}")

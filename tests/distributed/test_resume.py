@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,16 +20,18 @@ import pytest
 import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import MixtralForCausalLM
 
 from benchmarks.chaos import is_complete
 from expertmesh import train_ep, training
-from expertmesh.checkpoints import Saver
+from expertmesh.checkpoints import Saver, find_checkpoint
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.checkpoints.state import saving
+from expertmesh.checkpoints.state import resuming, saving
 from expertmesh.checkpoints.state.marker import whole_checkpoints
 from expertmesh.checkpoints.storage.checksums import seal
 from expertmesh.moe.base.command import INTERRUPTED
+from expertmesh.sharding import end_process_group, start_process_group
 from expertmesh.training.data import collate
 from expertmesh.training.evaluate import Best
 from tests.distributed.pool import RankPool
@@ -551,6 +554,55 @@ def test_what_a_kill_leaves_behind(
     assert is_complete(out / "metrics.jsonl", finished / "metrics.jsonl")
     weights, expected_weights = read(out / "hf"), read(finished / "hf")
     assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
+
+
+@pytest.mark.parametrize("waits_as", ["new", "old"])
+def test_a_named_checkpoint_whose_replacement_a_kill_interrupted(
+    ranks: RankPool, finished: Path, tmp_path: Path, waits_as: str
+) -> None:
+    """It is found under its name, by --resume PATH and by the commands that read it, through a link too."""
+    saved = tmp_path / "step-00000004"
+    away = tmp_path / f".step-00000004-{waits_as}.part"
+    (tmp_path / "best").symlink_to(saved.name)
+    shutil.copytree(finished / "checkpoints" / saved.name, away)
+    assert ranks.run(_find, 2, tmp_path / "best") == [tmp_path / "best"] * 2
+    for command in (["inspect", str(saved)], ["verify", str(tmp_path / "best"), str(tmp_path / "best")]):
+        saved.rename(away)
+        assert checkpoints_main(command) == 0
+    saved.rename(away)
+    assert checkpoints_main(["export", str(saved), str(tmp_path / "hf")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "hf", saved.name]
+
+
+def _find(path: Path) -> Path | None:
+    return find_checkpoint(str(path), path.parent, any_owner=False)[0]
+
+
+@pytest.mark.exhaustive
+def test_to_check_a_checkpoint_may_take_longer_than_a_collective(ranks: RankPool, finished: Path) -> None:
+    saved = finished / "checkpoints" / "step-00000006"
+    assert ranks.run(_find_slowly, 2, saved, join_group=False) == [[saved, saved]] * 2
+
+
+def _find_slowly(path: Path) -> list[Path | None]:
+    """Rank 0 takes twice as long to read a file as a collective may."""
+    group = start_process_group(use_cpu=True, timeout_seconds=60)
+    _set_pg_timeout(timedelta(seconds=2))
+
+    def slowly(*given: Any) -> None:
+        if group.rank == 0:
+            time.sleep(4 if not slept else 0)
+            slept.append(given)
+
+    slept: list[Any] = []
+    found = []
+    with mock.patch.object(resuming, "check_file", slowly):
+        for named in ("auto", str(path)):
+            slept.clear()
+            found.append(find_checkpoint(named, path.parent, False, group)[0])
+    _set_pg_timeout(timedelta(seconds=60))
+    end_process_group()
+    return found
 
 
 @pytest.mark.exhaustive
