@@ -207,6 +207,62 @@ def test_settings_that_will_not_do(engine: Any, tiny_model: Path, settings: dict
         expertmesh.load(str(tiny_model), use_cpu=True, cpu_matmul="onednn", **settings)
 
 
+def test_tokenizer_of_the_settings(tiny_model: Path, engine: Any, tmp_path: Path) -> None:
+    """It is saved with the model; one that is not there is told of before anything is trained."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path / "other")
+    settings: dict[str, Any] = dict(use_cpu=True, cpu_matmul="onednn", adapter="lora", lora_rank=2)
+    engine = expertmesh.load(str(tiny_model), tokenizer=tmp_path / "other", **settings)
+    saved = engine.save(tmp_path / "saved")
+    engine.export(tmp_path / "adapter")
+    engine.merge(str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    for made in (saved / "model", tmp_path / "adapter", tmp_path / "merged"):
+        assert transformers.AutoTokenizer.from_pretrained(made).chat_template == tokenizer.chat_template
+    with pytest.raises(expertmesh.ExpertMeshError, match="nowhere: no tokenizer there"):
+        expertmesh.load(str(tiny_model), tokenizer="/nowhere", **settings)
+
+
+def test_arguments_that_will_not_do(engine: Any) -> None:
+    for call, said in (
+        (lambda: engine.generate("say hello"), r"a list of texts, as in generate\(\['Say hello'\]\)"),
+        (lambda: engine.generate([3]), "a list of texts"),
+        (lambda: engine.generate(["say"], 0), "max_new_tokens is 0; it must be an integer, 1 or more"),
+        (lambda: engine.generate(["say"], "3"), "max_new_tokens is '3'"),
+        (lambda: engine.evaluate(batch_of_text()), "batches is a dict; give a list of batches"),
+        (lambda: engine.clip(-1.0), "max_norm is -1.0; it must be a number, 0 or more"),
+        (lambda: engine.clip(math.nan), "max_norm is nan"),
+        (lambda: engine.schedule(-1), "num_steps is -1; it must be an integer, 0 or more"),
+        (lambda: engine.schedule("3"), "num_steps is '3'"),
+    ):
+        with pytest.raises(expertmesh.ExpertMeshError, match=said):
+            call()
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+def test_an_update_of_what_is_not_finite(engine: Any, what: str) -> None:
+    """There is none in three pieces either."""
+    engine.step(batch_of_text())
+    before = {name: parameter.to_local().clone() for name, parameter in engine.model.named_parameters()}
+    figures = engine.forward_backward(batch_of_text())
+    if what == "loss":
+        figures = replace(figures, loss=math.nan)
+    else:
+        next(engine.model.parameters()).grad.to_local().fill_(math.inf)
+        assert not math.isfinite(engine.clip())
+    engine.update(figures)
+    assert all(torch.equal(p.to_local(), before[name]) for name, p in engine.model.named_parameters())
+    engine.update(engine.forward_backward(batch_of_text()))
+    assert not torch.equal(next(engine.model.parameters()).to_local(), before[next(iter(before))])
+
+
+def test_what_trainers_heed_is_not_said_to_be_without_effect(engine: Any, tiny_model: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="detect_anomaly: of Trainer's loop and train_ep.py's, without effect in one of"
+    ):
+        expertmesh.load(str(tiny_model), use_cpu=True, cpu_matmul="onednn", detect_anomaly=True)
+
+
 def test_what_a_forward_gathers_is_let_go_of(engine: Any, tmp_path: Path) -> None:
     """A forward of one's own, without a backward, leaves nothing that an export or an update would trip over."""
     before = engine.evaluate([batch_of_text()]).loss

@@ -9,7 +9,7 @@ model that was made so, for a training loop: ours in `training.loop`, a user's o
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -259,6 +259,7 @@ class Engine:
         counts: of its parameters. topology: of its ranks.
         facts: of what the run has read, to be recorded by checkpoints and compared on resume.
         step_number, tokens: optimizer steps so far, and the tokens in them.
+        is_resumed: whether model and optimizer are as a training checkpoint had them, and no step was taken since.
         mesh, checkpoint, untrained: from `place` on; the last one says what becomes of tensors that are not trained.
         encoding: of the export, in words, from `place` on; None where --export-encoding asks for nothing.
 
@@ -300,7 +301,8 @@ class Engine:
         self.untrained: str | None = None
         self.encoding: str | None = None
         self.scheduler: Schedule | None = None
-        self.step_number, self.tokens = 0, 0
+        self.step_number, self.tokens, self.is_resumed = 0, 0, False
+        self._grad_norm = 0.0
         self._are_ends_given = False
 
     def place(self, resume_from: Path | None = None, limit: int | None = None) -> None:
@@ -357,7 +359,13 @@ class Engine:
         return load_tokenizer(self.config.tokenizer or str(self.source.path), self.source)
 
     def schedule(self, num_steps: int) -> Schedule:
-        """Have the learning rate follow the settings' schedule over so many steps."""
+        """Have the learning rate follow the settings' schedule over so many steps.
+
+        Raises:
+            ExpertMeshError: it is no number of steps.
+        """
+        if not isinstance(num_steps, int) or num_steps < 0:
+            raise ExpertMeshError(f"num_steps is {num_steps!r}; it must be an integer, 0 or more")
         self.scheduler = build_scheduler(self.optimizer, self.config, num_steps)
         return self.scheduler
 
@@ -418,6 +426,7 @@ class Engine:
         """
         self.release()
         self.model.train()
+        self._grad_norm = 0.0
         return self._told_targets(compute_gradients(self.model, self.batches(batches), self.balance.weights))
 
     def clip(self, max_norm: float | None = None) -> float:
@@ -426,18 +435,26 @@ class Engine:
 
         Returns:
             The norm before that.
+
+        Raises:
+            ExpertMeshError: `max_norm` is no number of 0 or more.
         """
+        most = self.config.max_grad_norm if max_norm is None else max_norm
+        if not isinstance(most, int | float) or not most >= 0:
+            raise ExpertMeshError(f"max_norm is {most!r}; it must be a number, 0 or more")
         self.release()
-        return clip_grad_norm(self.model, self.mesh, self.config.max_grad_norm if max_norm is None else max_norm)
+        self._grad_norm = clip_grad_norm(self.model, self.mesh, most)
+        return self._grad_norm
 
     def update(self, result: StepResult) -> None:
-        """Take the optimizer's step, but for one without target tokens, and set the gradients to zero.
+        """Take the optimizer's step and set the gradients to zero. As of `step`, there is no update where
+        the loss, or the norm that `clip` has found, is not finite.
 
         Args:
             result: from `forward_backward`.
         """
         self.release()
-        if result.targets:
+        if replace(result, grad_norm=self._grad_norm).is_finite:
             self._wait_for_copies()
             agree_on_gradients(self.model, self.mesh)
             self.optimizer.step()
@@ -464,6 +481,7 @@ class Engine:
     def _count(self, result: StepResult) -> None:
         self.step_number += 1
         self.tokens += result.tokens
+        self.is_resumed = False
 
     def _wait_for_copies(self) -> None:
         """Before weights change: until those of a checkpoint under way have been copied."""
@@ -559,8 +577,14 @@ class Engine:
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
         """The mean loss over exactly the target tokens of all ranks' batches; ranks may have unequally many. Batches
-        come to the device one at a time (through a pipeline, a few)."""
+        come to the device one at a time (through a pipeline, a few).
+
+        Raises:
+            ExpertMeshError: on all ranks, when a batch is not what it should be.
+        """
         with raise_together():
+            if isinstance(batches, Batch | Mapping) or not isinstance(batches, Iterable):
+                raise ExpertMeshError(f"batches is a {type(batches).__name__}; give a list of batches")
             given: list[MicroBatch] = []
             made: list[Batch] = []
             for batch in batches:
@@ -579,10 +603,27 @@ class Engine:
     def generate(self, prompts: Sequence[str], max_new_tokens: int = 64) -> list[str]:
         """Greedy continuations of texts, the same on every rank.
 
+        Args:
+            prompts: the same on all ranks.
+            max_new_tokens: of each continuation, at most.
+
         Raises:
-            ExpertMeshError: there is no tokenizer, or a prompt has no token.
+            ExpertMeshError: on all ranks, when there is no tokenizer, or the prompts are no list of texts, or other
+                ones on other ranks, or one has no token.
         """
-        tokens = [prompt_tokens(self.tokenizer, "{prompt}", prompt) for prompt in prompts]
+        with raise_together():
+            is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+            if not is_list or not all(isinstance(prompt, str) for prompt in prompts):
+                raise ExpertMeshError("prompts must be a list of texts, as in generate(['Say hello'])")
+            if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+                raise ExpertMeshError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer, 1 or more")
+            tokens = [prompt_tokens(self.tokenizer, "{prompt}", prompt) for prompt in prompts]
+        told: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(told, (tokens, max_new_tokens))
+        if len({repr(each) for each in told}) > 1:
+            raise ExpertMeshError(
+                "ranks are given different prompts or max_new_tokens; they work on all of them together"
+            )
         found = generate(self.model, tokens, max_new_tokens, self.end_tokens(self.tokenizer), self.ranks)
         return [self.tokenizer.decode(answer, skip_special_tokens=True) for answer in found]
 
@@ -633,9 +674,10 @@ class Engine:
         """Have `save` write into a directory, beside what earlier ones wrote.
 
         Args:
-            tokenizer: saved with the model, in place of the source's own; None: that.
+            tokenizer: saved with the model; None: that of the settings, or the source's own.
             facts: of the data, to be compared on resume.
         """
+        tokenizer = self._saved(tokenizer)
         self.find_ends(tokenizer)
         base = None if self.config.adapter == "none" else {"path": str(self.source.path)}
         limit, all_facts = self.config.save_total_limit, {**self.facts, **(facts or {})}
@@ -700,7 +742,7 @@ class Engine:
         self.release()
         progress = load_training_state(path, self.model, self.optimizer)
         outdate_working_weights(self.model)
-        self.step_number, self.tokens = progress.step, progress.tokens
+        self.step_number, self.tokens, self.is_resumed = progress.step, progress.tokens, True
         if self.scheduler is not None:
             resume_scheduler(self.optimizer, self.scheduler, self.config, progress)
         return progress
@@ -711,7 +753,7 @@ class Engine:
         """Write the model for `from_pretrained` or, of a model with adapters, these alone, for PEFT.
 
         Args:
-            tokenizer: saved with it, in place of the source's own.
+            tokenizer: saved with it; None: that of the settings, or the source's own.
             overwrite: whether to replace what is in the directory, which is done atomically.
 
         Returns:
@@ -726,6 +768,7 @@ class Engine:
             if self.ranks.rank == 0 and not overwrite and out.exists() and (not out.is_dir() or any(out.iterdir())):
                 raise ExpertMeshError(f"{out}: already contains files; choose another, or give overwrite=True")
         self.release()
+        tokenizer = self._saved(tokenizer)
         config, told = self.config, self.find_ends(tokenizer)
         if config.adapter == "none":
             how = (config.shard_bytes, tokenizer, self.ranks)
@@ -735,29 +778,37 @@ class Engine:
             export_adapter(self.model, self.checkpoint, self.topology, out, *written)
         return told if self.ranks.rank == 0 else []
 
-    def merge(self, adapter: Path, directory: Path, tokenizer: Any = None) -> list[str]:
+    def merge(self, adapter: str | Path, directory: str | Path, tokenizer: Any = None) -> list[str]:
         """Write the model with an adapter merged into its weights.
 
         Args:
             adapter: where `export` has written it.
             directory: is replaced.
+            tokenizer: as `export`.
 
         Returns:
             As `export`.
+
+        Raises:
+            ExpertMeshError: on all ranks, when there is no such adapter, or the directory cannot be written.
         """
         told: list[str] = []
         how = HowToWrite(
             *(self.config.shard_bytes, 1),
             overwrite=True,
             drop_untrained=self.config.drop_untrained,
-            tokenizer=tokenizer,
+            tokenizer=self._saved(tokenizer),
             as_source=self.checkpoint.origin is not None,
             tell_errors=told.append,
         )
         with raise_together(patient=self.ranks):
             if self.ranks.rank == 0:
-                merge_adapter(self.source.path, adapter, directory, how)
+                merge_adapter(self.source.path, Path(adapter), Path(directory), how)
         return told
+
+    def _saved(self, tokenizer: Any) -> Any:
+        """What is saved with the model; None: the source's own."""
+        return self.tokenizer if tokenizer is None and self.config.tokenizer else tokenizer
 
 
 def _untrained(checkpoint: Checkpoint, carried: str, dropped: bool) -> str:

@@ -309,6 +309,13 @@ class TrainerMixin(_Base):
                 f"resume_from_checkpoint={asked!r} of the training arguments: no Trainer resumes by it; call "
                 f"train(resume_from_checkpoint={asked!r}), or leave it out"
             )
+        if self.engine.is_resumed and self.optimizer is None:
+            raise ExpertMeshError(
+                f"the engine was resumed at step {self.engine.step_number}, and Trainer begins at step 0 with another "
+                "optimizer: to go on with a Trainer's checkpoint, give it to train(resume_from_checkpoint=...); to "
+                "keep the engine's optimizer, give Trainer optimizers=(engine.optimizer, scheduler); to begin with the "
+                "weights alone, load what `expertmesh-checkpoints convert` makes of the checkpoint"
+            )
         return super().train(resume_from_checkpoint, *more, **others)
 
     # ---- the model stays where it is ----
@@ -362,6 +369,7 @@ class TrainerMixin(_Base):
         if not self._is_skipped:
             self.engine.updated(routing)
         self.engine.tokens += counts.tokens
+        self.engine.step_number = self.state.global_step + 1
 
     # ---- a step ----
 
@@ -538,6 +546,9 @@ class TrainerMixin(_Base):
     @in_place_of_trainers
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.engine.step_number = self.state.global_step
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        if isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+            self.engine.saves_to(Path(output_dir) / STATE, tokenizer)
         self.engine.save(Path(output_dir) / STATE)
         if self.args.should_save:
             assert self.lr_scheduler is not None
@@ -553,7 +564,7 @@ class TrainerMixin(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self.engine.resume(_state_in(checkpoint))
+        self._resume(checkpoint)
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
         # the rates of its next step; a training checkpoint of ours has the optimizer's tensors alone
@@ -563,7 +574,11 @@ class TrainerMixin(_Base):
     @in_place_of_trainers
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
-        self.engine.resume(_state_in(self.state.best_model_checkpoint))
+        self._resume(self.state.best_model_checkpoint)
+
+    def _resume(self, checkpoint: str) -> None:
+        self.engine.resume(_state_in(checkpoint))
+        self.engine.is_resumed = False  # at a step that is of this Trainer, not of the next one on the engine
 
 
 def _state_in(checkpoint: str) -> Path:

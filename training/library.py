@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import flag_of
-from expertmesh.sharding import check_alike, collectives_limit, join_process_group
+from expertmesh.sharding import check_alike, collectives_limit, join_process_group, raise_together
 from expertmesh.training.config.load_settings import LoadSettings
 from expertmesh.training.config.train_config import TrainConfig, make_config
 from expertmesh.training.engine import Engine
@@ -39,6 +39,8 @@ OF_THE_LOOP = frozenset(
     }
 )
 """Settings that train_ep.py's loop heeds, and no engine: a test compares them with what is read."""
+_OF_TRAINERS_TOO = frozenset({"detect_anomaly"})
+"""Those of them that a Trainer on an engine heeds as well."""
 
 
 def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
@@ -69,6 +71,9 @@ def load(model: str | Path, **settings: Unpack[LoadSettings]) -> Engine:
     ranks = join_process_group(config.use_cpu, collectives_limit(config.ddp_timeout))
     check_alike(ranks, "settings or software", start_facts(config), "load with the same on all ranks")
     engine, _ = start_engine(config, ranks, _warn)
+    if config.tokenizer:
+        with raise_together():
+            _ = engine.tokenizer  # one that is not there is better told of now than at the export
     config = engine.config
     resume_from: Path | None = None
     if config.resume:
@@ -89,10 +94,18 @@ def _without_effect(config: TrainConfig, given: Collection[str]) -> list[str]:
         for setting in fields(config)
         if setting.name in OF_THE_LOOP and {setting.name, *setting.metadata.get("aliases", ())} & {*given}
     ]
-    of_loop = [f"{', '.join(names)}: of train_ep.py's loop, without effect in a loop of your own or Trainer's"]
+    own = [name for name in names if name not in _OF_TRAINERS_TOO]
+    of_loop = [f"{', '.join(own)}: of train_ep.py's loop, without effect in a loop of your own or Trainer's"] * bool(
+        own
+    )
+    of_loop += [
+        f"{name}: of Trainer's loop and train_ep.py's, without effect in one of your own"
+        for name in names
+        if name not in own
+    ]
     flags = tuple(map(flag_of, OF_THE_LOOP))
     others = [line for line in config.without_effect if not line.replace("--no-", "--").startswith(flags)]
-    return of_loop * bool(names) + others
+    return of_loop + others
 
 
 def _warn(line: str) -> None:

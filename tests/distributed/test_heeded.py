@@ -110,7 +110,7 @@ def use_recorded(model: str, path: Path, **settings: Any) -> tuple[set[str], lis
         engine = expertmesh.load(model, use_cpu=True, cpu_matmul="onednn", **settings)
         engine.step([batch, batch])
         engine.evaluate([batch])
-        engine.generate("hello", max_new_tokens=2)
+        engine.generate(["hello"], max_new_tokens=2)
         engine.save(path / "checkpoints")
         engine.export(path / "export")
         expertmesh.load(model, use_cpu=True, cpu_matmul="onednn", **settings, resume="auto", output_dir=str(path))

@@ -86,7 +86,11 @@ IDS = torch.arange(3, 9)[None]
         ({"input_ids": None}, "has no input_ids"),
         ({"pixel_values": torch.zeros(1)}, "has pixel_values, which would be ignored"),
         ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]])}, "hides tokens between others"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]])}, "attention_mask of a batch has 2; .* by position_ids"),
         ({"labels": IDS[:, :4]}, r"labels of shape \(1, 4\)"),
+        ({"labels": IDS[:, :4].tolist()}, r"labels of shape \(1, 4\)"),
+        ({"labels": IDS.bool()}, "labels of a batch is torch.bool"),
+        ({3: IDS}, "has 3, which would be ignored"),
         ({"input_ids": IDS.float()}, "it must be integers"),
         ({"input_ids": "text"}, "no tensor"),
         ({"position_ids": torch.arange(6)[None] + 4}, "go on at 4"),
@@ -94,7 +98,7 @@ IDS = torch.arange(3, 9)[None]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_batch(changes: dict[str, Any], said: str) -> None:
+def test_what_is_no_batch(changes: dict[Any, Any], said: str) -> None:
     with pytest.raises(ExpertMeshError, match=said):
         batch_of({"input_ids": IDS, "labels": IDS, **changes}, packing=False)
 
@@ -105,3 +109,20 @@ def test_shift_labels() -> None:
     assert_same(
         batch_of({"input_ids": IDS, "shift_labels": shifted}, False), batch_of({"input_ids": IDS, "labels": IDS}, False)
     )
+
+
+def test_shift_labels_of_the_last_position() -> None:
+    """Where a text is cut into sequences, the last token's target is known too; that of another sample is none."""
+    shifted = torch.tensor([[4, 5, 6, 7, 8, 9]])
+    assert batch_of({"input_ids": IDS, "shift_labels": shifted}, False).targets_BS.tolist() == shifted.tolist()
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    packed = batch_of({"input_ids": IDS, "shift_labels": shifted, "position_ids": positions}, True)
+    assert packed.targets_BS.tolist() == [[4, 5, IGNORED, 7, 8, 9]]
+    left = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    padded = batch_of({"input_ids": IDS, "shift_labels": shifted, "attention_mask": left}, False)
+    assert padded.targets_BS.tolist() == [[6, 7, 8, 9]]
+
+
+def test_lists() -> None:
+    given = {"input_ids": IDS, "labels": IDS}
+    assert_same(batch_of({name: ids.tolist() for name, ids in given.items()}, False), batch_of(given, False))

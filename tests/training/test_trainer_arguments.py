@@ -361,6 +361,31 @@ class SFT(expertmesh.TrainerMixin, trl.SFTTrainer):  # type: ignore[name-defined
 TEXTS = [{"text": f"say hello {i} {'x' * (i % 5)}"} for i in range(12)]
 
 
+def test_an_engine_that_was_resumed(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    """Its optimizer's state is not dropped for that of a Trainer; a Trainer counts the engine's steps."""
+    engine = load(tiny_model)
+    for _ in range(2):
+        engine.step(collated(rows[:2]))
+    saved = engine.save(tmp_path / "saved")
+    with pytest.raises(ExpertMeshError, match="was resumed at step 2, and Trainer begins at step 0"):
+        train(tiny_model, rows, tmp_path, resume=str(saved))
+    assert train(tiny_model, rows, tmp_path / "a").trainer.engine.step_number == 3
+
+
+def test_tokenizer_of_a_trainer_is_in_its_checkpoints(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    """So that what is made of them has it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ messages }}"
+    arguments = TrainingArguments(str(tmp_path), **BASE | {"max_steps": 1, "save_strategy": "steps"})
+    trainer = expertmesh.Trainer(
+        model=load(tiny_model), args=arguments,
+        data_collator=collated, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    (saved,) = (tmp_path / "checkpoint-1" / "expertmesh").glob("step-*")
+    assert transformers.AutoTokenizer.from_pretrained(saved / "model").chat_template == tokenizer.chat_template
+
+
 def train_sft(model: Path, out: Path, engine: expertmesh.Engine, rows: Any = TEXTS, **settings: Any) -> Any:
     trainer = SFT(
         model=engine, args=trl.SFTConfig(str(out), **(BASE | {"max_steps": 2} | settings)),

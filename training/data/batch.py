@@ -186,13 +186,13 @@ def batch_of(
 ) -> Batch:
     """One micro-batch as transformers' and trl's data collators make it.
 
-    Padding may be on either side of a sequence. Several samples in one sequence begin anew at position 0 each; across
-    two of them nothing is predicted.
+    Padding may be on either side of a sequence, and has no loss, whatever its labels. Several samples in one sequence
+    begin anew at position 0 each; across two of them nothing is predicted.
 
     Args:
-        inputs: `input_ids` (B, S) and `labels` (B, S), int64, -100 where nothing is to be learned; perhaps
-            `attention_mask` (B, S), `position_ids` (B, S) and, in place of `labels`, `shift_labels` (B, S), in which
-            position i has the token to be predicted there.
+        inputs: `input_ids` (B, S) and `labels` (B, S), integers, -100 where nothing is to be learned; perhaps
+            `attention_mask` (B, S), of 0 and 1, `position_ids` (B, S) and, in place of `labels`, `shift_labels` (B, S),
+            in which position i has the token to be predicted there, the last position's too.
         packing: whether the model keeps several samples in one sequence apart.
         cp_group: the CP group that splits the sequences, if any: this rank gets its part of each.
         padding: how long sequences become; what they are padded with already is taken off first.
@@ -200,25 +200,29 @@ def batch_of(
     Raises:
         ExpertMeshError: it has something else, or of another shape; or several samples in a sequence without `packing`.
     """
-    tokens_BS, labels_BS = _tensor(inputs, "input_ids"), _tensor(inputs, "labels")
-    mask_BS, positions_BS = _tensor(inputs, "attention_mask"), _tensor(inputs, "position_ids")
-    shifted_BS = _tensor(inputs, "shift_labels")
+    known = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
+    given = {name: _tensor(inputs, name) for name in known}
+    tokens_BS, labels_BS, mask_BS, positions_BS, shifted_BS = given.values()
     if tokens_BS is None or (labels_BS is None and shifted_BS is None):
         missing = "input_ids" if tokens_BS is None else "labels"
-        raise ExpertMeshError(f"a batch has no {missing}, but {', '.join(inputs) or 'nothing'}")
-    known = {"input_ids", "labels", "attention_mask", "position_ids", "shift_labels"}
-    if others := [name for name, value in inputs.items() if name not in known | _NEEDLESS and value is not None]:
+        raise ExpertMeshError(f"a batch has no {missing}, but {', '.join(map(str, inputs)) or 'nothing'}")
+    is_known = {*known, *_NEEDLESS}
+    if others := [str(name) for name, value in inputs.items() if name not in is_known and value is not None]:
         raise ExpertMeshError(
             f"a batch has {', '.join(others)}, which would be ignored; it may have input_ids, labels, attention_mask, "
             "position_ids and shift_labels"
         )
-    for name in known & inputs.keys():
-        value = inputs[name]
-        if value is not None and tuple(value.shape) != tuple(tokens_BS.shape):
+    for name, value in given.items():
+        if value is not None and value.shape != tokens_BS.shape:
             raise ExpertMeshError(
                 f"a batch has {name} of shape {tuple(value.shape)} beside input_ids of shape {tuple(tokens_BS.shape)}; "
                 "both must be (sequences, positions)"
             )
+    if mask_BS is not None and bool((other := (mask_BS != 0) & (mask_BS != 1)).any()):
+        raise ExpertMeshError(
+            f"attention_mask of a batch has {mask_BS[other][0]}; it must be 1 for tokens and 0 for padding. Several "
+            "samples in a sequence are told by position_ids that begin anew at 0"
+        )
     is_token_BS = torch.ones_like(tokens_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
     targets_BS = shifted_BS if labels_BS is None or shifted_BS is not None else _shifted(labels_BS)
     assert targets_BS is not None
@@ -244,7 +248,8 @@ def batch_of(
         for length in samples:
             positions_BS[index, start : start + length] = torch.arange(length)
             start += length
-            targets_BS[index, start - 1] = IGNORED
+            if shifted_BS is None or start < counts[index]:
+                targets_BS[index, start - 1] = IGNORED
     tokens_BS = tokens_BS.masked_fill(~is_token_BS, 0)
     targets_BS = targets_BS.masked_fill(~is_token_BS, IGNORED)
     return _batch(tokens_BS, positions_BS, is_token_BS, targets_BS, lengths, cp_group)
@@ -259,7 +264,9 @@ def _tensor(inputs: Mapping[str, Any], name: str) -> Tensor | None:
         tensor = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ExpertMeshError(f"{name} of a batch is no tensor: {error}") from error
-    if tensor.dim() != 2 or tensor.numel() == 0 or tensor.is_floating_point() or tensor.is_complex():
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    is_mask = tensor.dtype == torch.bool
+    if tensor.dim() != 2 or tensor.numel() == 0 or not is_integer or (is_mask and name != "attention_mask"):
         raise ExpertMeshError(
             f"{name} of a batch is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be integers, (sequences, "
             "positions)"
