@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from expertmesh.moe.base.errors import ExpertMeshError
@@ -107,6 +107,17 @@ def tell_without_effect(parser: argparse.ArgumentParser, given: argparse.Namespa
     flags = [flag_of(name) for name in names if getattr(given, name) != parser.get_default(name)]
     if flags:
         print(f"note: {', '.join(flags)} ha{'ve' if len(flags) > 1 else 's'} no effect {without}", file=sys.stderr)
+
+
+def refuse_gone(words: Iterable[str], gone: Mapping[str, str]) -> None:
+    """gone: flags that there were, each with what to do instead.
+
+    Raises:
+        ExpertMeshError: one of them is among the words.
+    """
+    for word in words:
+        if (flag := word.partition("=")[0]) in gone:
+            raise ExpertMeshError(f"{flag} is gone: {gone[flag]}")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.text import Text
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import Parser, flag_of
+from expertmesh.moe.base.parser import Parser, flag_of, refuse_gone
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.terminal import folded
 from expertmesh.sharding.topology import (
@@ -235,9 +235,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _asked(arguments: Namespace, rest: Sequence[str]) -> Asked:
     check_positive(arguments, "gpus", "gpus_per_node", "top")
-    for word in rest:
-        if (flag := word.partition("=")[0]) in GONE:
-            raise ExpertMeshError(f"{flag} is gone: {GONE[flag]}")
+    refuse_gone(rest, GONE)
     given = given_settings(rest)
     flags = dict(given.flags)
     for alias, name in ALIASES.items():

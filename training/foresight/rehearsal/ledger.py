@@ -122,7 +122,7 @@ def _clocks(
     parts: dict[tuple[int | None, Action | None], list[Event]] = {(None, None): []}
     for event in events:
         parts.setdefault((event.micro, event.action), []).append(event)
-    return {part: timeline(found, hardware, gpus_per_node)[0] for part, found in parts.items()}
+    return {part: clock_after(found, hardware, gpus_per_node) for part, found in parts.items()}
 
 
 def _stage_seconds(
@@ -196,26 +196,14 @@ def _enough(recorder: Recorder) -> dict[Instance, float]:
     return total
 
 
-@dataclass(frozen=True)
-class LedgerSpan:
-    """When an event begins and ends, in seconds. runs_beside: whether what follows overlaps with it."""
-
-    event: Event
-    runs_beside: bool
-    start: float
-    end: float
-
-
-def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> tuple[Clock, list[LedgerSpan]]:
-    """The clock at the end, and when each event is. A layer's kernels wait until its parameters are gathered, until the
-    host has called them, and where rows are needed that are still being sent; the end for all."""
+def clock_after(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> Clock:
+    """The clock after these events. A layer's kernels wait until its parameters are gathered, until the host has called
+    them, and where rows are needed that are still being sent; the end for all."""
     clock = Clock(hardware.rates)
     gathered: list[Transfer] = []
-    found: list[tuple[Event, bool, Transfer]] = []
     for event in events:
         clock.call(event.calls * hardware.rates.call)
         clock.launch()
-        runs_beside, begun = False, clock.now
         if event.waits:
             clock.arrive(event.ranks)
         elif event.is_read:
@@ -223,27 +211,18 @@ def timeline(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) ->
         elif event.collective is None:
             if "split_with_sizes_copy" in event.name and gathered:
                 clock.until(gathered.pop(0))
-                begun = clock.now
             seconds = event_seconds(event, hardware)
             is_update = event.phase == "optimizer step"
             clock.kernel(seconds, seconds * (event.flops > 0 and not is_update), seconds * is_update)
-        else:
+        elif event.collective not in SENDS:  # how long a stage waits for another is known by the schedule alone
             seconds = seconds_among(event.collective, event.sent, event.ranks, hardware, gpus_per_node)
             # weight gradients that were left for later are reduced with nothing beside
             is_late = event.action is not None and event.action.kind == "weights"
-            is_sharding = event.is_sharding and not is_late
-            runs_beside = event.collective in SENDS or event.travels or is_sharding
-            if event.collective in SENDS:
-                # how long a stage waits for another is known by the schedule alone
-                found.append((event, True, Transfer(seconds, begun, begun + seconds)))
-                continue
-            if runs_beside:
+            if event.travels or (event.is_sharding and not is_late):
                 transfer = clock.send(event.ranks, seconds) if event.travels else clock.shard(seconds)
-                found.append((event, True, transfer))
                 if event.collective == "all-gather":
                     gathered.append(transfer)
-                continue
-            (clock.gather if event.gathers_activations else clock.wait)(seconds)
-        found.append((event, False, Transfer(clock.now - begun, begun, clock.now)))
+            else:
+                (clock.gather if event.gathers_activations else clock.wait)(seconds)
     clock.end()
-    return clock, [LedgerSpan(event, beside, each.start, each.end) for event, beside, each in found]
+    return clock

@@ -1,7 +1,7 @@
 """What a rank holds over a step: the peak by kind of memory, and of every layer and phase."""
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,18 +72,6 @@ def peak_memory(
         state,
         dict(at),
     )
-
-
-def kinds_over_time(
-    step: WholeStep, kinds: Mapping[int, MemoryTerm], memory: PeakMemory
-) -> Iterator[dict[MemoryTerm, int]]:
-    """At each event what is held, of each kind; one dict, which changes."""
-    held: defaultdict[MemoryTerm, int] = defaultdict(int, {"optimizer": memory.state})
-    for entry in step.log:
-        if isinstance(entry, Event):
-            yield held
-        elif (kind := kinds.get(entry.storage)) is not None:
-            held[kind] += entry.more
 
 
 def kinds_of_storages(

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import Parser, tell_without_effect
+from expertmesh.moe.base.parser import Parser, refuse_gone, tell_without_effect
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.terminal import folded
-from expertmesh.moe.base.whole import whole
 from expertmesh.sharding import Topology, check_sizes
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.foresight.coverage import check_covered, not_modelled
@@ -46,7 +45,11 @@ no effect, and what is not modelled is said.
 examples:
   python -m expertmesh.sharding rehearse --model DIR --gpus 256 --ep-size 64
   python -m expertmesh.sharding rehearse --config configs/mixtral_8x7b.yaml \\
-      --gpus 8 --timeline step.svg"""
+      --gpus 8"""
+
+GONE = {
+    "--timeline": "--json has the memory at every layer and phase; --profile shows when a real step does what",
+}
 
 
 def build_parser() -> Parser:
@@ -72,7 +75,6 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--samples-per-row", type=int, default=8, help="with --packing: samples per sequence")
     parser.add_argument("--every-layer", action="store_true", help="run all layers, also identical ones")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw memory and streams over the step, as SVG")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -85,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
+    refuse_gone(rest, GONE)
     asked = parse_config([*rest, "--dataset", "none"])
     if asked.without_effect:
         print(folded(f"note: {'; '.join(asked.without_effect)}"), file=sys.stderr)
@@ -102,7 +105,6 @@ def main(argv: Sequence[str]) -> int:
     # from here on torch is needed
     from expertmesh.training.foresight.rehearsal.account import Account, account_of
     from expertmesh.training.foresight.rehearsal.collective_order import Call, calls, check_order
-    from expertmesh.training.foresight.rehearsal.picture import draw
     from expertmesh.training.foresight.rehearsal.stages import slowest_of_stages
     from expertmesh.training.foresight.rehearsal.world import rehearse
     from expertmesh.training.foresight.tables import print_account
@@ -120,9 +122,6 @@ def main(argv: Sequence[str]) -> int:
         account = account_of(rehearsed, config, hardware, arguments.gpus, arguments.gpus_per_node, rank)
         accounts.append(account)
         orders[rank] = calls(rehearsed.step.events)
-        if rank == ranks[0] and arguments.timeline is not None:
-            title = f"{where}, rank {rank} of {arguments.gpus}, {hardware.name}"
-            _write(arguments.timeline, draw(rehearsed, hardware, arguments.gpus_per_node, title))
         told = rehearsed.told
         del rehearsed
     ranks_per_stage = arguments.gpus // config.pp_size
@@ -203,11 +202,3 @@ def _ranks(arguments: argparse.Namespace, config: TrainConfig, told: Told) -> li
     # a stage waits for the most loaded of its ranks, which holds the most, too
     most_loaded = [first + told.most_loaded for first in firsts] if is_uneven else []
     return list(dict.fromkeys([0, arguments.gpus - 1, *most_loaded, *firsts]))
-
-
-def _write(file: Path, content: str) -> None:
-    try:
-        with whole(file) as partial:
-            partial.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ExpertMeshError(f"--timeline {file}: cannot be written: {error.strerror}") from error

@@ -45,7 +45,6 @@ from expertmesh.sharding.place.recompute import keep_products
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data import Batch, SplitSequences
 from expertmesh.training.engine import compute_dtype, topology_of
-from expertmesh.training.foresight.memory import MemoryTerm
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 from expertmesh.training.foresight.rehearsal.dispatched import expected_rows, split, telling_rows
 from expertmesh.training.foresight.rehearsal.fake import FakeTensors
@@ -74,9 +73,9 @@ from expertmesh.training.step import train_step
 @dataclass(frozen=True)
 class Rehearsed:
     """step: what it has done, with a few micro-batches at most. recorder: what of it was run, by `stack`. model,
-    optimizer: whose step it was. memory: the most that a rank's tensors hold. storages: what each is for. counts: of
-    its parameters. tokens, targets: of one micro-batch (see `Batch`). groups: the purpose of process groups, by name.
-    told: what was given in place of data. rows_over_mean: of this rank's experts, over all layers.
+    optimizer: whose step it was. memory: the most that a rank's tensors hold. counts: of its parameters. tokens,
+    targets: of one micro-batch (see `Batch`). groups: the purpose of process groups, by name. told: what was given in
+    place of data. rows_over_mean: of this rank's experts, over all layers.
     """
 
     step: WholeStep
@@ -85,7 +84,6 @@ class Rehearsed:
     model: Any
     optimizer: torch.optim.Optimizer
     memory: PeakMemory
-    storages: dict[int, MemoryTerm]
     counts: ParameterCounts
     tokens: int
     targets: int
@@ -193,7 +191,7 @@ def _rehearse(
         memory = peak_memory(step, storages, model, optimizer)
     here = [of_layer[dist.get_rank() % config.ep_size] * config.ep_size for of_layer in shares if of_layer]
     figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model), told, sum(here) / len(here) if here else 1.0)
-    return Rehearsed(step, recorder, stack, model, optimizer, memory, storages, counts, *figures)
+    return Rehearsed(step, recorder, stack, model, optimizer, memory, counts, *figures)
 
 
 def _shares_by_layer(model: Any, told: Told) -> list[tuple[float, ...]]:
