@@ -683,7 +683,7 @@ THOUGHTS = """\
         (
             THOUGHTS,
             [("user", "a"), ("assistant", "s"), ("user", "c"), ("assistant", "d")],
-            "<s>user: a</s>assistant: {s</s>}user: c</s>{assistant: (thinks) d</s>}",
+            "<s>user: a</s>{assistant: s</s>}user: c</s>{assistant: (thinks) d</s>}",
         ),
     ],
 )
