@@ -1,5 +1,6 @@
 """Data: files of every format to tokens and targets, and what is said of those that cannot be read."""
 
+import csv
 import errno
 import fcntl
 import json
@@ -32,7 +33,7 @@ from expertmesh.training.data import (
 )
 from expertmesh.training.data.cache import cache_directory, cached_bytes, filling_cache
 from expertmesh.training.data.data_files import READERS
-from expertmesh.training.data.formats import Conversation, find_format, read_row
+from expertmesh.training.data.formats import Conversation, PlainText, find_format, read_row
 from expertmesh.training.data.progress import TokenizingProgress
 from expertmesh.training.facts import _data
 from expertmesh.training.inputs import Inputs, _read_samples
@@ -237,6 +238,23 @@ def test_csv(tmp_path: Path, tokenizer: Any) -> None:
     file.write_text('prompt,response,more\n"two\nlines, one comma",007,\n', encoding="utf-8")
     (sample,) = load(tokenizer, file)
     assert shown(tokenizer, sample) == "<s> [INST] two\nlines, one comma [/INST]{ 007</s>}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_table_with_json_in_its_cells_says_what_json_lines_do(tmp_path: Path, name: str) -> None:
+    row, _ = FORMATS[name]
+    with open(tmp_path / "data.csv", "w", newline="", encoding="utf-8") as file:
+        cells = [value if isinstance(value, str) else json.dumps(value) for value in row.values()]
+        csv.writer(file).writerows([list(row), cells])
+    ((_, read),) = READERS[".csv"]("--dataset", tmp_path / "data.csv")
+    found = find_format(read, Columns())
+    assert found.name == find_format(row, Columns()).name
+    assert read_row(read, found, Columns()) == read_row(row, found, Columns())
+
+
+def test_one_text_alone_may_quote_messages() -> None:
+    row = {"prompt": '[{"role": "user", "content": "hi"}]\nIs this polite?', "completion": "no"}
+    assert read_row(row, find_format(row, Columns()), Columns()) == PlainText(row["completion"], row["prompt"])
 
 
 def test_saved_by_datasets_and_from_the_hub(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1208,7 +1226,7 @@ def dumped_call(arguments: Any, **more: Any) -> bytes:
         (b'[{"prompt": "a", "response": "b"}, {"prompt": "a"}]', "record 2 has no column 'response'.*found: prompt"),
         (b'{"prompt": "a", "response": 3}', "line 1 response is 3, not text"),
         (b'{"messages": []}', r"line 1 messages is \[\], not a list of messages"),
-        (b'{"messages": "hi"}', "line 1 messages is 'hi', not a list of messages"),
+        (b'{"messages": "hi"}', "line 1 messages is 'hi', neither a list of messages nor the JSON"),
         (b'{"messages": ["hi"]}', "messages, message 1 is 'hi', not an object"),
         (b'{"messages": [{"content": "a"}]}', r"message 1 has no role \(or from\); found: content"),
         (b'{"messages": [{"role": "user"}]}', r"message 1 has no content \(or value\); found: role"),
@@ -1225,6 +1243,17 @@ def dumped_call(arguments: Any, **more: Any) -> bytes:
         (b'{"prompt": "a", "response": "b", "tools": "{\\"a\\": 1}"}', "tools is .*, not a list"),
         (b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "has the column rejected: preference data, as DPO or KTO"),
         (b'{"prompt": "a", "completion": "b", "label": false}', "has the column label: preference data"),
+        (b'{"prompt": "a", "completion": "b", "label": "False"}', "has the column label: preference data"),
+        (b'{"prompt": "a", "completion": "b", "images": ["a.png"]}', "has images beside a prompt and completion"),
+        (
+            b"{\"prompt\": \"[{'role': 'user'}]\", \"completion\": \"[{'role': 'assistant'}]\"}",
+            "prompt is .*, neither a list of messages nor the JSON of one",
+        ),
+        (
+            b'{"question": "a", "answer": "b", "context": "c"}',
+            "has context beside question and answer, where it",
+        ),
+        (b'{"prompt": "a", "response": "b", "history": [["c", "d"]]}', "has history beside prompt and response"),
         (b'{"messages": [{"role": "user", "content": "a"}], "images": ["a.png"]}', "has images, and only text is"),
         (
             b'{"messages": [{"role": "user", "content": "a", "train_detail": [{}]}]}',

@@ -51,6 +51,8 @@ _ARGUMENTS = ("arguments", "parameters")
 # its other keys
 _ABOUT_A_CALL = ("type", "id", "index", "function", "name")
 _MEDIA = ("images", "videos", "audios")
+# columns with a part of a question or an answer, which some formats read
+_PARTS = ("history", "input", "context", *_REASONING)
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,13 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Format:
-    """A way to write instruction data: the columns that give it away, and how one record is read."""
+    """A way to write instruction data: the columns that give it away, how one record is read, and the columns that
+    other formats read and this one would drop."""
 
     name: str
     columns: tuple[str, ...]
     read: Callable[[Mapping[str, Any], "Columns"], "Conversation | PlainText"]
+    unread: tuple[str, ...] = ()
 
 
 class RowError(ValueError):
@@ -131,7 +135,8 @@ def find_format(row: Any, columns: Columns) -> Format:
 def _refuse_preferences(row: dict[str, Any]) -> None:
     """Refuse preference data: an answer that a model is to avoid is none to learn."""
     found = [column for column in _PREFERENCES if column in row]
-    if "completion" in row and isinstance(row.get("label"), bool):
+    # a table has true as text
+    if "completion" in row and str(row.get("label")).lower() in ("true", "false"):
         found.append("label")
     if found:
         raise RowError(
@@ -165,6 +170,12 @@ def read_row(row: Any, data_format: Format, columns: Columns) -> "Conversation |
     if missing:
         found = ", ".join(map(str, row)) or "(none)"
         raise RowError(f"has no column {missing[0]!r}, which the records before it have; found: {found}")
+    dropped = next((column for column in data_format.unread if row.get(column)), None)
+    if dropped is not None:
+        raise RowError(
+            f"has {dropped} beside {' and '.join(data_format.columns)}, where it is not read; put it into these, or "
+            "name what alone is to be read with --prompt-column and --response-column"
+        )
     return data_format.read(row, columns)
 
 
@@ -184,7 +195,7 @@ def _read_sharegpt(row: Mapping[str, Any], columns: Columns) -> Conversation:
 
 def _pair(prompt: str, response: str) -> Callable[[Mapping[str, Any], Columns], Conversation]:
     def read(row: Mapping[str, Any], columns: Columns) -> Conversation:
-        if isinstance(row[prompt], list) or isinstance(row[response], list):
+        if _holds_messages(row[prompt], row[response]):
             return _prompt_and_completion(row, columns, prompt, response)
         messages = [_message("user", _text(row, prompt)), _message("assistant", _text(row, response))]
         return _conversation(row, columns, messages, [None, None])
@@ -194,15 +205,25 @@ def _pair(prompt: str, response: str) -> Callable[[Mapping[str, Any], Columns], 
 
 def _prompt_and_text(row: Mapping[str, Any], columns: Columns) -> Conversation | PlainText:
     """trl's two forms of prompt and completion."""
-    if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
+    if _holds_messages(row["prompt"], row["completion"]):
         return _prompt_and_completion(row, columns, "prompt", "completion")
-    beside = next((key for key in (columns.system or "system", "tools") if row.get(key)), None)
+    named = (columns.system or "system", "tools", "functions", *_MEDIA)
+    beside = next((key for key in named if row.get(key)), None)
     if beside is not None:
         raise RowError(
             f"has {beside} beside a prompt and completion of plain text, which have no place for it; --prompt-column "
             "prompt --response-column completion reads them as question and answer"
         )
     return PlainText(_text(row, "completion"), _text(row, "prompt"))
+
+
+def _holds_messages(*values: Any) -> bool:
+    """Whether a question and its answer are lists of messages, or their JSON, as tables have it. One text alone may
+    quote messages."""
+    return any(isinstance(value, list) for value in values) or all(
+        isinstance(value, str) and re.match(r"""\s*\[\s*{\s*['"](role|from|content|value)['"]\s*:""", value)
+        for value in values
+    )
 
 
 def _query(row: Mapping[str, Any], columns: Columns) -> Conversation:
@@ -237,7 +258,7 @@ def _alpaca(further: str, output: str) -> Callable[[Mapping[str, Any], Columns],
 def _history(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Earlier turns as LLaMA-Factory has them: pairs of question and answer."""
     messages: list[dict[str, Any]] = []
-    for turn in row.get("history") or []:
+    for turn in _json(row.get("history"), "history", list, "a list") or []:
         if not (isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise RowError(f"history has {turn!r:.80} for a pair of question and answer")
         messages += [_message("user", turn[0]), _message("assistant", turn[1])]
@@ -251,12 +272,12 @@ def _read_text(row: Mapping[str, Any], columns: Columns) -> PlainText:
 FORMATS = [
     Format("messages", ("messages",), _read_messages),
     Format("sharegpt", ("conversations",), _read_sharegpt),
-    Format("prompt/completion", ("prompt", "completion"), _prompt_and_text),
-    Format("prompt/response", ("prompt", "response"), _pair("prompt", "response")),
-    Format("query/response", ("query", "response"), _query),
-    Format("alpaca", ("instruction", "output"), _alpaca("input", "output")),
-    Format("dolly", ("instruction", "response"), _alpaca("context", "response")),
-    Format("question/answer", ("question", "answer"), _pair("question", "answer")),
+    Format("prompt/completion", ("prompt", "completion"), _prompt_and_text, _PARTS),
+    Format("prompt/response", ("prompt", "response"), _pair("prompt", "response"), _PARTS),
+    Format("query/response", ("query", "response"), _query, ("input", "context", *_REASONING)),
+    Format("alpaca", ("instruction", "output"), _alpaca("input", "output"), ("context", *_REASONING)),
+    Format("dolly", ("instruction", "response"), _alpaca("context", "response"), ("input", *_REASONING)),
+    Format("question/answer", ("question", "answer"), _pair("question", "answer"), _PARTS),
     Format("text", ("text",), _read_text),
 ]
 
@@ -313,6 +334,9 @@ def _json(value: Any, name: str, kind: type, described: str) -> Any:
 
 
 def _messages(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[bool | None]]:
+    """Messages of a list of them, or of its JSON text, as tables have it."""
+    if isinstance(turns, str) and turns.strip():
+        turns = _json(turns, column, list, "a list of messages")
     if not isinstance(turns, list | tuple) or not turns:
         raise RowError(f"{column} is {turns!r:.80}, not a list of messages")
     messages: list[dict[str, Any]] = []
