@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.checkpoints import explain_model, find_checkpoint, recorded_facts, recorded_settings
+from expertmesh.checkpoints.hf.source import well_formed
 from expertmesh.moe import ExpertMeshError, read_rope_scaling
 from expertmesh.moe.base.parser import flag_of
 from expertmesh.sharding import Ranks, differences, raise_together
@@ -55,16 +56,15 @@ def check_resume(path: Path, config: TrainConfig, facts: Facts, ranks: Ranks, te
 
 
 def compare_run(
-    path: Path, there: Facts | None, settings: dict[str, Any], config: TrainConfig, here: Facts, tell: Tell
+    path: Path, there: Facts, settings: dict[str, Any], config: TrainConfig, here: Facts, tell: Tell
 ) -> None:
     """As `check_resume`, of facts and settings that were read from `path`, on one rank."""
-    for name in there or {}:
-        if name in here and there is not None and there[name] != here[name]:
-            tell(f"warning: {_compared(path, name, there[name], here[name], settings, config)}")
-    check_trained(settings, config, path)
-    if there is None:
-        tell(f"warning: {path}: was written by an earlier release, which did not record its model and data")
-    elif "data" in here and "data" not in there:
+    with well_formed(path):
+        for name in there:
+            if name in here and there[name] != here[name]:
+                tell(f"warning: {_compared(path, name, there[name], here[name], settings, config)}")
+        check_trained(settings, config, path)
+    if "data" in here and "data" not in there:
         tell(f"warning: {path}: was saved from Python, and does not record its data, which are not compared")
 
 
@@ -82,9 +82,9 @@ def _compared(
     which = "model" if name == "model" else "data"
     if which in config.allow_changed:
         return f"resuming with a different {name}, as --allow-changed permits: {said}"
-    began = settings.get("model" if which == "model" else "dataset")
+    began = settings["model" if which == "model" else "dataset"]
     if name == "evaluation data":  # held out of the other where it has no data set of its own
-        began = settings.get("eval_dataset") or began
+        began = settings["eval_dataset"] or began
     raise ExpertMeshError(
         f"--resume {path}: is of {'another model' if which == 'model' else f'other {name}'} (it began with {began}): "
         f"{said}; use what it began with, or resume anyway with --allow-changed {which}"
@@ -120,18 +120,16 @@ def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> 
     Raises:
         ExpertMeshError: they differ.
     """
-    if settings.get("adapter", "none") != "none" or config.adapter != "none":
+    if settings["adapter"] != "none" or config.adapter != "none":
         for name in _ADAPTER_SETTINGS:
-            if settings.get(name, "none") != getattr(config, name):
-                flag = flag_of(name)
+            if settings[name] != getattr(config, name):
                 raise ExpertMeshError(
-                    f"--resume {path}: that run had {flag} {settings.get(name, 'none')}, this one has "
+                    f"--resume {path}: that run had {flag_of(name)} {settings[name]}, this one has "
                     f"{getattr(config, name)}; take the same"
                 )
-    there = settings.get("optim", "adamw_torch_fused")
-    if there != config.optim:
+    if settings["optim"] != config.optim:
         raise ExpertMeshError(
-            f"--resume {path}: that run had --optim {there}, this one has {config.optim}; take the same"
+            f"--resume {path}: that run had --optim {settings['optim']}, this one has {config.optim}; take the same"
         )
     if config.optim == "shampoo":
         # the shapes of its state depend on the one, and whether there are roots yet on the other
@@ -145,13 +143,13 @@ def check_trained(settings: dict[str, Any], config: TrainConfig, path: Path) -> 
                 raise ExpertMeshError(
                     f"--resume {path}: that run had {flag} {number}, this one has {own}{also}; use {flag} {number}"
                 )
-    scaling = settings.get("rope_scaling", "")
+    scaling = settings["rope_scaling"]
     if (read_rope_scaling(scaling) if scaling else None) != config.rope:
         there, here = (
             f"--rope-scaling {text}" if text else "no --rope-scaling" for text in (scaling, config.rope_scaling)
         )
         raise ExpertMeshError(f"--resume {path}: that run had {there}, this one has {here}; take the same")
-    frozen = settings.get("freeze", [])
+    frozen = settings["freeze"]
     if sorted(frozen) != sorted(config.freeze):
         there, here = (
             f"--freeze {' '.join(entries)}" if entries else "nothing frozen" for entries in (frozen, config.freeze)

@@ -20,7 +20,6 @@ from expertmesh.checkpoints.hf.reader import kept_encodings, tied_copies_that_di
 from expertmesh.checkpoints.hf.source import Checkpoint
 from expertmesh.checkpoints.opening import (
     Readable,
-    is_shards,
     is_training,
     open_origin,
     open_readable,
@@ -170,11 +169,6 @@ def encoded_as_source(checkpoint: Checkpoint, origin: Checkpoint, tell: Callable
     """
     if origin.stored_forms:
         return checkpoint.encoded_as(origin)
-    if is_shards(origin.source.path) and origin.encoded_parameters:
-        raise ExpertMeshError(
-            f"--export-encoding source: {origin.source.path} was converted by an earlier release, which did not record "
-            "how the model was quantized: convert it again, or export from the model itself"
-        )
     tell(f"--export-encoding source: {origin.source.path} is not quantized, so nothing is")
     return checkpoint
 

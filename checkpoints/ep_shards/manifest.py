@@ -54,9 +54,6 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 FORMAT = "expertmesh-ep-shards"
 VERSION = 4
-_READ = (3, VERSION)
-_FIRST_TRANSPOSED = 4
-"""The first version that says of each tensor whether it is held transposed; before it none beside experts' was."""
 
 SCALES = ".scales"
 """What the name of an encoded tensor's scales ends with."""
@@ -276,6 +273,7 @@ _FIELDS = {
     "files": dict,
     "exported": list,
     "carried": list,
+    "stored": dict,
 }
 
 
@@ -287,10 +285,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     manifest = read_json(file)
-    if manifest.get("format") != FORMAT or manifest.get("version") not in _READ:
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise ExpertMeshError(
             f"{file}: format {manifest.get('format')!r:.80} version {manifest.get('version')!r:.80} is unknown; "
-            f"this version reads {FORMAT!r} version {' or '.join(map(str, _READ))}: convert the model again"
+            f"this version reads {FORMAT!r} version {VERSION}: convert the model again"
         )
     check_seal(manifest, file)
     check_fields(manifest, _FIELDS, file)
@@ -319,7 +317,7 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
             info = _placed(name, listed[name], headers[file])
             if info is None:
                 raise ExpertMeshError(f"{source.path / file}: tensor {name} is not as {MANIFEST} has it")
-            tensors.append(DiskTensor(name, info.shape, (_region_of(entry, info, names, manifest["version"]),)))
+            tensors.append(DiskTensor(name, info.shape, (_region_of(entry, info, names),)))
             infos[name] = info
             row_sums[name] = int(entry["row_sum"], 16)
         _check_coverage(source, tensors, names)
@@ -328,23 +326,22 @@ def open_shards(source: ModelSource, names: Names) -> Checkpoint:
         every = [output.tensor.name for output in exported] + [tensor.name for tensor in carried]
         if len(set(every)) < len(every):
             raise ValueError("it lists a tensor of an export twice")
-        # releases before this had no such table
-        forms = _open_forms(manifest.get("stored", {}), source.quantization, names.experts_transposed)
+        forms = _open_forms(manifest["stored"], source.quantization, names.experts_transposed)
         if not forms.keys() <= {output.tensor.name for output in exported}:
             raise ValueError("it describes a tensor that no export has")
     files = sorted(source.path / file for file in headers)
     return Checkpoint(source, tensors, [], infos, exported, carried, row_sums=row_sums, files=files, stored_forms=forms)
 
 
-def _region_of(entry: dict[str, Any], info: TensorInfo, names: Names, version: int) -> Region:
-    """What a tensor holds. Of a matrix beside experts' that was written by a release, or with a plan of transformers,
-    that holds it the other way round, rows are columns.
+def _region_of(entry: dict[str, Any], info: TensorInfo, names: Names) -> Region:
+    """What a tensor holds. Of a matrix beside experts' that was written with a release of transformers for which it is
+    held the other way round, rows are columns.
 
     Raises:
         ValueError, LookupError, TypeError: the manifest is not as this version writes it.
     """
     parameter, rows = str(entry["parameter"]), range(*entry["rows"])
-    is_transposed = entry.get("transposed", None if version >= _FIRST_TRANSPOSED else False)
+    is_transposed = entry.get("transposed")
     if not isinstance(is_transposed, bool):
         raise ValueError(f"{entry['name']}: transposed is {is_transposed!r:.80}, not true or false")
     if is_transposed == (parameter in names.transposed):

@@ -16,9 +16,6 @@ from expertmesh.moe.base.whole import PARTIAL
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"
 VERSION = 3
-_READ = (2, VERSION)
-_FIRST_TRANSPOSED = 3
-"""The first version in which parameters beside experts' were held transposed, and that lists which."""
 METADATA = ".metadata"
 """In `state`: the table of torch.distributed.checkpoint."""
 
@@ -55,14 +52,14 @@ def recorded_order(paths: Sequence[Path]) -> dict[str, int] | None:
     return None
 
 
-def recorded_facts(path: Path) -> dict[str, dict[str, str]] | None:
-    """What the run that a training checkpoint is of had read (see `Saver`); None where an earlier release wrote it.
+def recorded_facts(path: Path) -> dict[str, dict[str, str]]:
+    """What the run that a training checkpoint is of had read (see `Saver`).
 
     Raises:
         ExpertMeshError: as `read_marker`, or what it says of that is no table of texts.
     """
-    facts = read_marker(path).get("facts")
-    tables = facts.values() if isinstance(facts, dict) else [] if facts is None else [None]
+    facts: dict[str, dict[str, str]] = read_marker(path)["facts"]
+    tables = facts.values()
     if not all(isinstance(table, dict) and all(isinstance(each, str) for each in table.values()) for table in tables):
         raise ExpertMeshError(f"{path / MARKER}: facts is no table of tables of texts")
     return facts
@@ -94,9 +91,8 @@ def recorded_transposed(path: Path) -> set[str]:
     Raises:
         ExpertMeshError: as `read_marker`, or what it says of that is no list of names.
     """
-    marker = read_marker(path)
-    names = marker.get("transposed", [] if marker["version"] < _FIRST_TRANSPOSED else None)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    names: list[str] = read_marker(path)["transposed"]
+    if not all(isinstance(name, str) for name in names):
         raise ExpertMeshError(f"{path / MARKER}: transposed is no list of names")
     return set(names)
 
@@ -108,7 +104,10 @@ _FIELDS = {
     "scheduler": dict,
     "order": dict,
     "settings": dict,
+    "best": dict,
     "exported": list,
+    "transposed": list,
+    "facts": dict,
     "files": dict,
 }
 
@@ -122,9 +121,8 @@ def read_marker(path: Path) -> dict[str, Any]:
     if not (path / MARKER).is_file():
         raise ExpertMeshError(f"{path}: has no {MARKER}: not a complete training checkpoint")
     marker = read_json(path / MARKER)
-    if marker.get("format") != FORMAT or marker.get("version") not in _READ:
-        versions = " or ".join(map(str, _READ))
-        raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version {versions}")
+    if marker.get("format") != FORMAT or marker.get("version") != VERSION:
+        raise ExpertMeshError(f"{path / MARKER}: is not of format {FORMAT!r} version {VERSION}")
     check_seal(marker, path / MARKER)
     check_fields(marker, _FIELDS, path / MARKER)
     if f"state/{METADATA}" not in marker["files"]:

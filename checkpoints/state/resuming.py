@@ -103,8 +103,8 @@ def load_training_state(path: Path, model: nn.Module, optimizer: ResumableOptimi
             {name: torch.empty(saved[name].size, dtype=torch.uint8) for name in saved if name.startswith(own_rng)}
         )
     load_state(state, path / "state")
-    fields = ("step", "tokens", "scheduler", "order", "settings")
-    progress = Progress(**{key: marker[key] for key in fields}, best=marker.get("best", {}))
+    fields = ("step", "tokens", "scheduler", "order", "settings", "best")
+    progress = Progress(**{key: marker[key] for key in fields})
     if own_rng + "cpu" in state:
         torch.set_rng_state(state[own_rng + "cpu"])
         if own_rng + "cuda" in state and torch.cuda.is_available():
@@ -156,8 +156,8 @@ def _state_to_fill(
     otherwise = recorded_transposed(path) ^ {name for name, part in parts.items() if part.transposed}
     if otherwise:
         raise ExpertMeshError(
-            f"{path}: was written by a release of expertmesh, or with one of transformers, that holds {min(otherwise)} "
-            f"the other way round ({len(otherwise)} matrices in all), and optimizer state likewise: resume with that "
+            f"{path}: was written with a release of transformers for which {min(otherwise)} is held the other way "
+            f"round ({len(otherwise)} matrices in all), and optimizer state likewise: resume with that "
             "release, or start from the weights alone, which `expertmesh-checkpoints export` writes in Hugging Face "
             "form"
         )

@@ -75,8 +75,8 @@ class Saver:
         origin: Checkpoint,
         tokenizer: Any,
         limit: int | None,
-        base: dict[str, str] | None = None,
-        facts: dict[str, dict[str, str]] | None = None,
+        base: dict[str, str] | None,
+        facts: dict[str, dict[str, str]],
     ) -> None:
         self.directory = directory
         self.origin = origin

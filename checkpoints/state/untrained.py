@@ -73,11 +73,7 @@ def with_carried(
     Raises:
         ExpertMeshError: they are gone, or others; or the marker is not as this version writes it.
     """
-    recorded = marker.get("carried")
-    if recorded is None:  # an earlier release wrote it
-        if base is None:
-            return checkpoint
-        return replace(checkpoint, carried=_open_base(base, checkpoint).carried)
+    recorded: Any = marker.get("carried")
     check_fields(recorded, {"path": str, "dropped": bool, "tensors": dict}, path / MARKER)
     if recorded["dropped"]:
         return checkpoint.dropping_untrained()

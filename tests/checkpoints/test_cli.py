@@ -222,14 +222,14 @@ def test_inspect_finds_a_damaged_byte(shards: Path, tmp_path: Path, capsys: pyte
     assert f"{file}: is damaged" in capsys.readouterr().err
 
 
-def test_shards_of_an_older_version(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_of_another_version(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(shards, tmp_path / "shards")
     manifest = json.loads((tmp_path / "shards" / "manifest.json").read_text())
     assert manifest["version"] == 4
-    (tmp_path / "shards" / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
+    (tmp_path / "shards" / "manifest.json").write_text(json.dumps({**manifest, "version": 3}))
     for command in (("inspect", tmp_path / "shards"), ("export", tmp_path / "shards", tmp_path / "back")):
         assert run(*command) == 2
-        assert "version 2 is unknown; this version reads 'expertmesh-ep-shards' version 3 or 4: convert" in (
+        assert "version 3 is unknown; this version reads 'expertmesh-ep-shards' version 4: convert" in (
             capsys.readouterr().err
         )
 

@@ -1,7 +1,6 @@
 """--export-encoding source: FP8 and MXFP4 as published encoders make them, and bit for bit what was not trained."""
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +12,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from expertmesh.checkpoints.__main__ import main
-from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
 from expertmesh.checkpoints.hf.encoders import encode, has_encoder
 from expertmesh.checkpoints.hf.encodings import Encoding, scale_values
-from expertmesh.checkpoints.storage.checksums import seal
 from tests.checkpoints.test_encodings import SOURCES
 from tests.encoded import BLOCK, E2M1, change_config, from_fp8, save_fp8
 from tests.families.configs import tiny_model
@@ -275,18 +272,3 @@ def test_no_published_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().err
     assert f"{name} as float8_e5m2 with scales per block of 8 x 8, for which no encoder is published" in said
     assert not (tmp_path / "out").exists()
-
-
-def test_shards_of_an_earlier_release(
-    sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Which did not record how tensors are called that hold codes and scales."""
-    shards = tmp_path / "shards"
-    assert run("convert", sources["fp8"], shards, "--ep-size", 2) == 0
-    manifest = json.loads((shards / MANIFEST).read_text())
-    manifest = {name: entry for name, entry in manifest.items() if name not in ("stored", "checksum")}
-    (shards / MANIFEST).write_text(json.dumps(seal(manifest)))
-    assert run("export", shards, tmp_path / "out", "--export-encoding", "source") == 2
-    assert "convert it again" in capsys.readouterr().err
-    assert run("export", shards, tmp_path / "out") == 0
-    shutil.rmtree(tmp_path / "out")

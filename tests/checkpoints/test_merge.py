@@ -301,7 +301,7 @@ def test_ranks_are_held_against_the_config(
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("names", ["of the whole model", "of the language model"])
 def test_names_of_either_class_are_read(bases: dict[str, Path], tmp_path: Path, names: str) -> None:
-    """Earlier releases wrote those of the language model alone."""
+    """An adapter of the language model alone, as peft makes it, has its names."""
     base = bases["qwen3_5_moe"]
     adapter = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=EXPERTS)
     want = language_model(load(merged(base, adapter, tmp_path / "want")))

@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from expertmesh.checkpoints.__main__ import main
-from expertmesh.checkpoints.state.marker import read_marker
-from expertmesh.checkpoints.storage.checksums import seal
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 from tests.untrained import PREDICTOR, SIDE_FILES, assert_same_bits, read, save_deepseek, save_multimodal
@@ -100,14 +98,6 @@ def test_a_multimodal_model(
     assert_loads(AutoModelForCausalLM, tmp_path / "dropped")
     assert run("convert", saved, tmp_path / "shards", "--ep-size", 2, "--drop-untrained") == 0
     assert run("verify", tmp_path / "shards", tmp_path / "dropped") == 0, capsys.readouterr().out
-
-    # of an earlier release, which did not record them
-    old = tmp_path / "old"
-    shutil.copytree(saved, old)
-    marker = {key: value for key, value in read_marker(saved).items() if key not in ("carried", "checksum")}
-    (old / "checkpoint.json").write_text(json.dumps(seal(marker)))
-    assert run("export", old, tmp_path / "from-old", "--base", moved) == 0
-    assert_same_bits(read(tmp_path / "from-old"), exported)
 
     # going on beside a model whose untrained part has changed
     name = f"{PREDICTOR}fc.weight"
