@@ -44,7 +44,7 @@ LINES = {
     "families": "moe families mixtral",
     "report": "report RUN",
 }
-VALUES = {"base": "MODEL", "json": "FILE", "routing": "FILE", "calibrate": "FILE", "imbalance": "2"}
+VALUES = {"base": "MODEL", "json": "FILE", "calibrate": "FILE", "imbalance": "2"}
 """Of flags that take a file, or text."""
 BENCHMARKS = [file for file in sorted((ROOT / "benchmarks").glob("*.py")) if "add_argument(" in file.read_text()]
 PERMISSIONS = {"trust_checkpoint_owner", "overwrite"}

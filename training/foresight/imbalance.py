@@ -2,9 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.training.foresight.rates import natural_imbalance
@@ -46,7 +45,12 @@ def imbalance_of(busiest: float | None, num_experts: int) -> float:
 
 def _logged(file: Path) -> float:
     """Mean over layers, where the last line that tells of routing has each expert's tokens; else the largest."""
-    found = [record for record in metrics_of("--imbalance", file) if "expert_load_max_over_mean" in record]
+    try:
+        with file.open(encoding="utf-8") as lines:
+            records = [json.loads(line) for line in iter(partial(lines.readline, MOST_LINE), "")]
+    except (OSError, ValueError, RecursionError) as error:
+        raise ExpertMeshError(f"--imbalance {file}: is no metrics.jsonl that can be read: {error}") from error
+    found = [record for record in records if isinstance(record, dict) and "expert_load_max_over_mean" in record]
     try:
         last = found[-1]
         loads = [max(of_layer) * len(of_layer) / sum(of_layer) for of_layer in last.get("expert_tokens") or []]
@@ -56,19 +60,3 @@ def _logged(file: Path) -> float:
             f"--imbalance {file}: no line has expert_load_max_over_mean; give a number, or metrics.jsonl of a run"
         ) from error
     return max(1.0, busiest)
-
-
-def metrics_of(flag: str, file: Path) -> Iterator[dict[str, Any]]:
-    """The records of a run's metrics.jsonl.
-
-    Raises:
-        ExpertMeshError: it cannot be read; names the flag.
-    """
-    try:
-        with file.open(encoding="utf-8") as lines:
-            while line := lines.readline(MOST_LINE):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
-    except (OSError, ValueError, RecursionError) as error:
-        raise ExpertMeshError(f"{flag} {file}: is no metrics.jsonl that can be read: {error}") from error

@@ -316,7 +316,7 @@ def _forecast(account: "Account") -> str:
 def _assumptions(account: "Account", config: TrainConfig, hardware: Hardware, told: Told) -> list[str]:
     routing = "every expert gets equally many tokens"
     if told.shares:
-        most = max(map(max, told.shares)) * config.ep_size
+        most = max(told.shares) * config.ep_size
         routing = f"the most loaded rank gets {most:.2f} times the mean of a layer's tokens"
     lines = [
         f"assumed: {routing}; sequences are full" + (f", of {told.samples} samples each" if config.packing else ""),

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from expertmesh.moe import ExpertMeshError
@@ -29,7 +28,7 @@ from expertmesh.training.foresight.planner.hardware import Hardware, products_in
 from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
 from expertmesh.training.foresight.planner.model_config import read_config
 from expertmesh.training.foresight.planner.search import Cluster
-from expertmesh.training.foresight.rehearsal.told import Told, recorded
+from expertmesh.training.foresight.rehearsal.told import Told
 
 _DESCRIPTION = """\
 Dry-run one rank on fake tensors, without GPUs. No weights are needed: --model
@@ -48,6 +47,7 @@ examples:
       --gpus 8"""
 
 GONE = {
+    "--routing": "--imbalance RUN/metrics.jsonl takes the load of the busiest expert from a run",
     "--timeline": "--json has the memory at every layer and phase; --profile shows when a real step does what",
 }
 
@@ -70,9 +70,6 @@ def build_parser() -> Parser:
         "loaded), and whether their collectives match",
     )
     add_imbalance_flags(parser)
-    parser.add_argument(
-        "--routing", type=Path, metavar="FILE", help="instead: route as the last line of a run's metrics.jsonl"
-    )
     parser.add_argument("--samples-per-row", type=int, default=8, help="with --packing: samples per sequence")
     parser.add_argument("--every-layer", action="store_true", help="run all layers, also identical ones")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -155,8 +152,6 @@ def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
         raise ExpertMeshError(
             f"--rank {arguments.rank}: of {arguments.gpus} GPUs the ranks are 0 to {arguments.gpus - 1}"
         )
-    if arguments.routing is not None and arguments.imbalance is not None:
-        raise ExpertMeshError("--routing and --imbalance: both set where tokens go; give one of them")
     sizes = (config.cp_size, config.pp_size, config.tp_size)
     # the model's experts are not known yet: against them the dry run checks again
     check_sizes(Topology(arguments.gpus, config.ep_size, config.dense_shard, *sizes), num_experts=None)
@@ -180,15 +175,13 @@ def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespa
     if config.pipeline_schedule is not None and config.pipeline_layers is not None:
         return config
     node = config.ranks_per_node or arguments.gpus_per_node
-    busiest = 1.0 if arguments.routing is not None else read_imbalance(arguments.imbalance)
+    busiest = read_imbalance(arguments.imbalance)
     run = planned(config, model_config, arguments.gpus, imbalance=busiest, ranks_per_node=node)
     cluster = Cluster(hardware, arguments.gpus_per_node, NEAR * hardware.device.memory)
     return replace(config, **choose_pipeline(run, cluster, config)[1].left_open(config))
 
 
 def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:
-    if arguments.routing is not None:
-        return Told(arguments.samples_per_row, recorded(arguments.routing, config.ep_size))
     # of several ranks the most loaded one is to be neither the first nor the last, where there are others
     loaded = min(1, config.ep_size - 1) if arguments.ranks == "all" else arguments.rank % config.ep_size
     return Told(arguments.samples_per_row, busiest=read_imbalance(arguments.imbalance), loaded=loaded)
@@ -197,8 +190,7 @@ def _told(arguments: argparse.Namespace, config: TrainConfig) -> Told:
 def _ranks(arguments: argparse.Namespace, config: TrainConfig, told: Told) -> list[int]:
     if arguments.ranks == "one":
         return [arguments.rank]
-    is_uneven = bool(told.shares) or told.busiest != 1
     firsts = range(0, arguments.gpus, arguments.gpus // config.pp_size)
     # a stage waits for the most loaded of its ranks, which holds the most, too
-    most_loaded = [first + told.most_loaded for first in firsts] if is_uneven else []
+    most_loaded = [first + told.loaded for first in firsts] if told.busiest != 1 else []
     return list(dict.fromkeys([0, arguments.gpus - 1, *most_loaded, *firsts]))

@@ -20,7 +20,6 @@ from expertmesh.moe import (
     ExpertMeshError,
     ParameterCounts,
     count_parameters,
-    decoder_layers,
     moe_layers,
     moe_shape,
     store_frozen,
@@ -140,10 +139,9 @@ def _rehearse(
     if config.base_dtype in ("fp8", "nf4"):
         store_frozen(model, config.base_dtype)
     told = told.among(moe_shape(model).num_experts, config.ep_size)
-    shares = _shares_by_layer(model, told)
     # as `parallelize` will once more: layers that keep outputs of expert GEMMs are of another kind
     keep_products(model, config.keep_expert_products)
-    kinds = list(zip(kinds_of_layers(model), shares, strict=True))
+    kinds = kinds_of_layers(model)
     stack = shortened_stack(kinds) if shortened and config.pp_size == 1 else whole_stack(kinds)
     strategy = replace(config.strategy, ranks_per_node=ranks_per_node)
     parallelize(model, mesh, compute_dtype(config), strategy)
@@ -173,7 +171,7 @@ def _rehearse(
                 recorder.begin_update()
 
         with (
-            _telling(config, batch.num_tokens, moe_shape(model).top_k, shares, recorder),
+            _telling(config, batch.num_tokens, moe_shape(model).top_k, told.shares, recorder),
             _leaving_out_shapes(live, recorder),
             recording_triton(recorder),
             recording_waits(recorder),
@@ -189,20 +187,9 @@ def _rehearse(
         step = whole_step(recorder, stack)
         storages = kinds_of_storages(recorder, live, casts, model, optimizer)
         memory = peak_memory(step, storages, model, optimizer)
-    here = [of_layer[dist.get_rank() % config.ep_size] * config.ep_size for of_layer in shares if of_layer]
-    figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model), told, sum(here) / len(here) if here else 1.0)
+    rows_over_mean = told.shares[dist.get_rank() % config.ep_size] * config.ep_size if told.shares else 1.0
+    figures = (batch.num_tokens, batch.num_targets, _groups(mesh, model), told, rows_over_mean)
     return Rehearsed(step, recorder, stack, model, optimizer, memory, counts, *figures)
-
-
-def _shares_by_layer(model: Any, told: Told) -> list[tuple[float, ...]]:
-    """The fractions of each decoder layer; none for those without experts."""
-    shares: list[tuple[float, ...]] = []
-    number = 0
-    for layer in decoder_layers(model):
-        has_experts = bool(moe_layers(layer))
-        shares.append(told.of_layer(number) if has_experts else ())
-        number += has_experts
-    return shares
 
 
 def _groups(mesh: Mesh, model: Any) -> dict[str, str]:
@@ -311,22 +298,20 @@ class Splits:
 
 @contextmanager
 def _telling(
-    config: TrainConfig, tokens: int, top_k: int, shares: Sequence[tuple[float, ...]], recorder: Recorder
+    config: TrainConfig, tokens: int, top_k: int, shares: Sequence[float], recorder: Recorder
 ) -> Iterator[None]:
     """Within it, what depends on data or on a GPU is given."""
     rows = tokens * top_k
     ep_size, ep_rank = config.ep_size, dist.get_rank() % config.ep_size
 
     def told(counts_E: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
-        assert recorder.layer is not None
         recorder.read()
-        sent = split(rows, shares[recorder.layer] or (1.0,) * ep_size)
+        sent = split(rows, shares or (1.0,) * ep_size)
         return torch.empty_like(counts_E), Splits(sent, [sent[ep_rank]] * ep_size, sizes)
 
     def told_once(dispatcher: OnceDispatcher) -> Rows:
-        assert recorder.layer is not None
         recorder.read()
-        return expected_rows(dispatcher, tokens, top_k, shares[recorder.layer])
+        return expected_rows(dispatcher, tokens, top_k, shares)
 
     def exchange_all(counts_C: Tensor, group: dist.ProcessGroup) -> None:
         told_SC = counts_C.new_empty(group.size(), counts_C.numel())
