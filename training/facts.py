@@ -159,7 +159,9 @@ def _data(inputs: Inputs, order: DataOrder, config: TrainConfig) -> list[str]:
         f"chat template: {inputs.template}"
     )
     if inputs.evaluation is not None:
-        lines.append(f"evaluation on {len(inputs.evaluation):,} samples")
+        cut = int(inputs.evaluation.samples.is_cut.sum())
+        truncated = f", {cut:,} of them truncated" if cut else ""
+        lines.append(f"evaluation on {len(inputs.evaluation):,} samples{truncated}")
     lines.append(f"tokenized samples are kept in {cache_directory()}: {cached_bytes() / 1e6:,.1f} MB with other runs'")
     origins = list(samples.origins)
     if inputs.evaluation is not None:

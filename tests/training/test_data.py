@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,21 @@ def test_keys_that_arrow_fills_in_are_absent(
     assert not any("null" in shown(tokenizer, sample) for sample in found)
 
 
+def test_dates_and_maps_of_a_table(tmp_path: Path) -> None:
+    """As JSON has them: text, and objects without what Arrow fills in."""
+    import pyarrow
+    import pyarrow.parquet
+
+    inner = pyarrow.struct({"a": pyarrow.int64(), "b": pyarrow.int64()})
+    kind = pyarrow.struct(
+        {"at": pyarrow.timestamp("s"), "day": pyarrow.date32(), "x": pyarrow.map_(pyarrow.string(), inner)}
+    )
+    value = {"at": datetime(2024, 5, 6), "day": date(2024, 5, 6), "x": [("k", {"a": 1, "b": None})]}
+    pyarrow.parquet.write_table(pyarrow.table({"v": pyarrow.array([value], kind)}), tmp_path / "data.parquet")
+    ((_, row),) = READERS[".parquet"]("--dataset", tmp_path / "data.parquet")
+    assert row == {"v": {"at": "2024-05-06T00:00:00", "day": "2024-05-06", "x": {"k": {"a": 1}}}}
+
+
 @pytest.mark.parametrize("kind", ["parquet", "saved"])
 def test_null_in_json_of_a_table_is_null(tmp_path: Path, tokenizer: Any, kind: str) -> None:
     """Values of mixed kinds are JSON in a table, which lacks nothing: what is null there was null."""
@@ -584,13 +600,17 @@ def test_plain_text(tmp_path: Path, tokenizer: Any, sample_by: Any, expected: li
     assert all(all(sample.is_trained) for sample in samples)
 
 
-def told_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None) -> list[str]:
-    """The warnings among what a run says of its data."""
+def said_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None) -> list[str]:
     held = None if evaluation is None else make_rows(evaluation, False, 512, 0)
     inputs = Inputs(tokenizer, None, "", make_rows(samples, False, 512, 0), held)
     order = DataOrder(len(samples), 1, 1, 1, 0)
     config = TrainConfig(model="m", dataset=["d"], max_seq_length=512)
-    return [line for line in _data(inputs, order, config) if "warning" in line]
+    return _data(inputs, order, config)
+
+
+def told_of(samples: Samples, tokenizer: Any, evaluation: Samples | None = None) -> list[str]:
+    """The warnings among what a run says of its data."""
+    return [line for line in said_of(samples, tokenizer, evaluation) if "warning" in line]
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "train.jsonl"])
@@ -602,8 +622,16 @@ def test_text_beside_tables_is_about_them(tmp_path: Path, tokenizer: Any, name: 
     samples = load(tokenizer, tmp_path)
     assert len(samples) == 2
     (line,) = told_of(samples, tokenizer)
-    assert line.endswith(f"1 text file beside the tables is not read (a file is, where it is named); the first: "
-                         f"{tmp_path / 'LICENCE.txt'}")  # fmt: skip
+    assert "1 file beside those that are read is not (a text is, where it is named;" in line
+    assert line.endswith(f"; the first: {tmp_path / 'LICENCE.txt'}")
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "DATA.PARQUET", "notes.txt.zst"])
+def test_data_that_are_not_read_are_told(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    write(tmp_path / "train.jsonl", [{"prompt": "hi", "response": "yo"}])
+    (tmp_path / name).write_bytes(b"...")
+    (line,) = told_of(load(tokenizer, tmp_path), tokenizer)
+    assert line.endswith(f"what is compressed must be unpacked); the first: {tmp_path / name}")
 
 
 ONE_TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -991,6 +1019,7 @@ def test_truncation(tmp_path: Path, tokenizer: Any) -> None:
     assert [shown(tokenizer, s) for s in samples] == ["a\n{gh}", "\n{ghi}"]
     (origin,) = samples.origins
     assert (origin.rows, origin.cut, origin.without_target, origin.used) == (3, 3, 1, 2)
+    assert "evaluation on 2 samples, 2 of them truncated" in said_of(samples, tokenizer, samples)
     with pytest.raises(ExpertMeshError, match="no record has a trained token within --max-seq-length 2"):
         load(tokenizer, tmp_path / "data.jsonl", options=DataOptions(2, prompt_template="{prompt}{prompt}  "))
 
@@ -1255,6 +1284,14 @@ def dumped_call(arguments: Any, **more: Any) -> bytes:
         ),
         (b'{"prompt": "a", "response": "b", "history": [["c", "d"]]}', "has history beside prompt and response"),
         (b'{"messages": [{"role": "user", "content": "a"}], "images": ["a.png"]}', "has images, and only text is"),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "images": ["a.png"]}]}',
+            "message 1 has images, and only text",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "content": "", "refusal": "no"}]}',
+            "message 1 has refusal: give what it",
+        ),
         (
             b'{"messages": [{"role": "user", "content": "a", "train_detail": [{}]}]}',
             "message 1: train_detail: parts of",

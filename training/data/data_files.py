@@ -171,6 +171,10 @@ def _as_in_json(value: Any, kind: Any) -> Any:
     types = pyarrow.types
     if value is None:
         return None
+    if types.is_timestamp(kind) or types.is_date(kind) or types.is_time(kind):
+        return value.isoformat()
+    if types.is_map(kind):
+        return {name: _as_in_json(one, kind.item_type) for name, one in value.items()}
     if isinstance(kind, pyarrow.JsonType):
         return json.loads(value)
     if types.is_struct(kind):

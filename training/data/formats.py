@@ -50,7 +50,7 @@ _PREFERENCES = ("rejected", "rejected_response", "non_preferred_output", "kto_ta
 _ARGUMENTS = ("arguments", "parameters")
 # its other keys
 _ABOUT_A_CALL = ("type", "id", "index", "function", "name")
-_MEDIA = ("images", "videos", "audios")
+_MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # columns with a part of a question or an answer, which some formats read
 _PARTS = ("history", "input", "context", *_REASONING)
 
@@ -368,12 +368,18 @@ def _role(turn: Mapping[str, Any]) -> Any:
 
 
 def _refuse_two(turn: Mapping[str, Any], place: str) -> None:
-    """Refuse what a message says in two ways, of which one would be dropped, and results within a call's message."""
+    """Refuse what a message says in two ways, of which one would be dropped, and what no template would be given or
+    write: results within a call's message, an answer elsewhere than in the content, media."""
     for one, other in (("role", "from"), ("content", "value"), ("tool_calls", "function_call")):
         if turn.get(one) and turn.get(other) and turn[one] != turn[other]:
             raise RowError(f"{place} has {one} and {other}; leave one of them out")
     if turn.get("tool_responses"):
         raise RowError(f"{place} has tool_responses: give each result as a message of its own, with the role tool")
+    if turn.get("refusal"):
+        raise RowError(f"{place} has refusal: give what it says as content")
+    media = next((key for key in _MEDIA if turn.get(key)), None)
+    if media is not None:
+        raise RowError(f"{place} has {media}, and only text is trained on")
 
 
 def _read_message(turn: Mapping[str, Any], place: str) -> dict[str, Any]:

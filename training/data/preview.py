@@ -99,8 +99,8 @@ def warnings_of(origin: Origin, max_seq_length: int) -> list[str]:
     ]
     if (of := origin.unread) is not None:
         said.append(
-            f"{_count(of.number, 'text file')} beside the tables "
-            f"{'is' if of.number == 1 else 'are'} not read (a file is, where it is named); the first: {of.first}"
+            f"{_count(of.number, 'file')} beside those that are read {'is' if of.number == 1 else 'are'} not (a text "
+            f"is, where it is named; what is compressed must be unpacked); the first: {of.first}"
         )
     return [f"warning: {origin.name}: {line}" for line in said]
 

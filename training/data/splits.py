@@ -21,7 +21,8 @@ def split_files(
         kinds: endings of files that can be read.
 
     Returns:
-        What was taken, in words, the files, and text files beside these, which are not taken.
+        What was taken, in words, the files, and files beside these that hold data, too, and are not taken: texts
+        beside tables, and what is compressed.
 
     Raises:
         ExpertMeshError: no file can be read, there is no such split or config, or the card is malformed.
@@ -30,21 +31,20 @@ def split_files(
 
     base, patterns = directory.resolve(), _card_patterns(flag, directory, config)
     # beside tables, a text is about them: a licence, notes
-    texts: list[Path] = []
     for read in ([kind for kind in kinds if kind != ".txt"], [".txt"]):
         find = partial(resolve_pattern, base_path=glob.escape(str(base)), allowed_extensions=read)
         found = patterns or _named_patterns(find)
         files = {name: _files(find, wanted, read) for name, wanted in found.items()}
         if any(files.values()):
-            if read != [".txt"]:
-                every_file = partial(resolve_pattern, base_path=glob.escape(str(base)), allowed_extensions=[".txt"])
-                texts = [directory / file.relative_to(base) for file in _files(every_file, ["**"], [".txt"])]
+            every_file = sorted(map(Path, resolve_pattern("**", base_path=glob.escape(str(base)))))
+            hold_data = [file for file in every_file if {*map(str.lower, file.suffixes)} & {*kinds, ".arrow"}]
+            unread = [directory / file.relative_to(base) for file in hold_data if file.suffix not in read]
             break
     else:
         listed = ", ".join(sorted(path.name for path in base.iterdir())[:8]) or "nothing"
         raise ExpertMeshError(f"{flag} {directory}: has no data file ({', '.join(kinds)}); found: {listed}")
     if found == {str(name): wanted for name, wanted in DEFAULT_PATTERNS_ALL.items()} and split in ("train", "test"):
-        return str(directory), [directory / file.relative_to(base) for file in files["train"]], texts
+        return str(directory), [directory / file.relative_to(base) for file in files["train"]], unread
     others = sorted(set(_files(find, ["**"], read)) - {file for of_split in files.values() for file in of_split})
     unnamed = "" if not others else f"; in none: {', '.join(str(file.name) for file in others[:5])}"
     if not files.get(split):
@@ -53,7 +53,7 @@ def split_files(
             f"{flag}-split names one, or name files instead of the directory"
         )
     taken = [directory / file.relative_to(base) for file in files[split]]
-    return f"{directory}, split {split} of {', '.join(files)}{unnamed}", taken, texts
+    return f"{directory}, split {split} of {', '.join(files)}{unnamed}", taken, unread
 
 
 def _named_patterns(find: Callable[[str], list[str]]) -> dict[str, list[str]]:
