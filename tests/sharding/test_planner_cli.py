@@ -24,9 +24,10 @@ from expertmesh.training.foresight.planner.check import (
     measured_hardware,
     measured_links,
 )
-from expertmesh.training.foresight.planner.hardware import DEVICES, load_measured, preset, save_measured
+from expertmesh.training.foresight.planner.hardware import DEVICES, Hardware, load_measured, preset, save_measured
 from expertmesh.training.foresight.planner.hardware_flags import chosen_hardware
 from expertmesh.training.foresight.planner.mesh_picture import picture
+from expertmesh.training.foresight.rates import AT_BEST
 from tests.distributed.pool import RankPool
 from tests.families.configs import skip_if_older, tiny_config
 from tests.published.models import CONFIGS
@@ -482,20 +483,41 @@ def test_measured_rates_and_presets(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     """What a file of rates has is no preset's: such a flag is refused, but --gpu where only it says the memory."""
-    card, host = tmp_path / "card.json", tmp_path / "host.json"
+    card, host, bare = (tmp_path / f"{name}.json" for name in ("card", "host", "bare"))
     measured = preset("H100", "infiniband-ndr")
     save_measured(measured, card)
     save_measured(replace(measured, device=replace(measured.device, memory=0.0)), host)
+    save_measured(replace(measured, rates=AT_BEST), bare)
     common = [command, "--model", str(tiny), "--gpus", "2", "--max-seq-length", "32", "--tp-size", "1"]
     for file, flags, said in (
         (card, ["--network", "pcie4"], f"--network pcie4: --calibrate {card} has the rates of the links; leave out"),
         (host, ["--network", "pcie4"], f"--network pcie4: --calibrate {host} has the rates of the links; leave out"),
         (card, ["--gpu", "A100"], f"--gpu A100: --calibrate {card} has a GPU's rates and memory; leave out"),
+        (host, ["--gpu", "A100", "--gpu-memory", "1GiB"], f"--gpu A100: beside --calibrate {host} it says the memory"),
+        (bare, ["--flash-attention", "3"], f"--flash-attention 3: --calibrate {bare} has no rates of it"),
     ):
         assert main([*common, "--calibrate", str(file), *flags]) == 2
         assert said in capsys.readouterr().err
-    arguments = Namespace(gpu="H200", network=None, calibrate=host, flash_attention=2)
-    assert chosen_hardware(arguments).device == replace(measured.device, memory=DEVICES["H200"].memory)
+    arguments = Namespace(gpu="h200", gpu_memory="", network=None, calibrate=host, flash_attention=2)
+    found = chosen_hardware(arguments)
+    assert found.device == replace(measured.device, memory=DEVICES["H200"].memory)
+    assert found.name == f"rates of {host}, memory of H200"
+    for file in (host, card):
+        arguments = Namespace(gpu=None, gpu_memory="3GiB", network=None, calibrate=file, flash_attention=2)
+        assert chosen_hardware(arguments) == replace(
+            measured, device=replace(measured.device, memory=3 * 2**30), name=f"rates of {file}"
+        )
+
+
+def test_names_of_presets_in_any_case() -> None:
+    def chosen(gpu: str, network: str) -> Hardware:
+        return chosen_hardware(Namespace(gpu=gpu, gpu_memory="", network=network, calibrate=None, flash_attention=2))
+
+    assert chosen("a100", "InfiniBand-HDR") == chosen("A100", "infiniband-hdr")
+    with pytest.raises(ExpertMeshError, match="--gpu a10 is unknown; use A100, H100, H200, B200, or --calibrate"):
+        chosen("a10", "pcie4")
+    with pytest.raises(ExpertMeshError, match="--flash-attention 3: is for H100 and H200, not for --gpu b200"):
+        chosen_hardware(Namespace(gpu="b200", gpu_memory="", network=None, calibrate=None, flash_attention=3))
 
 
 def test_a_directory_without_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

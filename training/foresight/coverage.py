@@ -22,6 +22,7 @@ NOT_MODELLED = {
 }
 """Flags that change a step in a way that no forecast has, and what it says instead."""
 NOT_IN_PLANS = {
+    "packing": "each sequence is taken to be one sample, of which attention takes longest",
     "router_aux_loss_per_layer": "the forecast is of a balancing loss over all layers at once",
     "router_bias_update_rate": "moving the routers' biases is not in it",
 }

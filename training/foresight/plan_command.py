@@ -17,8 +17,7 @@ from typing import Any
 from rich.text import Text
 
 from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import Parser, flag_of, refuse_gone
-from expertmesh.moe.base.sizes import parse_size
+from expertmesh.moe.base.parser import Parser, flag_of, refuse_gone, tell_without_effect
 from expertmesh.moe.base.terminal import folded
 from expertmesh.sharding.topology import (
     DenseShard,
@@ -188,13 +187,15 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ExpertMeshError: a mistake in the flags, or a model that cannot be trained so.
     """
-    arguments, rest = build_parser().parse_known_args(argv)
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
     asked = _asked(arguments, rest)
+    if arguments.json:
+        tell_without_effect(parser, arguments, "with --json, which has every layout", "top")
+    tell_without_effect(parser, arguments, "on a plan; `rehearse --packing` heeds it", "flash_attention")
     config = asked.config((asked.tp_sizes or [1])[0])
-    hardware = chosen_hardware(arguments)
-    memory = parse_size("--gpu-memory", arguments.gpu_memory) if arguments.gpu_memory else hardware.device.memory
-    hardware = products_in(hardware, config.bf16, config.tf32, config.in_fp8)
-    cluster = Cluster(hardware, arguments.gpus_per_node, memory)
+    hardware = products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
+    cluster = Cluster(hardware, arguments.gpus_per_node, hardware.device.memory)
     begun = time.perf_counter()
     found = _search(asked, cluster)
     plans = best_first(plan for each in found for plan in each.plans)

@@ -2,6 +2,7 @@
 measured."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -63,6 +64,8 @@ LINKS = {
 
 NODE_LINK = {"A100": "nvlink3", "H100": "nvlink4", "H200": "nvlink4", "B200": "nvlink5"}
 """What joins the GPUs of one node (HGX and DGX boards)."""
+HOPPER = ("H100", "H200")
+"""For which flash attention 3 is."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +85,25 @@ class Hardware:
     rates: Rates = AT_BEST
 
 
+def known_name(flag: str, name: str, presets: Iterable[str], instead: str = "") -> str:
+    """The name of a preset as it is written here; its case does not matter.
+
+    Raises:
+        ExpertMeshError: there is none.
+    """
+    written = {preset.lower(): preset for preset in presets}
+    if name.lower() not in written:
+        raise ExpertMeshError(f"{flag} {name} is unknown; use {', '.join(written.values())}{instead}")
+    return written[name.lower()]
+
+
 def preset(gpu: str, network: str) -> Hardware:
     """
     Raises:
         ExpertMeshError: there is no preset of that name.
     """
-    if gpu not in DEVICES:
-        raise ExpertMeshError(
-            f"--gpu {gpu} is unknown; use {', '.join(DEVICES)}, or --calibrate with a measured machine"
-        )
-    if network not in LINKS:
-        raise ExpertMeshError(f"--network {network} is unknown; use {', '.join(LINKS)}")
+    gpu = known_name("--gpu", gpu, DEVICES, ", or --calibrate with a measured machine")
+    network = known_name("--network", network, LINKS)
     links = LINKS[NODE_LINK[gpu]], LINKS[network]
     return Hardware(f"{gpu}, {NODE_LINK[gpu]}, {network}", DEVICES[gpu], *links, published(gpu))
 

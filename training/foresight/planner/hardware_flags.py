@@ -6,7 +6,8 @@ from pathlib import Path
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import flag_of
-from expertmesh.training.foresight.planner.hardware import DEVICES, LINKS, Hardware, load_measured, preset
+from expertmesh.moe.base.sizes import parse_size
+from expertmesh.training.foresight.planner.hardware import DEVICES, HOPPER, LINKS, Hardware, load_measured, preset
 
 _GPU, _NETWORK = "H100", "infiniband-ndr"
 
@@ -36,7 +37,7 @@ def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_hardware(arguments: argparse.Namespace) -> Hardware:
-    """The preset, or the rates that were measured.
+    """The preset, or the rates that were measured, with the memory that was asked for.
 
     Raises:
         ExpertMeshError: no such preset, or the file of rates will not do, or has what a flag says too.
@@ -48,17 +49,33 @@ def chosen_hardware(arguments: argparse.Namespace) -> Hardware:
         )
     gpu = _GPU if arguments.gpu is None else arguments.gpu
     hardware = preset(gpu, _NETWORK if arguments.network is None else arguments.network)
+    if arguments.flash_attention == 3 and file is None and not hardware.name.startswith(HOPPER):
+        raise ExpertMeshError(f"--flash-attention 3: is for {' and '.join(HOPPER)}, not for --gpu {gpu}; leave it out")
     if file is not None:
         measured = load_measured(file)
         if measured.device.memory and arguments.gpu is not None:
             raise ExpertMeshError(
                 f"--gpu {arguments.gpu}: --calibrate {file} has a GPU's rates and memory; leave out one of them"
             )
-        # a CPU's file has no memory of its own: --gpu's
-        device = replace(measured.device, memory=measured.device.memory or hardware.device.memory)
-        hardware = replace(measured, device=device, name=f"rates of {file}")
+        if arguments.gpu is not None and arguments.gpu_memory:
+            raise ExpertMeshError(
+                f"--gpu {arguments.gpu}: beside --calibrate {file} it says the memory alone, as --gpu-memory "
+                f"{arguments.gpu_memory} does; leave out one of them"
+            )
+        name = f"rates of {file}"
+        if not measured.device.memory and not arguments.gpu_memory:
+            # a CPU's file has no memory of its own
+            measured = replace(measured, device=replace(measured.device, memory=hardware.device.memory))
+            name += f", memory of {hardware.name.partition(',')[0]}"
+        hardware = replace(measured, name=name)
     if arguments.flash_attention == 3:
-        hardware = replace(hardware, rates=hardware.rates.with_flash_attention_3())
+        rates = hardware.rates.with_flash_attention_3()
+        if rates == hardware.rates:
+            raise ExpertMeshError(f"--flash-attention 3: --calibrate {file} has no rates of it; leave it out")
+        hardware = replace(hardware, rates=rates)
+    if arguments.gpu_memory:
+        memory = parse_size("--gpu-memory", arguments.gpu_memory)
+        hardware = replace(hardware, device=replace(hardware.device, memory=memory))
     return hardware
 
 

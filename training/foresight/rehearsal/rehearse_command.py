@@ -17,7 +17,6 @@ from typing import Any
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import Parser, refuse_gone, tell_without_effect
-from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.terminal import folded
 from expertmesh.sharding import Topology, check_sizes
 from expertmesh.training.config.train_config import TrainConfig, parse_config
@@ -93,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.ranks == "all":
         tell_without_effect(parser, arguments, "with --ranks all", "rank")
     if not config.packing:
-        tell_without_effect(parser, arguments, "without --packing", "samples_per_row")
+        tell_without_effect(parser, arguments, "without --packing", "samples_per_row", "flash_attention")
     hardware = _hardware(arguments, config)
     told = _told(arguments, config)
     ranks = _ranks(arguments, config, told)
@@ -159,12 +158,8 @@ def _check(arguments: argparse.Namespace, config: TrainConfig) -> None:
 
 
 def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
-    """The hardware, with the rate of matmuls in the compute dtype, and the memory that was asked for."""
-    hardware = chosen_hardware(arguments)
-    if arguments.gpu_memory:
-        memory = parse_size("--gpu-memory", arguments.gpu_memory)
-        hardware = replace(hardware, device=replace(hardware.device, memory=memory))
-    return products_in(hardware, config.bf16, config.tf32, config.in_fp8)
+    """The hardware, with the rate of matmuls in the compute dtype."""
+    return products_in(chosen_hardware(arguments), config.bf16, config.tf32, config.in_fp8)
 
 
 def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespace, hardware: Hardware) -> TrainConfig:
