@@ -13,7 +13,7 @@ from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, check_all_bytes
 from expertmesh.checkpoints.hf.source import resolve_model
 from expertmesh.checkpoints.inspection import describe, describe_model, read_heads, with_claims_checked
 from expertmesh.checkpoints.opening import is_training, open_readable
-from expertmesh.checkpoints.state.marker import MARKER, check_owner
+from expertmesh.checkpoints.state.marker import MARKER, check_file, check_owner, read_marker
 from expertmesh.checkpoints.storage.directories import finish_replacement_of_missing, write_errors
 from expertmesh.checkpoints.storage.dtypes import FLOATS
 from expertmesh.checkpoints.storage.paths import read_ahead
@@ -245,6 +245,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
     for line in describe(path, read_heads(path), arguments.tensors):
         print(folded(line))
     if not arguments.check:
+        return 0
+    if is_training(path) and (marker := read_marker(path)).get("base") is not None:
+        for file, described in marker["files"].items():
+            check_file(path, file, described)
+        print("checksums   match; there is no model to compare adapters with")
         return 0
     readable = open_readable(path, strict=False, any_owner=arguments.trust_checkpoint_owner)
     readable, without_tensors = with_claims_checked(readable)

@@ -130,9 +130,10 @@ def with_claims_checked(readable: Readable) -> tuple[Readable, str | None]:
 def _form(path: Path) -> str:
     if (path / MARKER).exists():
         marker = read_marker(path)
-        return (
+        said = (
             f"training checkpoint, step {marker['step']:,}, {marker['tokens']:,} tokens, {marker['world_size']} ranks"
         )
+        return said + ", adapters without their base" * (marker.get("base") is not None)
     if is_shards(path):
         manifest = read_manifest(path)
         return (

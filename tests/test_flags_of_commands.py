@@ -106,10 +106,10 @@ def places(
         ((code, errors),) = ranks.run(run_main, 1, [*argv, "--output-dir", str(path / name)], join_group=False)
         assert code == 0, errors
     assert run(["checkpoints", "convert", str(tiny_model), str(path / "SHARDS"), "--ep-size", "2"])[0] == 0
-    (trained,) = (path / "RUN" / "checkpoints").glob("step-*")
+    trained, of_adapters = (str(path / name / "checkpoints" / "step-00000001") for name in ("RUN", "LORA"))
     return {
-        "MODEL": str(tiny_model), "SHARDS": str(path / "SHARDS"), "RUN": str(path / "RUN"), "TRAINED": str(trained),
-        "ADAPTER": str(path / "LORA" / "adapter"),
+        "MODEL": str(tiny_model), "SHARDS": str(path / "SHARDS"), "RUN": str(path / "RUN"), "TRAINED": trained,
+        "ADAPTER": str(path / "LORA" / "adapter"), "ADAPTERS": of_adapters,
     }  # fmt: skip
 
 
@@ -145,6 +145,7 @@ def test_flags_are_heeded_or_refused(name: str, places: dict[str, str], tmp_path
         ),
         ("checkpoints export SHARDS OUT --base MODEL", 2, "--base MODEL: SHARDS is no training checkpoint"),
         ("checkpoints inspect ADAPTER --check", 2, "--check: ADAPTER is an adapter"),
+        ("checkpoints inspect ADAPTERS --check", 0, "checksums   match; there is no model to compare adapters with"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith(("sharding", "checkpoints")) else "",
 )

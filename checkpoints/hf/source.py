@@ -313,9 +313,19 @@ def check_model(model: str, flag: str = "--model") -> bool:
         exists = path.exists()
     except OSError as error:  # a name too long for any file
         raise ExpertMeshError(f"{flag} {model:.80}...: {error.strerror}") from error
-    if exists or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+    if exists:
+        raise ExpertMeshError(f"{flag} {model}: is a file; {_beside(path)}")
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ExpertMeshError(f"{flag} {model}: no such directory")
     return True
+
+
+def _beside(file: Path) -> str:
+    """What to give in place of a file, where a directory was expected."""
+    checkpoints = sorted(path.parent for path in file.parent.glob("step-*/checkpoint.json"))
+    if checkpoints:
+        return f"give a training checkpoint beside it, as {checkpoints[-1]}"
+    return f"give a directory, as {file.parent}"
 
 
 def open_source(path: Path, rope_scaling: RopeScaling | None = None) -> ModelSource:
@@ -332,13 +342,13 @@ def open_source(path: Path, rope_scaling: RopeScaling | None = None) -> ModelSou
     return ModelSource(path, check_config(raw, str(file)), quantization_of(raw), rope_scaling)
 
 
-def _found_instead(file: Path) -> str:
-    """What the directory of a missing file is, if it is of another kind: a training checkpoint, an adapter, a model, or
-    one that such directories lie in, as they do in that of a run."""
-    directory, adapter, model = file.parent, "adapter_config.json", "config.json"
+def found_instead(file: Path) -> str:
+    """What the directory of a missing config.json or adapter_config.json is, if it is of another kind: a training
+    checkpoint, an adapter, a model, or one that such directories lie in, as they do in that of a run; else empty."""
+    directory, adapter, model, marker = file.parent, "adapter_config.json", "config.json", "checkpoint.json"
     if file.name not in (adapter, model):
         return ""
-    if (directory / "checkpoint.json").exists():
+    if (directory / marker).exists():
         is_training = f"{directory} is a training checkpoint"
         if file.name == adapter:
             return f"{is_training}; give the adapter that its run exports to OUTPUT_DIR/adapter"
@@ -348,6 +358,11 @@ def _found_instead(file: Path) -> str:
     if file.name == adapter and (directory / model).exists():
         return f"{directory} is a model, not an adapter"
     inside = sorted(str(path) for path in directory.glob(f"*/{file.name}"))
+    if not inside:
+        others = [
+            path for name in (model, adapter, marker) for at in ("*", "*/*") for path in directory.glob(f"{at}/{name}")
+        ]
+        inside = sorted(str(path.parent) for path in others)
     return f"there is {', '.join(inside):.400}" if inside else ""
 
 
@@ -357,7 +372,7 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         ExpertMeshError: the file is missing, unreadable, too large, no JSON, or no object.
     """
-    if not file.exists() and (found := _found_instead(file)):
+    if not file.exists() and (found := found_instead(file)):
         raise ExpertMeshError(f"{file}: no such file; {found}")
     check_regular(file)
     if file.stat().st_size > _MOST_JSON_BYTES:

@@ -14,6 +14,7 @@ from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.checkpoints.storage.paths import _advise
 from expertmesh.moe import ExpertMeshError
+from expertmesh.training.foresight.planner.model_config import find_config
 from tests.tiny import save_model, save_tokenizer, tiny_mixtral
 
 
@@ -319,6 +320,12 @@ def test_bad_arguments(
         (["merge", "{run}/hf", "{run}/hf", "{out}"], "; {run}/hf is a model, not an adapter"),
         (["merge", "{run}/hf", "{run}/step-1", "{out}"], "; {run}/step-1 is a training checkpoint; give the adapter"),
         (["merge", "{run}/empty", "{run}/adapter", "{out}"], "{run}/empty/config.json: no such file\n"),
+        (["inspect", "{run}/checkpoints"], "/config.json: no such file; there is {run}/checkpoints/step-2\n"),
+        (
+            ["export", "{run}/checkpoints/latest", "{out}"],
+            "latest: is a file; give a training checkpoint beside it, as ",
+        ),
+        (["inspect", "{run}/hf/config.json"], "{run}/hf/config.json: is a file; give a directory, as {run}/hf\n"),
     ],
 )
 def test_a_directory_of_another_kind_is_told(
@@ -327,14 +334,17 @@ def test_a_directory_of_another_kind_is_told(
     """Of a run's output directory, what lies in it; else what the directory is, not only the file that it lacks."""
     places = {"run": tmp_path / "run", "out": tmp_path / "out"}
     shutil.copytree(tiny_model, tmp_path / "run/hf")
-    for file in ("adapter/adapter_config.json", "step-1/checkpoint.json", "empty/notes.json"):
-        (tmp_path / "run" / file).parent.mkdir()
+    files = ("adapter/adapter_config.json", "step-1/checkpoint.json", "empty/notes.json")
+    for file in (*files, "checkpoints/step-2/checkpoint.json", "checkpoints/latest"):
+        (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / file).write_text("{}")
     assert run(*(argument.format(**places) for argument in arguments)) == 2
     assert said.format(**places) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     with pytest.raises(ExpertMeshError, match="step-1 is a training checkpoint; `expertmesh-checkpoints export` makes"):
         open_source(tmp_path / "run/step-1")
+    with pytest.raises(ExpertMeshError, match=f"--model {tmp_path}/run: .*; there is {tmp_path}/run/hf/config.json"):
+        find_config(str(tmp_path / "run"))
 
 
 def test_overwrite(tiny_model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from expertmesh.checkpoints.hf.source import found_instead
 from expertmesh.moe import ExpertMeshError, check_config, load_config
 
 
@@ -41,7 +42,8 @@ def find_config(model: str) -> ConfigFile:
     if not path.exists() and (model.count("/") != 1 or model.startswith((".", "/", "~")) or path.suffix == ".json"):
         raise ExpertMeshError(f"--model {model}: no such file or directory; give one, a config.json, or a hub id")
     if path.is_dir() and not (path / "config.json").exists():
-        raise ExpertMeshError(f"--model {model}: the directory has no config.json")
+        found = found_instead(path / "config.json")
+        raise ExpertMeshError(f"--model {model}: the directory has no config.json" + (f"; {found}" if found else ""))
     if path.exists() and not (path / "config.json" if path.is_dir() else path).is_file():
         raise ExpertMeshError(f"--model {model}: config.json is no file")
     file = _fetched(model) if not path.exists() else path / "config.json" if path.is_dir() else path
