@@ -75,14 +75,28 @@ def test_work(module: str, arguments: list[str], tiny_model: Path, capfd: pytest
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["verify", "a", "b", "--rtoll", "2"], "unrecognized arguments: --rtoll 2; did you mean --rtol?"),
-        (["export", "a", "b", "--fsdp"], "unrecognized arguments: --fsdp"),
+        (["verify", "a", "b", "--rtoll", "2"], "unknown flag --rtoll; did you mean --rtol?"),
+        (["export", "a", "b", "--fsdp"], "unknown flag --fsdp; --help lists what there is"),
+        (["inspect", "a", "--rtol", "1"], "unknown flag --rtol; --help lists what there is"),
+        (["convert", "a", "b", "--ep_siz", "2"], "unknown flag --ep-siz; did you mean --ep-size?"),
+        (["verfy", "a", "b"], "; did you mean verify?"),
+        (["mesh", "--ep-siz", "2"], "unknown flag --ep-siz; did you mean --ep-size?"),
+        (["mesh", "--nonsense"], "unknown flag --nonsense; --help lists what there is"),
+        (["mesh", "--tensor-model-parallel-size", "2"], "unknown flag --tensor-model-parallel-size: give --tp-size"),
+        (["plan", "--gpu-per-node", "2"], "unknown flag --gpu-per-node; did you mean --gpus-per-node?"),
+        (["rehearse", "--smaples-per-row", "2"], "unknown flag --smaples-per-row; did you mean --samples-per-row?"),
+        (["rehearse", "--num-gpus", "2"], "unknown flag --num-gpus: give --gpus and --gpus-per-node"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_unknown_flags(arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert importlib.import_module("expertmesh.checkpoints.__main__").main(arguments) == 2
-    assert capfd.readouterr().err == f"checkpoints: error: {said}\n"
+    of_clusters = arguments[0] in ("mesh", "plan", "rehearse")
+    module = "training.foresight.cluster_commands" if of_clusters else "checkpoints.__main__"
+    assert importlib.import_module(f"expertmesh.{module}").main(arguments) == 2
+    told = capfd.readouterr().err
+    assert told.startswith(f"{'sharding' if of_clusters else 'checkpoints'}: error: ")
+    assert told.endswith(f"{said}\n")
+    assert told.count("\n") == 1
 
 
 def test_as_a_process() -> None:

@@ -28,15 +28,37 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": PlainHelp, "allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        near = nearest(unknown[1], self._flags()) if unknown else None
+        refused = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+        near = nearest(refused[1], re.findall(r"[\w.-]+", refused[2])) if refused else None
         raise ExpertMeshError(message if near is None else f"{message}; did you mean {near}?")
 
-    def _flags(self) -> list[str]:
-        """Of its commands too, if it has any."""
-        flags = [flag for action in self._actions for flag in action.option_strings]
-        commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return flags + [flag for of in commands for command in of.choices.values() for flag in command._flags()]
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self.refuse_unknown(sys.argv[1:] if args is None else args)
+        return super().parse_args(args, namespace)
+
+    def refuse_unknown(self, words: Sequence[str]) -> None:
+        """Before anything else, as what is missing may be what was misspelt.
+
+        Raises:
+            ExpertMeshError: a flag is not one of the command's that is given.
+        """
+        parser: Parser = self
+        for place, word in enumerate(words):
+            commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+            parser = next((of.choices[word] for of in commands if word in of.choices), parser)
+            flag = _with_dashes(word).partition("=")[0]
+            if word == "--":
+                return
+            if _FLAG.fullmatch(flag) and flag not in parser._option_string_actions:
+                instead = parser.instead_of(flag[2:], words[place + 1 : place + 2])
+                known = list(parser._option_string_actions)
+                raise ExpertMeshError(
+                    f"unknown flag {flag}: {instead}" if instead else unknown_name("flag", flag, known)
+                )
+
+    def instead_of(self, name: str, values: Sequence[str]) -> str | None:
+        """What to do instead of giving another tool's flag; None: no tool known here has it."""
+        return None
 
     # with argparse's overloads this would be four signatures
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import Parser, Switch, flag_of, nearest
-from expertmesh.training.config.other_tools import answer, answer_to_value
+from expertmesh.training.config.other_tools import TORCHRUN, answer, answer_to_value
 
 
 class FlagParser(Parser):
@@ -25,6 +25,9 @@ class FlagParser(Parser):
     Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
     anyway is passed over.
 
+    Args:
+        beside: flags that the command takes as well, and has taken out: what is unknown may be one of them, misspelt.
+
     Attributes:
         names: the field that each name is of, aliases included, all with underscores.
 
@@ -32,8 +35,9 @@ class FlagParser(Parser):
         ExpertMeshError: from all that parse: a value is invalid.
     """
 
-    def __init__(self, settings: type, **arguments: Any):
+    def __init__(self, settings: type, beside: Sequence[str] = (), **arguments: Any):
         super().__init__(**arguments)
+        self.beside = beside
         self.names: dict[str, str] = {}
         groups: dict[str, _ArgumentGroup] = {}
         for setting in fields(settings):
@@ -88,9 +92,9 @@ class FlagParser(Parser):
         """
         name = name.replace("-", "_")
         instead = answer(name, values, exactly=True)
-        if instead is None and nearest(name, self.names) is None:
+        if instead is None and nearest(name, [*self.names, *self.beside]) is None:
             instead = answer(name, values, exactly=False)
-        return instead
+        return "give --gpus and --gpus-per-node" if instead == TORCHRUN and "--gpus" in self.beside else instead
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
         try:

@@ -28,7 +28,7 @@ _EVALUATION = (
 _LOADING = "batches are made without a data loader's workers; leave it out"
 _HUB = "upload OUTPUT_DIR/hf yourself (`hf upload`); leave it out"
 _SFT = "runs here are supervised fine-tuning; leave it out"
-_TORCHRUN = "how many processes run, and where, is torchrun's --nproc-per-node and --nnodes"
+TORCHRUN = "how many processes run, and where, is torchrun's --nproc-per-node and --nnodes"
 _DEFAULT_TOKENS = "special tokens are the tokenizer's: change them there and give its directory as --tokenizer"
 _TRACKERS = "give --report-to and --run-name; everything else is set by the tracker's own environment variables"
 
@@ -203,7 +203,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "num_processes num_machines machine_rank main_process_* multi_gpu nproc_per_node num_gpus gpus gpu gpu_ids "
         "devices device local_rank node_rank nnodes master_addr master_port num_nodes",
-        _TORCHRUN,
+        TORCHRUN,
         "-1",
     ),
     ("config_file", "give --config with a YAML file of these flags; leave accelerate's out", ""),

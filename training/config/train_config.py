@@ -269,15 +269,18 @@ example:
 Underscores may stand for dashes. A switch also takes true or false."""
 
 
-def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
+def parse_config(argv: Sequence[str] | None = None, beside: Sequence[str] = ()) -> TrainConfig:
     """The configuration from flags (default: sys.argv), and the YAML file that `--config` names.
+
+    Args:
+        beside: flags of a command that takes these as well.
 
     Raises:
         ExpertMeshError: an unknown flag or key (says what to give instead, if another tool has it or one of ours is
             near), or an invalid value.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    config = _parse(_parser(), arguments)
+    config = _parse(_parser(beside), arguments)
     if not config.dataset and (config.max_steps != 0 or config.preview):
         raise ExpertMeshError("--dataset is missing: files, directories or hub ids (only --max-steps 0 goes without)")
     return config
@@ -296,9 +299,10 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     return _parse(parser, arguments + _arguments(parser, given, ""))
 
 
-def _parser() -> FlagParser:
+def _parser(beside: Sequence[str] = ()) -> FlagParser:
     parser = FlagParser(
         TrainConfig,
+        beside,
         prog="python -m expertmesh.train_ep",
         usage="%(prog)s --model DIR --dataset FILE... [options]",
         description="Fine-tune a Hugging Face Mixture-of-Experts model with expert parallelism.",
@@ -320,7 +324,7 @@ def _parse(parser: FlagParser, arguments: list[str]) -> TrainConfig:
 def _parsed(parser: FlagParser, arguments: list[str]) -> dict[str, Any]:
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
+        known = [*parser._option_string_actions, *parser.beside]
         raise ExpertMeshError(unknown_name("flag", unknown[0].partition("=")[0], known))
     return vars(parsed)
 
@@ -343,13 +347,16 @@ class GivenSettings:
         return self.file | self.flags
 
 
-def given_settings(arguments: Sequence[str]) -> GivenSettings:
+def given_settings(arguments: Sequence[str], beside: Sequence[str] = ()) -> GivenSettings:
     """What flags, and the YAML file that `--config` names, ask for; nothing is at its default.
+
+    Args:
+        beside: flags of a command that takes these as well.
 
     Raises:
         ExpertMeshError: as `parse_config`, but for settings that do not go together.
     """
-    parser = _parser()
+    parser = _parser(beside)
     for action in parser._actions:
         action.default = SUPPRESS
     parser.check_names(arguments)

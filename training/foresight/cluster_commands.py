@@ -8,6 +8,7 @@ mesh --ep-size 8 --check                           under torchrun: whether the g
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from expertmesh.sharding.topology import (
     check_tp_nodes,
     nodes_of_equal_size,
 )
+from expertmesh.training.config.other_tools import answer
 from expertmesh.training.foresight.columns import Column, open_console, print_table
 from expertmesh.training.foresight.planner.hardware import save_measured
 from expertmesh.training.foresight.planner.hardware_flags import check_positive
@@ -40,8 +42,17 @@ examples:
   torchrun --nproc-per-node 8 -m expertmesh.sharding mesh --ep-size 8 --check"""
 
 
+class _ClusterParser(Parser):
+    """Knows other tools' names for its flags."""
+
+    def instead_of(self, name: str, values: Sequence[str]) -> str | None:
+        instead = answer(name.replace("-", "_"), values, exactly=False) or ""
+        named = re.findall(r"--[\w-]+", instead)
+        return instead if named and set(named) <= self._option_string_actions.keys() else None
+
+
 def build_parser() -> Parser:
-    parser = Parser(
+    parser = _ClusterParser(
         prog="python -m expertmesh.sharding", description="Plan a run and check a cluster.", epilog=_EXAMPLES
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -95,10 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from expertmesh.training.foresight.rehearsal.rehearse_command import main as rehearse
 
             return rehearse(given[1:])
-        arguments, rest = build_parser().parse_known_args(given)
-        if rest:
-            raise ExpertMeshError(f"unrecognized arguments: {' '.join(rest)}")
-        return _mesh(arguments)
+        return _mesh(build_parser().parse_args(given))
     except ExpertMeshError as error:
         return tell_mistake(f"sharding: error: {' '.join(str(error).split())}")
 

@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
-    asked = _asked(arguments, rest)
+    asked = _asked(arguments, rest, list(parser._option_string_actions))
     if arguments.json:
         tell_without_effect(parser, arguments, "with --json, which has every layout", "top")
     tell_without_effect(parser, arguments, "on a plan; `rehearse --packing` heeds it", "flash_attention")
@@ -234,10 +234,10 @@ def main(argv: Sequence[str]) -> int:
     return 1
 
 
-def _asked(arguments: Namespace, rest: Sequence[str]) -> Asked:
+def _asked(arguments: Namespace, rest: Sequence[str], own: Sequence[str] = ()) -> Asked:
     check_positive(arguments, "gpus", "gpus_per_node", "top")
     refuse_gone(rest, GONE)
-    given = given_settings(rest)
+    given = given_settings(rest, own)
     flags = dict(given.flags)
     for alias, name in ALIASES.items():
         value = getattr(arguments, alias)

@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     refuse_gone(rest, GONE)
-    asked = parse_config([*rest, "--dataset", "none"])
+    asked = parse_config([*rest, "--dataset", "none"], list(parser._option_string_actions))
     if asked.without_effect:
         print(folded(f"note: {'; '.join(asked.without_effect)}"), file=sys.stderr)
     config = asked.settled()
