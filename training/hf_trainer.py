@@ -142,14 +142,18 @@ class TrainerMixin(_Base):
             setattr(text_config, name, value)
         self._counts: StepCounts | None = None
         self._routing: Routing | None = None
-        # the losses of `add_gradients`, added up: of the step, and of the steps since they were logged
-        self._step_losses, self._losses = self._no_losses(), self._no_losses()
-        self._steps = 0
+        self._forget_losses()
         self._hooked: torch.optim.Optimizer | None = None
         # of the sequences evaluated with metrics: the sum of their targets' losses, and how many these are
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=model.ranks.device)
         self._guard = NonFiniteGuard(model.config, model.model, self._tell)
         self._is_skipped = False
+
+    def _forget_losses(self) -> None:
+        # the losses of `add_gradients`, added up: of the step; of the steps since they were logged, and of all before,
+        # which are counted, and so are those that were skipped
+        self._step_losses, self._losses, self._all_losses = self._no_losses(), self._no_losses(), self._no_losses()
+        self._steps, self._all_steps, self._skipped, self._all_skipped = 0, 0, 0, 0
 
     def _no_losses(self) -> Tensor:
         return torch.zeros(3, dtype=torch.float64, device=self.engine.ranks.device)
@@ -316,7 +320,9 @@ class TrainerMixin(_Base):
                 "keep the engine's optimizer, give Trainer optimizers=(engine.optimizer, scheduler); to begin with the "
                 "weights alone, load what `expertmesh-checkpoints convert` makes of the checkpoint"
             )
-        return super().train(resume_from_checkpoint, *more, **others)
+        self._forget_losses()
+        result = super().train(resume_from_checkpoint, *more, **others)
+        return result._replace(training_loss=result.metrics["train_loss"])
 
     # ---- the model stays where it is ----
 
@@ -416,6 +422,7 @@ class TrainerMixin(_Base):
         self._is_skipped = not figures.is_finite
         if self._is_skipped:
             self.engine.model.zero_grad()
+            self._skipped += 1
         else:
             self._losses += self._step_losses
             self._steps += 1
@@ -427,12 +434,22 @@ class TrainerMixin(_Base):
         weights = self.engine.balance.weights
         if "loss" in logs and _is_of_trl(type(self)):
             logs["num_tokens"] = self.engine.tokens
-        if "loss" in logs and (weights.balance > 0 or weights.z > 0):
-            _, balance, z = (self._losses / max(self._steps, 1)).tolist()
+        if "loss" in logs:
+            loss, balance, z = (self._losses / max(self._steps, 1)).tolist()
+            if self._skipped and self.args.logging_nan_inf_filter:
+                # the mean of the others; transformers makes up for a step by less than such a mean
+                logs["loss"] = loss if self._steps else math.nan
             logs |= {"balance_loss": balance} if weights.balance > 0 else {}
             logs |= {"z_loss": z} if weights.z > 0 else {}
+            self._all_losses += self._losses
+            self._all_steps += self._steps
+            self._all_skipped += self._skipped
             self._losses.zero_()
-            self._steps = 0
+            self._steps, self._skipped = 0, 0
+        if "train_loss" in logs and (self.args.logging_nan_inf_filter or not self._all_skipped + self._skipped):
+            # transformers' has rank 0's part alone of what was not logged before
+            steps = self._all_steps + self._steps
+            logs["train_loss"] = float((self._all_losses + self._losses)[0]) / steps if steps else math.nan
         super().log(logs, *more, **others)
 
     # ---- evaluations ----
@@ -492,12 +509,20 @@ class TrainerMixin(_Base):
         """Loss (the mean of this rank's tokens), logits and labels of a batch."""
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")
+        has_targets = labels is not None or inputs.get("shift_labels") is not None
+        with raise_together():
+            batch = self.engine.batch(inputs if has_targets else {**inputs, "labels": inputs.get("input_ids")})
         asked = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
         with torch.no_grad():
             logits = model(**asked, use_cache=False).logits
         loss = None
-        if labels is not None:
-            targets_BS = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        if has_targets:
+            # a training step's, at the places that the tokens have here
+            targets_BS = torch.full_like(inputs["input_ids"], IGNORED, dtype=torch.int64)
+            mask_BS = inputs.get("attention_mask")
+            is_token_BS = torch.ones_like(targets_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
+            kept = slice(None) if batch.is_token_BS is None else batch.is_token_BS
+            targets_BS[is_token_BS] = batch.targets_BS[kept].flatten()
             losses_BS = F.cross_entropy(logits.float().mT, targets_BS, ignore_index=IGNORED, reduction="none")
             sums_B2 = torch.stack([losses_BS.double().sum(dim=1), (targets_BS != IGNORED).sum(dim=1)], dim=1)
             # of all ranks, and without the sequences by which accelerate makes the last batches equally long

@@ -291,6 +291,26 @@ def test_evaluations_of_trainer(ranks: RankPool, models: dict[str, Path], tmp_pa
         assert found[:4] == pytest.approx(alone[:4], rel=1e-6)
 
 
+def trained(model: Path, rows: list[dict[str, list[int]]], out: Path, logging_steps: int) -> tuple[list[float], float]:
+    """(losses that are logged, the loss of the whole run)."""
+    engine = expertmesh.load(str(model), use_cpu=True, cpu_matmul="onednn")
+    args = TrainingArguments(
+        str(out), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", per_device_train_batch_size=1,
+        max_steps=2, logging_steps=logging_steps,
+    )  # fmt: skip
+    trainer = expertmesh.Trainer(engine, args, collated, datasets.Dataset.from_list(rows))
+    loss = trainer.train().training_loss
+    return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs], loss
+
+
+def test_the_loss_of_a_whole_run(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    """Is that of all ranks, which have unequally many targets, also where no step was logged."""
+    rows = [{"input_ids": [*range(3, 8 + 5 * i)], "labels": [*range(3, 8 + 5 * i)]} for i in range(7)]
+    (logged, _), _ = ranks.run(trained, 2, models["mixtral"], rows, tmp_path, 1)
+    for _, loss in ranks.run(trained, 2, models["mixtral"], rows, tmp_path, 9):
+        assert loss == pytest.approx(sum(logged) / 2, rel=1e-6)
+
+
 def refused_by_trainer(model: Path, size: str) -> str:
     settings: Any = {size: 2}
     engine = expertmesh.load(str(model), use_cpu=True, **settings)

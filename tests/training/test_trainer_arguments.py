@@ -386,6 +386,55 @@ def test_tokenizer_of_a_trainer_is_in_its_checkpoints(tiny_model: Path, rows: An
     assert transformers.AutoTokenizer.from_pretrained(saved / "model").chat_template == tokenizer.chat_template
 
 
+def shifted(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    labels = batch.pop("labels")
+    return batch | {"shift_labels": torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
+
+
+def test_losses_of_steps_without_targets(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    """They are no part of the means that are logged."""
+    given = [row | {"labels": [-100] * len(row["labels"])} if 2 <= i < 4 else row for i, row in enumerate(rows)]
+    order = {"train_sampling_strategy": "sequential"}
+    with pytest.warns(UserWarning, match="step 2 is skipped"):
+        single, both = (train(tiny_model, given, tmp_path, order | {"logging_steps": n}) for n in (1, 3))
+    first, none, third = single.column("loss")
+    assert none != none
+    expected = pytest.approx((first + third) / 2, rel=1e-6)
+    assert both.column("loss") == [expected]
+    assert single.column("train_loss") == both.column("train_loss") == [expected]
+
+
+COLLATORS: dict[str, Any] = {
+    "without padding": lambda batch: {name: value[:, :4] for name, value in batch.items()},
+    "padded on the left": lambda batch: {name: value.flip(1) for name, value in batch.items()},
+    "labels of padding": lambda batch: batch | {"labels": batch["input_ids"]},
+    "shifted": shifted,
+    "more": lambda batch: batch | {"token_type_ids": torch.ones_like(batch["labels"])},
+    "no mask of padding": lambda batch: batch | {"attention_mask": 2 * batch["attention_mask"]},
+}
+
+
+@pytest.mark.parametrize("what", COLLATORS)
+def test_an_evaluation_with_metrics_takes_what_others_take(
+    tiny_model: Path, rows: Any, tmp_path: Path, what: str
+) -> None:
+    """The same targets, and refuses the same."""
+    engine = load(tiny_model)
+
+    def evaluate(metrics: Any) -> Any:
+        trainer = expertmesh.Trainer(
+            engine, TrainingArguments(str(tmp_path), **BASE), lambda rows: COLLATORS[what](collated(rows)),
+            eval_dataset=datasets.Dataset.from_list(rows[:5]), compute_metrics=metrics,
+        )  # fmt: skip
+        try:
+            return trainer.evaluate()["eval_loss"]
+        except ExpertMeshError as error:
+            return str(error)
+
+    found, expected = evaluate(lambda _: {}), evaluate(None)
+    assert found == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-6))
+
+
 def train_sft(model: Path, out: Path, engine: expertmesh.Engine, rows: Any = TEXTS, **settings: Any) -> Any:
     trainer = SFT(
         model=engine, args=trl.SFTConfig(str(out), **(BASE | {"max_steps": 2} | settings)),
