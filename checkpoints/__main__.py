@@ -13,14 +13,14 @@ from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, check_all_bytes
 from expertmesh.checkpoints.hf.source import resolve_model
 from expertmesh.checkpoints.inspection import describe, describe_model, read_heads, with_claims_checked
 from expertmesh.checkpoints.opening import is_training, open_readable
-from expertmesh.checkpoints.state.marker import MARKER, check_file, check_owner, read_marker
+from expertmesh.checkpoints.state.marker import MARKER, check_file, read_marker
 from expertmesh.checkpoints.storage.directories import finish_replacement_of_missing, write_errors
 from expertmesh.checkpoints.storage.dtypes import FLOATS
 from expertmesh.checkpoints.storage.paths import read_ahead
 from expertmesh.checkpoints.verify import compare
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.command import run_command
-from expertmesh.moe.base.parser import Parser
+from expertmesh.moe.base.parser import Parser, refuse_gone
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.terminal import ends_with_reader, folded
 
@@ -34,6 +34,7 @@ _EXAMPLE = """\
 example:
   python -m expertmesh.checkpoints convert MODEL SHARDS --ep-size 8"""
 
+GONE = {"--trust-checkpoint-owner": "leave it out; anybody's checkpoint is read, and can run no code"}
 EXPORT_ENCODINGS = ("plain", "source")
 DTYPES = {name: code for code, name in FLOATS.items()}
 
@@ -65,13 +66,6 @@ def build_parser() -> Parser:
         "unchanged blocks bit for bit",
     )
 
-    trust = Parser(add_help=False)
-    trust.add_argument(
-        "--trust-checkpoint-owner",
-        action="store_true",
-        help="read another user's training checkpoint; reading it can run their code",
-    )
-
     to_shards = _add(commands, "convert", "SOURCE OUT --ep-size N", "Hugging Face directory to EP shards", how)
     to_shards.add_argument("source", metavar="SOURCE", help="directory, or hub id")
     to_shards.add_argument("out", metavar="OUT", type=Path, help="directory to write")
@@ -81,7 +75,7 @@ def build_parser() -> Parser:
     )
 
     to_hf = _add(
-        commands, "export", "SOURCE OUT", "EP shards or training checkpoint to Hugging Face form", how, encoding, trust
+        commands, "export", "SOURCE OUT", "EP shards or training checkpoint to Hugging Face form", how, encoding
     )
     to_hf.add_argument("source", metavar="SOURCE", help="directory, or hub id")
     to_hf.add_argument("out", metavar="OUT", type=Path, help="directory to write")
@@ -99,7 +93,7 @@ def build_parser() -> Parser:
     merged.add_argument("adapter", metavar="ADAPTER", type=Path, help="PEFT's directory")
     merged.add_argument("out", metavar="OUT", type=Path, help="directory to write")
 
-    verify = _add(commands, "verify", "A B", "compare two checkpoints of any form", trust)
+    verify = _add(commands, "verify", "A B", "compare two checkpoints of any form")
     verify.add_argument("a", metavar="A", help="directory, or hub id")
     verify.add_argument("b", metavar="B", help="directory, or hub id")
     verify.add_argument(
@@ -110,9 +104,7 @@ def build_parser() -> Parser:
     )
     verify.add_argument("--ignore-config", action="store_true", help="compare tensors alone, not what the configs say")
 
-    inspect = _add(
-        commands, "inspect", "PATH", "what a checkpoint contains; with --check, whether it is complete", trust
-    )
+    inspect = _add(commands, "inspect", "PATH", "what a checkpoint contains; with --check, whether it is complete")
     inspect.add_argument("path", metavar="PATH", help="directory, or hub id")
     inspect.add_argument("--tensors", action="store_true", help="list all tensors")
     inspect.add_argument(
@@ -136,7 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # torch warns thus wherever a training checkpoint is read outside a process group, as here is meant
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
-        arguments = build_parser().parse_args(argv)
+        parser = build_parser()
+        refuse_gone(parser.parse_known_args(argv)[1], GONE)
+        arguments = parser.parse_args(argv)
         commands = {"convert": _convert, "export": _export, "merge": _merge, "verify": _verify, "inspect": _inspect}
         return commands[arguments.command](arguments)
     except ExpertMeshError as error:
@@ -174,13 +168,12 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    trusted = arguments.trust_checkpoint_owner
     source, how = _resolve(arguments.source, "export"), _how(arguments)
     base = None if arguments.base is None else _resolve(arguments.base, "--base")
     if base is not None and not is_training(source):
         raise ExpertMeshError(f"--base {arguments.base}: {source} is no training checkpoint; leave it out")
     read_ahead(source, READ_AHEAD)
-    export_offline(source, arguments.out, how, trusted, base)
+    export_offline(source, arguments.out, how, base)
     _tell(f"wrote a Hugging Face directory: {_written(arguments.out)}")
     return 0
 
@@ -215,7 +208,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             "model of an adapter and its base"
         )
     else:
-        a, b = (open_readable(path, strict=False, any_owner=arguments.trust_checkpoint_owner) for path in paths)
+        a, b = (open_readable(path, strict=False) for path in paths)
         comparison = compare(a, b, arguments.rtol, arguments.ignore_config)
     for line in comparison.differences:
         print(folded(line))
@@ -240,8 +233,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
         for line in describe_adapter(path, arguments.tensors):
             print(folded(line))
         return 0
-    if (path / MARKER).exists():
-        check_owner(path, arguments.trust_checkpoint_owner)
     for line in describe(path, read_heads(path), arguments.tensors):
         print(folded(line))
     if not arguments.check:
@@ -251,7 +242,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
             check_file(path, file, described)
         print("checksums   match; there is no model to compare adapters with")
         return 0
-    readable = open_readable(path, strict=False, any_owner=arguments.trust_checkpoint_owner)
+    readable = open_readable(path, strict=False)
     readable, without_tensors = with_claims_checked(readable)
     for line in describe_model(readable, without_tensors):
         print(folded(line))

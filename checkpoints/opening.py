@@ -46,14 +46,11 @@ class Readable:
     origin: Checkpoint | None = None
 
 
-def open_readable(
-    path: Path, strict: bool = True, any_owner: bool = False, base: Path | None = None, drop_untrained: bool = False
-) -> Readable:
+def open_readable(path: Path, strict: bool = True, base: Path | None = None, drop_untrained: bool = False) -> Readable:
     """Open what lies at `path`, outside of any process group.
 
     Args:
         strict: stop at what is wrong with its tensors; else list it in the checkpoint's `problems`.
-        any_owner: whether to read a training checkpoint of another user.
         base: the model's directory from which a training checkpoint's tensors that are not trained are to be taken.
         drop_untrained: whether the latter may be gone.
 
@@ -66,7 +63,7 @@ def open_readable(
             open_training,
         )
 
-        training = open_training(path, any_owner, strict and not drop_untrained, base)
+        training = open_training(path, strict and not drop_untrained, base)
         return Readable(path, training, training.source.names, lambda: TrainingReader(training, path))
     source = open_source(path)
     checkpoint = open_checkpoint(source, source.names, strict)

@@ -47,7 +47,7 @@ LINES = {
 VALUES = {"base": "MODEL", "json": "FILE", "calibrate": "FILE", "imbalance": "2"}
 """Of flags that take a file, or text."""
 BENCHMARKS = [file for file in sorted((ROOT / "benchmarks").glob("*.py")) if "add_argument(" in file.read_text()]
-PERMISSIONS = {"trust_checkpoint_owner", "overwrite"}
+PERMISSIONS = {"overwrite"}
 """They allow what does not come to pass."""
 
 

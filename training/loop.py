@@ -349,8 +349,7 @@ def _load_best(run: Run, best: Best) -> bool:
     if best.step == 0:
         run.log.line("warning: no evaluation had a finite loss, so none is the best; the last weights stay")
         return False
-    trusted = run.config.trust_checkpoint_owner
-    path = load_best_model(run.saver.directory, run.model, best.step, trusted, run.ranks)
+    path = load_best_model(run.saver.directory, run.model, best.step, run.ranks)
     if path is None:
         run.log.line(f"warning: the best evaluation, of step {best.step}, left no checkpoint; the last weights stay")
     else:

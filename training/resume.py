@@ -33,7 +33,7 @@ def find_resume(resume: str, directory: Path, config: TrainConfig, tell: Tell, r
     Raises:
         ExpertMeshError: on all ranks, when the one named is incomplete or damaged, or all that "auto" could take are.
     """
-    found, skipped = find_checkpoint(resume, directory, config.trust_checkpoint_owner, ranks)
+    found, skipped = find_checkpoint(resume, directory, ranks)
     for line in skipped:
         tell(f"warning: {line}")
     return found

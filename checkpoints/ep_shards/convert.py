@@ -116,19 +116,17 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
     return [] if dtype is not None else sorted(checkpoint.encoded_parameters - encodings.keys())
 
 
-def export_offline(
-    source_path: Path, out: Path, how: HowToWrite, any_owner: bool = False, base: Path | None = None
-) -> None:
+def export_offline(source_path: Path, out: Path, how: HowToWrite, base: Path | None = None) -> None:
     """Write the Hugging Face form of EP shards, a training checkpoint, or another Hugging Face directory (in other
     files). Its index, or its only file, makes it complete, and is written last.
 
     Args:
-        any_owner, base: of a training checkpoint (see `open_readable`).
+        base: of a training checkpoint (see `open_readable`).
 
     Raises:
         ExpertMeshError: the source is damaged, or `out` is not to be had.
     """
-    source = open_readable(source_path, True, any_owner, base, how.drop_untrained)
+    source = open_readable(source_path, True, base, how.drop_untrained)
     check_all_bytes(source_path)
     if how.as_source and is_training(source_path):
         source = replace(source, origin=open_origin(source_path, base, source.names))

@@ -1,7 +1,6 @@
 """checkpoint.json, which makes a training checkpoint complete (see `checkpoints.state`): what it says of the run,
 and of the checkpoint's files."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,20 +127,6 @@ def read_marker(path: Path) -> dict[str, Any]:
     if f"state/{METADATA}" not in marker["files"]:
         raise ExpertMeshError(f"{path / MARKER}: does not list state/{METADATA}: not a complete training checkpoint")
     return marker
-
-
-def check_owner(path: Path, any_owner: bool) -> None:
-    """The metadata of torch.distributed.checkpoint is a pickle, which can run code when it is read.
-
-    Raises:
-        ExpertMeshError: another user owns it, and nobody said that this is all right.
-    """
-    file = path / "state" / ".metadata"
-    if not any_owner and file.is_file() and file.stat().st_uid != os.geteuid():
-        raise ExpertMeshError(
-            f"{file}: belongs to another user (uid {file.stat().st_uid}), and reading it can run code of theirs; "
-            "if you trust them, say so with --trust-checkpoint-owner"
-        )
 
 
 def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:

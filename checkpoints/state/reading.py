@@ -11,7 +11,7 @@ from expertmesh.checkpoints.hf.encodings import TensorInfo
 from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
 from expertmesh.checkpoints.hf.reader import Piece
 from expertmesh.checkpoints.hf.source import Checkpoint, open_source, well_formed
-from expertmesh.checkpoints.state.marker import MARKER, check_file, check_owner, read_marker, recorded_transposed
+from expertmesh.checkpoints.state.marker import MARKER, check_file, read_marker, recorded_transposed
 from expertmesh.checkpoints.state.state_table import StateReader, load_state
 from expertmesh.checkpoints.state.untrained import with_carried
 from expertmesh.checkpoints.storage.tensors import DTYPE_CODES, as_array, torch_dtype
@@ -46,19 +46,17 @@ class TrainingReader:
         self.parameter, self.content = "", torch.empty(0)
 
 
-def open_training(path: Path, any_owner: bool, strict: bool = True, base: Path | None = None) -> Checkpoint:
+def open_training(path: Path, strict: bool = True, base: Path | None = None) -> Checkpoint:
     """A training checkpoint as a source for exports and comparisons, every file checked.
 
     Args:
-        any_owner: whether to read one that another user owns.
         strict: stop where tensors that are not trained are no longer where the checkpoint says; else list it.
         base: the directory of the model that they are to be taken from instead.
 
     Raises:
-        ExpertMeshError: it is damaged, incomplete, or another user's.
+        ExpertMeshError: it is damaged or incomplete.
     """
     marker = read_marker(path)
-    check_owner(path, any_owner)
     if marker.get("base") is not None:
         raise ExpertMeshError(
             f"{path}: contains only adapters, not the base model; resume from it, with "

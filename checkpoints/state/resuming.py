@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from expertmesh.checkpoints.state.marker import (
     check_file,
-    check_owner,
     read_marker,
     recorded_transposed,
     whole_checkpoints,
@@ -32,14 +31,11 @@ class ResumableOptimizer(torch.optim.Optimizer):
         return "whole" if key == "step" else "rows"
 
 
-def find_checkpoint(
-    resume: str, directory: Path, any_owner: bool, patient: Ranks | None = None
-) -> tuple[Path | None, list[str]]:
+def find_checkpoint(resume: str, directory: Path, patient: Ranks | None = None) -> tuple[Path | None, list[str]]:
     """The checkpoint that `--resume` means, checked to the last byte, and warnings. All ranks call it together.
 
     Args:
         resume: "auto" for the newest undamaged one in `directory`, if there is any; else the path of one.
-        any_owner: whether to read one that another user owns.
         patient: these ranks, as one may take longer to read its files than a collective's time limit.
 
     Raises:
@@ -49,7 +45,7 @@ def find_checkpoint(
         with raise_together(), write_errors(Path(resume)):
             if dist.get_rank() == 0:
                 finish_replacement_of_missing(Path(resume))
-        problem = _check_together(Path(resume), any_owner, patient)
+        problem = _check_together(Path(resume), patient)
         if problem is not None:
             raise ExpertMeshError(f"--resume {resume}: {problem}")
         return Path(resume), []
@@ -64,7 +60,7 @@ def find_checkpoint(
     dist.broadcast_object_list(names, src=0)
     candidates, warnings = names[0]
     for candidate in map(Path, candidates):
-        problem = _check_together(candidate, any_owner, patient)
+        problem = _check_together(candidate, patient)
         if problem is None:
             return candidate, warnings
         warnings.append(f"{problem}; it is skipped for the one before it")
@@ -73,12 +69,11 @@ def find_checkpoint(
     return None, warnings
 
 
-def _check_together(path: Path, any_owner: bool, patient: Ranks | None) -> str | None:
+def _check_together(path: Path, patient: Ranks | None) -> str | None:
     """What is wrong with a checkpoint; its files are distributed among the ranks to be read."""
     try:
         with raise_together(patient):
             marker = read_marker(path)
-            check_owner(path, any_owner)
             names = sorted(marker["files"])
             for name in names[dist.get_rank() :: dist.get_world_size()]:
                 check_file(path, name, marker["files"][name])
@@ -114,14 +109,12 @@ def load_training_state(path: Path, model: nn.Module, optimizer: ResumableOptimi
     return progress
 
 
-def load_best_model(
-    directory: Path, model: nn.Module, step: int, any_owner: bool, patient: Ranks | None = None
-) -> Path | None:
+def load_best_model(directory: Path, model: nn.Module, step: int, patient: Ranks | None = None) -> Path | None:
     """Fill a sharded model with the weights of the best checkpoint in `directory`. All ranks call it together.
 
     Args:
         step: that it must be of.
-        any_owner, patient: see `find_checkpoint`.
+        patient: see `find_checkpoint`.
 
     Returns:
         The checkpoint's path; None if there is none of that step, because it could not be saved.
@@ -134,7 +127,7 @@ def load_best_model(
     dist.broadcast_object_list(there, src=0)
     if not there[0]:
         return None
-    problem = _check_together(link, any_owner, patient)
+    problem = _check_together(link, patient)
     if problem is not None:
         raise ExpertMeshError(f"--load-best-model-at-end: {link}: {problem}")
     parts = changing_state(model).items()

@@ -371,21 +371,6 @@ def test_a_checkpoint_with_matrices_the_other_way_round(
     assert "`expertmesh-checkpoints export`" in told
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_another_users_checkpoint_is_not_unpickled(
-    ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    stop_at_checkpoint(finished, out)
-    os.chown(out / "checkpoints" / "step-00000004" / "state" / ".metadata", 65534, 65534)
-    argv = [*flags(tiny_model, tiny_data, out, *shares(1)), "--resume", str(out / "checkpoints" / "step-00000004")]
-    ((code, told),) = ranks.run(run_main, 1, argv, join_group=False)
-    assert code == 2
-    assert "belongs to another user (uid 65534)" in told
-    assert checkpoints_main(["inspect", argv[-1]]) == 2
-    run(ranks, 1, [*argv, "--trust-checkpoint-owner"])
-
-
 def run_main_and_signal(argv: list[str], metrics: Path, number: int) -> tuple[int, str]:
     """train_ep.py on this rank; rank 1 gets a signal after two steps."""
 
@@ -572,7 +557,7 @@ def test_a_named_checkpoint_whose_replacement_a_kill_interrupted(
 
 
 def _find(path: Path) -> Path | None:
-    return find_checkpoint(str(path), path.parent, any_owner=False)[0]
+    return find_checkpoint(str(path), path.parent)[0]
 
 
 @pytest.mark.exhaustive
@@ -596,7 +581,7 @@ def _find_slowly(path: Path) -> list[Path | None]:
     with mock.patch.object(resuming, "check_file", slowly):
         for named in ("auto", str(path)):
             slept.clear()
-            found.append(find_checkpoint(named, path.parent, False, group)[0])
+            found.append(find_checkpoint(named, path.parent, group)[0])
     _set_pg_timeout(timedelta(seconds=60))
     end_process_group()
     return found

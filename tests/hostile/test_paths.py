@@ -58,7 +58,7 @@ def names_in_tables(watch: Watch, _: int, in_parts: Path, shards: Path, saved: P
     for origin, table_name, read in (
         (in_parts, INDEX, loaded),
         (shards, MANIFEST, loaded),
-        (saved, MARKER, lambda path: find_checkpoint(str(path), path.parent, any_owner=False)),
+        (saved, MARKER, lambda path: find_checkpoint(str(path), path.parent)),
     ):
         path = watch.directory / table_name.removesuffix(".json")
         shutil.copytree(origin, path)

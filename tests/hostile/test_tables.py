@@ -78,7 +78,7 @@ def manifests(watch: Watch, num_cases: int, shards: Path) -> None:
 
 def markers(watch: Watch, num_cases: int, saved: Path) -> None:
     def resumed(path: Path) -> Tensors:
-        assert find_checkpoint(str(path), path.parent, any_owner=False) == (path, [])
+        assert find_checkpoint(str(path), path.parent) == (path, [])
         return described(path)
 
     own = recorded_transposed(saved)

@@ -160,7 +160,6 @@ class LoadSettings(TypedDict, total=False):
     resume: str | Path | bool
     allow_changed: list[str] | str
     elastic: bool
-    trust_checkpoint_owner: bool
     export: bool
     max_shard_size: str
     export_encoding: ExportEncoding

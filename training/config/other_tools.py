@@ -1,5 +1,5 @@
 """Flags and keys of other training tools, and what to give here instead: those of transformers' TrainingArguments,
-trl's configs, axolotl, LLaMA-Factory, ms-swift, Megatron-LM, accelerate and DeepSpeed.
+trl's configs, axolotl, LLaMA-Factory, ms-swift, Megatron-LM, accelerate and DeepSpeed; and those that are gone here.
 
 A name may be a pattern with *. A value in which another tool asks for what a run here does in any case is no error.
 """
@@ -365,6 +365,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
         "give --resume auto, or a checkpoint's directory",
         "false",
     ),
+    ("trust_checkpoint_owner", "is gone: anybody's checkpoint is read, and can run no code; leave it out", "false"),
     ("ignore_data_skip", "a resumed run goes on with the next batch; leave it out", "false"),
     ("restore_callback_states_from_checkpoint", "all that counts improvements is resumed; leave it out", "true"),
     ("push_to_hub* hub_*", _HUB, "false"),

@@ -730,12 +730,6 @@ class CheckpointSettings:
         False,
         "With --resume: choose the largest --ep-size that the ranks allow, and keep the global batch size",
     )
-    trust_checkpoint_owner: bool = _flag(
-        "Checkpoints and export",
-        False,
-        "Resume from another user's checkpoint; reading it can run their code",
-        needs=_RESUMES,
-    )
     export: bool = _flag(
         "Checkpoints and export", True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf"
     )

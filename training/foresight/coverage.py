@@ -47,7 +47,7 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     ),
     "between steps, or after the last one": (
         *("output_dir", "overwrite_output_dir", "save_steps", "save_total_limit", "async_save", "on_save_error"),
-        *("allow_changed", "trust_checkpoint_owner", "export", "max_shard_size", "export_encoding", "drop_untrained"),
+        *("allow_changed", "export", "max_shard_size", "export_encoding", "drop_untrained"),
         *("adapter_format", "merge"),
     ),
     "says what is done with figures that every step has": (
