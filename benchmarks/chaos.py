@@ -39,7 +39,7 @@ OUTPUTS = {
     *("adapter", "checkpoints", "config.yaml", "environment.json", "finished.json", "hf"),
     *("metrics.jsonl", "report.html"),
 }
-CHECKPOINTS = re.compile(r"latest|step-\d+")
+CHECKPOINTS = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def open_files(pid: int) -> list[str]:
 
 def left_behind(pids: list[int], out: Path, temporary: Path) -> list[str]:
     """What should be gone."""
-    known = re.compile(r"latest|best|step-\d+")
+    known = re.compile(r"best|step-\d+")
     left = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
     left += [str(path) for path in (out / "checkpoints").iterdir() if not known.fullmatch(path.name)]
     return left + [str(path) for path in temporary.iterdir()]

@@ -1,6 +1,5 @@
 """Training checkpoints: model, optimizer and position of a run, saved while it continues and resumed on any ranks.
 
-    RUN/checkpoints/latest              the name of the newest complete one
     RUN/checkpoints/best                a link to that of the lowest evaluation loss, if there is one
     RUN/checkpoints/step-00000500/
         state/                          torch.distributed.checkpoint: model.*, optimizer.*, rng.*: tensors only

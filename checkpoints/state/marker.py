@@ -32,7 +32,7 @@ def is_complete(path: Path) -> bool:
 
 def is_checkpoint_entry(path: Path) -> bool:
     """Whether something in a directory of training checkpoints has a name that only a saver gives, complete or not."""
-    return re.fullmatch(rf"(step-\d+|latest|best)({PARTIAL})?|\.step-\d+-.*{PARTIAL}", path.name) is not None
+    return re.fullmatch(rf"(step-\d+|best)({PARTIAL})?|\.step-\d+-.*{PARTIAL}", path.name) is not None
 
 
 def step_of(path: Path) -> int:

@@ -35,7 +35,6 @@ from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.whole import PARTIAL, place_link, whole
 from expertmesh.sharding import NO_LIMIT_SECONDS, SAVERS, changing_state, local_tensor, raise_together
 
-LATEST = "latest"
 BEST = "best"
 
 
@@ -277,7 +276,6 @@ class Saver:
         elif (self.directory / BEST).resolve() == final.resolve():
             # an earlier attempt had its best evaluation at this step, with other weights
             (self.directory / BEST).unlink()
-        _name_latest(self.directory, final.name)
         later = self.later_than(progress.step)
         if self.limit is not None:
             others = [path for path in whole_checkpoints(self.directory) if path not in later + surplus]
@@ -394,19 +392,8 @@ def _describe(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "xxh3_128": file_checksum(file)}
 
 
-def _latest(directory: Path) -> str | None:
-    file = directory / LATEST
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
-
-
-def _name_latest(directory: Path, name: str) -> None:
-    with whole(directory / LATEST, durable=True) as partial:
-        partial.write_text(name, encoding="utf-8")
-
-
 def sweep(directory: Path) -> list[str]:
-    """Finish what a killed run had begun to replace, delete what it left half-written, and let `latest` name the newest
-    complete checkpoint, should the run have been killed before it could.
+    """Finish what a killed run had begun to replace, and delete what it left half-written.
 
     Returns:
         The names of what is skipped for want of a marker.
@@ -415,9 +402,5 @@ def sweep(directory: Path) -> list[str]:
         finish_replacement(directory / begun.name.removeprefix(".").rpartition("-")[0])
     for partial in directory.glob(".step-*"):
         shutil.rmtree(partial, ignore_errors=True)
-    for name in (LATEST, BEST):
-        (directory / (name + PARTIAL)).unlink(missing_ok=True)
-    newest = next((path.name for path in whole_checkpoints(directory)), None)
-    if newest is not None and _latest(directory) != newest:
-        _name_latest(directory, newest)
+    (directory / (BEST + PARTIAL)).unlink(missing_ok=True)
     return sorted(path.name for path in directory.glob("step-*") if not (path / MARKER).is_file())

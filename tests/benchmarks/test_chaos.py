@@ -57,10 +57,10 @@ def test_what_counts_as_complete(tmp_path: Path) -> None:
 def test_what_is_left_behind(tmp_path: Path) -> None:
     for name in ("checkpoints/step-00000005", "checkpoints/.step-00000006-x.part", "hf", ".hf-x.part"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("checkpoints/latest", "checkpoints/latest.part", "metrics.jsonl", "metrics.jsonl.part"):
+    for name in ("checkpoints/best.part", "metrics.jsonl", "metrics.jsonl.part"):
         (tmp_path / name).touch()
     found = chaos.left_behind(tmp_path)
-    assert sorted(found) == [".hf-x.part", ".step-00000006-x.part", "latest.part", "metrics.jsonl.part"]
+    assert sorted(found) == [".hf-x.part", ".step-00000006-x.part", "best.part", "metrics.jsonl.part"]
 
 
 @pytest.mark.exhaustive

@@ -322,8 +322,8 @@ def test_bad_arguments(
         (["merge", "{run}/empty", "{run}/adapter", "{out}"], "{run}/empty/config.json: no such file\n"),
         (["inspect", "{run}/checkpoints"], "/config.json: no such file; there is {run}/checkpoints/step-2\n"),
         (
-            ["export", "{run}/checkpoints/latest", "{out}"],
-            "latest: is a file; give a training checkpoint beside it, as ",
+            ["export", "{run}/checkpoints/notes", "{out}"],
+            "notes: is a file; give a training checkpoint beside it, as ",
         ),
         (["inspect", "{run}/hf/config.json"], "{run}/hf/config.json: is a file; give a directory, as {run}/hf\n"),
     ],
@@ -335,7 +335,7 @@ def test_a_directory_of_another_kind_is_told(
     places = {"run": tmp_path / "run", "out": tmp_path / "out"}
     shutil.copytree(tiny_model, tmp_path / "run/hf")
     files = ("adapter/adapter_config.json", "step-1/checkpoint.json", "empty/notes.json")
-    for file in (*files, "checkpoints/step-2/checkpoint.json", "checkpoints/latest"):
+    for file in (*files, "checkpoints/step-2/checkpoint.json", "checkpoints/notes"):
         (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / file).write_text("{}")
     assert run(*(argument.format(**places) for argument in arguments)) == 2

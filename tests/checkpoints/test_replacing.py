@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from expertmesh.checkpoints.state.marker import MARKER, whole_checkpoints
-from expertmesh.checkpoints.state.saving import LATEST, checkpoint_name, sweep
+from expertmesh.checkpoints.state.saving import checkpoint_name, sweep
 from expertmesh.checkpoints.storage.directories import replace_directory, sweep_beside, temporary_beside
 
 OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir", "chmod", "symlink")
@@ -101,7 +101,7 @@ def test_killed_before_any_operation_of_a_step_saved_again(tmp_path: Path) -> No
         assert sweep(tmp_path) == []
         assert whole_checkpoints(tmp_path) == [final, tmp_path / checkpoint_name(4)]
         assert read(final) in (complete("old"), complete("new")), (kill, made)
-        assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, checkpoint_name(4), checkpoint_name(5)]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint_name(4), checkpoint_name(5)]
         if len(made) < kill:
             return
     raise AssertionError("the replacement never ended")

@@ -78,7 +78,6 @@ def finished(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path_factor
     out = tmp_path_factory.mktemp("finished") / "run"
     run(ranks, 4, [*flags(tiny_model, tiny_data, out, *shares(4)), "--ep-size", "2"])
     assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-00000006", "step-00000004"]
-    assert (out / "checkpoints" / "latest").read_text() == "step-00000006"
     return out
 
 
@@ -139,7 +138,7 @@ def test_what_a_save_leaves_and_keeps(ranks: RankPool, tiny_model: Path, tiny_da
     common = [*shares(2), "--ep-size", "2", "--save-steps", "1", "--save-total-limit", "2"]
     run(ranks, 2, flags(tiny_model, tiny_data, out, *common))
     kept = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert kept == ["latest", "step-00000005", "step-00000006"]
+    assert kept == ["step-00000005", "step-00000006"]
     last = out / "checkpoints" / "step-00000006"
     assert checkpoints_main(["verify", str(last), str(out / "hf")]) == 0
     assert checkpoints_main(["verify", str(last), str(out / "checkpoints" / "step-00000005")]) == 1
@@ -505,7 +504,7 @@ def test_full_disk(
     else:
         assert len((out / "metrics.jsonl").read_text().splitlines()) == STEPS
     # the earlier one is complete, and nothing is left of the other
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step-00000002"]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000002"]
     assert checkpoints_main(["inspect", str(out / "checkpoints" / "step-00000002"), "--check"]) == 0
     if on_error == "continue":
         return
@@ -516,14 +515,13 @@ def test_full_disk(
 def test_what_a_kill_leaves_behind(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
 ) -> None:
-    """Half of every file that a run writes, a checkpoint that `latest` does not name yet, and a log cut off in the line
-    of a step: the resumed run ends with the files of one that was never killed, and nothing beside them."""
+    """Half of every file that a run writes, a half-written checkpoint, and a log cut off in the line of a step: the
+    resumed run ends with the files of one that was never killed, and nothing beside them."""
     out = tmp_path / "run"
     stop_at_checkpoint(finished, out)
     logged = (out / "metrics.jsonl").read_bytes()
     (out / "metrics.jsonl").write_bytes(logged[:-40])
-    (out / "checkpoints" / "latest").write_text("step-00000003")
-    for name in ("metrics.jsonl", "config.yaml", "environment.json", "report.html.4711", "checkpoints/latest"):
+    for name in ("metrics.jsonl", "config.yaml", "environment.json", "report.html.4711"):
         (out / f"{name}.part").write_bytes(logged * 2)
     (out / "checkpoints" / "best.part").symlink_to("step-00000003")
     for name in (".hf-4711", "checkpoints/.step-00000005-4711"):
@@ -532,7 +530,6 @@ def test_what_a_kill_leaves_behind(
     run(ranks, 4, [*flags(tiny_model, tiny_data, out, *shares(4)), "--ep-size", "2", "--resume", "auto"])
     found, expected = ({str(path.relative_to(p)) for path in p.rglob("*")} for p in (out, finished))
     assert found == expected
-    assert (out / "checkpoints" / "latest").read_text() == "step-00000006"
     assert is_complete(out / "metrics.jsonl", finished / "metrics.jsonl")
     weights, expected_weights = read(out / "hf"), read(finished / "hf")
     assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
@@ -598,8 +595,7 @@ def test_going_back_gives_up_what_came_later(
     run(ranks, 1, argv)
     back = ["--resume", str(out / "checkpoints" / "step-00000003"), "--max-steps", "4", "--save-total-limit", "1"]
     run(ranks, 1, [*argv, *back])
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step-00000004"]
-    assert (out / "checkpoints" / "latest").read_text() == "step-00000004"
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000004"]
     run(ranks, 1, [*argv, "--resume", "auto"])
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == list(range(1, 7))
 
