@@ -15,7 +15,7 @@ from expertmesh.checkpoints.ep_shards.manifest import (
     make_manifest,
     shard_files,
 )
-from expertmesh.checkpoints.ep_shards.relayout import FileRecord, forget_progress, traces, write_files
+from expertmesh.checkpoints.ep_shards.relayout import DONE, FileRecord, forget_progress, traces, write_files
 from expertmesh.checkpoints.hf.reader import kept_encodings, tied_copies_that_differ
 from expertmesh.checkpoints.hf.source import Checkpoint
 from expertmesh.checkpoints.opening import (
@@ -27,9 +27,14 @@ from expertmesh.checkpoints.opening import (
 )
 from expertmesh.checkpoints.storage.checksums import file_checksum
 from expertmesh.checkpoints.storage.directories import (
+    can_be_replaced,
     check_apart,
+    continued_beside,
     copy_side_files,
+    delete,
     empty_directory,
+    finish_replacement_of_missing,
+    replace_directory,
     side_files,
     write_errors,
 )
@@ -96,15 +101,15 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
     files = shard_files(names, dtypes, encodings, ep_size, how.max_shard_size)
     files += carried_files(checkpoint.carried, dtype is None, how.max_shard_size)
 
-    _prepare(readable, out, MANIFEST, how.overwrite)
-    records = _write(files, out, readable, how)
+    place = _prepare(readable, out, MANIFEST, how.overwrite)
+    records = _write(files, place, readable, how)
     with write_errors(out):
         # beside codes the config goes on to say how they are read
         origin = source.path if dtype is None and checkpoint.stored_forms else None
-        copy_side_files(source, out, drop_untrained=checkpoint.drops_untrained, quantized_as=origin)
+        copy_side_files(source, place, drop_untrained=checkpoint.drops_untrained, quantized_as=origin)
         sums = {r.name: FileSum(r.num_bytes, r.checksum, r.header_checksum) for r in records}
-        for file in sorted({path for path in out.rglob("*") if path.is_file()} - {*traces(out)}):
-            name = file.relative_to(out).as_posix()
+        for file in sorted({path for path in place.rglob("*") if path.is_file()} - {*traces(place)}):
+            name = file.relative_to(place).as_posix()
             if name not in sums:
                 sums[name] = FileSum(file.stat().st_size, file_checksum(file), None)
         row_sums = {name: value for r in records for name, value in r.row_sums.items()}
@@ -112,7 +117,7 @@ def convert(source_path: Path, out: Path, ep_size: int, dtype: str | None, how: 
             *(source, names, ep_size, files, sums, row_sums, exported, checkpoint.carried, source_path.name),
             checkpoint.stored_forms if dtype is None else {},
         )
-        _finish(out, MANIFEST, json.dumps(manifest, indent=1))
+        _finish(place, out, MANIFEST, json.dumps(manifest, indent=1))
     return [] if dtype is not None else sorted(checkpoint.encoded_parameters - encodings.keys())
 
 
@@ -146,12 +151,12 @@ def write_hf(source: Readable, out: Path, how: HowToWrite) -> None:
         source = replace(source, checkpoint=checkpoint)
     files = plan_hf_files(checkpoint.in_hf_form, how.max_shard_size)
     last = SINGLE_NAME if len(files) == 1 else INDEX_NAME
-    _prepare(source, out, last, how.overwrite)
-    records = _write(files, out, source, how)
+    place = _prepare(source, out, last, how.overwrite)
+    records = _write(files, place, source, how)
     with write_errors(out):
         origin = None if checkpoint.origin is None else checkpoint.origin.source.path
-        copy_side_files(checkpoint.source, out, how.tokenizer, checkpoint.drops_untrained, origin)
-        _finish(out, last, hf_index(files) if len(files) > 1 else None)
+        copy_side_files(checkpoint.source, place, how.tokenizer, checkpoint.drops_untrained, origin)
+        _finish(place, out, last, hf_index(files) if len(files) > 1 else None)
     if origin is not None:
         _tell_errors(records, how.tell_errors)
 
@@ -193,14 +198,17 @@ def _to_be_written(source: Readable, how: HowToWrite) -> Readable:
     return source
 
 
-def _prepare(source: Readable, out: Path, last: str, overwrite: bool) -> None:
-    """Make `out`. A complete one, which has the file `last`, is replaced only if told so; an unfinished one is
-    continued."""
+def _prepare(source: Readable, out: Path, last: str, overwrite: bool) -> Path:
+    """Make the directory to write into: `out`, or, where that is to be replaced once the new one is complete, one
+    beside it. A complete `out`, which has the file `last`, is replaced only if told so; an unfinished one is
+    continued, and so is what is beside it."""
     checkpoint = source.checkpoint
     read = [source.path, checkpoint.source.path, *(tensor.directory for tensor in checkpoint.carried)]
     read += [] if checkpoint.origin is None else [checkpoint.origin.source.path]
     check_apart(out, dict.fromkeys([*read, *checkpoint.files]))
     side_files(checkpoint.source.path)  # what cannot go along is told before anything is written
+    with write_errors(out):
+        finish_replacement_of_missing(out)
     if out.exists() and not out.is_dir():
         raise ExpertMeshError(f"{out}: is no directory; choose another")
     begun = bool(traces(out))
@@ -209,11 +217,25 @@ def _prepare(source: Readable, out: Path, last: str, overwrite: bool) -> None:
     if out.exists() and not begun and not overwrite and any(out.iterdir()):
         raise ExpertMeshError(f"{out}: contains other files; choose another, or replace it with --overwrite")
     try:
+        beside = continued_beside(out)
+        if not begun and (overwrite or beside.exists()) and can_be_replaced(out):
+            return _continued(beside)
         if overwrite and out.exists() and not begun:
             empty_directory(out)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ExpertMeshError(f"{out}: cannot be written: {error.strerror}") from error
+    return out
+
+
+def _continued(place: Path) -> Path:
+    """The same, with no more in it than files that are finished, and notes of them."""
+    place.mkdir(parents=True, exist_ok=True)
+    notes = traces(place)
+    finished = {place / note.name.removesuffix(DONE) for note in notes}
+    for path in {*place.iterdir()} - {*notes, *finished}:
+        delete(path)
+    return place
 
 
 def _write(files: Sequence[OutputFile], out: Path, source: Readable, how: HowToWrite) -> list[FileRecord]:
@@ -239,12 +261,14 @@ def _fingerprint(files: Sequence[OutputFile], checkpoint: Checkpoint) -> str:
     return state.hexdigest()
 
 
-def _finish(out: Path, last: str, content: str | None) -> None:
-    """Put the file that makes `out` complete in its place, atomically."""
+def _finish(place: Path, out: Path, last: str, content: str | None) -> None:
+    """Put the file that makes what was written complete in its place, atomically, and let it take that of `out`."""
     if content is not None:
-        with whole(out / last) as partial:
+        with whole(place / last) as partial:
             partial.write_text(content)
-    forget_progress(out)
+    forget_progress(place)
+    if place != out:
+        replace_directory(place, out.resolve())
 
 
 def _check_tied_copies(checkpoint: Checkpoint) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -199,16 +200,30 @@ def _places(path: Path) -> Iterator[Path]:
 def empty_directory(directory: Path) -> None:
     """Delete all that it holds. It stays, as it may be a link, or where a disk is mounted."""
     for path in list(directory.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        delete(path)
 
 
 def temporary_beside(out: Path) -> Path:
     """A new, empty directory on the same file system as `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-", suffix=PARTIAL))
+
+
+def continued_beside(out: Path) -> Path:
+    """Where a directory that is to replace `out`, or what it is a link to, is written so that a later process goes on
+    with it, should this one be killed."""
+    place = out.resolve()
+    return place.with_name(f".{place.name}-next{PARTIAL}")
+
+
+def can_be_replaced(out: Path) -> bool:
+    """Whether another directory can take the place of `out`, or of what it is a link to: not of one where a disk is
+    mounted, that this process is in, or that lies where nothing can be written. One that is not there can."""
+    place = out.resolve()
+    if not place.exists():
+        return True
+    is_mounted, is_open = os.path.ismount(place), Path.cwd().is_relative_to(place)
+    return not is_mounted and not is_open and os.access(place.parent, os.W_OK)
 
 
 def sweep_beside(out: Path) -> None:
@@ -229,7 +244,7 @@ def replace_directory(new: Path, out: Path) -> None:
         OSError: it cannot be done; `out` and `new` are then as they were, unless only what was replaced could not be
             deleted.
     """
-    new.chmod(0o755)  # mkdtemp lets only the user in
+    new.chmod(stat.S_IMODE(out.stat().st_mode) if out.is_dir() else 0o755)  # mkdtemp lets only the user in
     finish_replacement(out)
     ready, old = _replacing(out)
     new.rename(ready)
@@ -248,12 +263,12 @@ def finish_replacement(out: Path) -> None:
     ready, old = _replacing(out)
     if ready.exists():
         if os.path.lexists(out):
-            _delete(old)
+            delete(old)
             out.rename(old)
         ready.rename(out)
     elif os.path.lexists(old) and not os.path.lexists(out):
         old.rename(out)
-    _delete(old)
+    delete(old)
 
 
 def finish_replacement_of_missing(out: Path) -> None:
@@ -267,11 +282,12 @@ def _replacing(out: Path) -> tuple[Path, Path]:
     return out.with_name(f".{out.name}-new{PARTIAL}"), out.with_name(f".{out.name}-old{PARTIAL}")
 
 
-def _delete(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
+def delete(path: Path) -> None:
+    """Delete a file, a link, or a directory with all that it holds; nothing where there is none."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.state.marker import MARKER, whole_checkpoints
 from expertmesh.checkpoints.state.saving import checkpoint_name, sweep
 from expertmesh.checkpoints.storage.directories import replace_directory, sweep_beside, temporary_beside
@@ -86,6 +87,64 @@ def test_killed_before_any_operation_of_a_replacement(tmp_path: Path) -> None:
     # once the new one has left its temporary name it is complete, and is what is found
     assert found == sorted(found)
     assert found.index(True) == 2
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("command", [["export"], ["convert", "--ep-size", "2"]], ids=lambda command: command[0])
+def test_killed_before_any_operation_of_a_command_that_overwrites(
+    tiny_model: Path, tmp_path: Path, command: list[str]
+) -> None:
+    """Given again, it ends as if it had not been killed, and there is nothing beside it."""
+    name, *more = command
+    argv = [name, str(tiny_model), str(tmp_path / "out"), *more, "--workers", "1"]
+    assert main(argv) == 0
+    made, readable = contents(tmp_path / "out"), 0
+    for kill in range(100):
+        (tmp_path / "out" / "old").write_text("old")
+        before = contents(tmp_path / "out")
+        with killed_before(kill) as operations:
+            assert main([*argv, "--overwrite"]) == 0
+        found = [contents(directory) for directory in tmp_path.iterdir()]
+        assert before in found or made in found, (kill, operations)
+        readable += (tmp_path / "out").exists()
+        if len(operations) < kill:
+            break
+        assert main([*argv, "--overwrite"]) == 0
+        assert contents(tmp_path / "out") == made
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert len(operations) > 6
+    assert readable == kill, "all but once, between two renames, there is one of its name"
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_what_is_overwritten_keeps_its_permissions_and_files_of_an_earlier_attempt_go(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    out, begun = tmp_path / "out", tmp_path / ".out-next.part"
+    for directory in (out, begun / "additional_chat_templates"):
+        directory.mkdir(parents=True)
+        (directory / "old").write_text("old")
+    (begun / "model-00001-of-00002.safetensors").write_text("not noted")
+    out.chmod(0o700)
+    argv = ["export", str(tiny_model), str(out)]
+    assert main(argv) == 2
+    assert main([*argv, "--overwrite"]) == 0
+    assert out.stat().st_mode & 0o777 == 0o700
+    assert main(["export", str(tiny_model), str(tmp_path / "anew")]) == 0
+    assert contents(out) == contents(tmp_path / "anew")
+    assert not begun.exists()
+
+
+def test_the_working_directory_is_emptied(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is in a directory would be left in what is deleted."""
+    (tmp_path / "old").write_text("old")
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(tiny_model), ".", "--overwrite"]) == 0
+    assert not Path("old").exists()
+    assert Path("config.json").exists()
 
 
 def test_killed_before_any_operation_of_a_step_saved_again(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_disk_is_full_at_the_tokenizer(
     assert others == [(code, "")]
     assert code == (0 if said is None else 2), errors
     assert errors == "" if said is None else said in errors and errors.count("\n") == 1
-    written = {"metrics.jsonl", "config.yaml", "environment.json", "report.html", *([left] if left else [])}
+    written = {"metrics.jsonl", "config.yaml", "environment.json", "report.html", left or "finished.json.announced"}
     assert {path.name for path in out.iterdir()} == written
     assert left is None or list((out / left).iterdir()) == []
 
@@ -201,7 +201,7 @@ def _without_room_for_the_merged_tokenizer(argv: list[str]) -> tuple[int, str]:
     save = PreTrainedTokenizerFast.save_pretrained
 
     def fails_in_hf(tokenizer: PreTrainedTokenizerFast, directory: Path) -> Any:
-        if Path(directory).name == "hf":
+        if Path(directory).name.startswith(".hf-"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return save(tokenizer, directory)
 
@@ -212,13 +212,15 @@ def _without_room_for_the_merged_tokenizer(argv: list[str]) -> tuple[int, str]:
 def test_a_merged_model_is_not_whole_without_its_tokenizer(
     ranks: RankPool, tmp_path: Path, arguments: list[str]
 ) -> None:
-    """The command that merges goes on with it, as with any that is incomplete."""
+    """It does not have its name; and the command that merges goes on with it, as with any that is incomplete."""
     out, model = tmp_path / "out", arguments[arguments.index("--model") + 1]
     argv = [*arguments, str(out), "--tokenizer", model, "--adapter", "lora", "--merge", "--save-steps", "0"]
     ((code, errors),) = ranks.run(_without_room_for_the_merged_tokenizer, 1, argv, join_group=False)
     assert code == 2
     assert "hf: cannot be written: No space left" in errors
+    assert not (out / "hf").exists()
     assert checkpoints("merge", model, out / "adapter", out / "hf") == (0, "")
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {"adapter", "hf"}
 
 
 def checkpoints(*arguments: object) -> tuple[int, str]:
