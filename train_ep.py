@@ -172,27 +172,36 @@ def train_and_export(
             kept = "--resume auto resumes from here" if engine.saver else "nothing was saved, as --save-steps is 0"
             log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
             return False
+    done = None if run.inputs.training is None else record(run, trained, output_dir)
     if config.export:
         watchdog.at("the export", limited=False)
         with sharding.raise_together():
             log.check_directory()
+            if done is not None and ranks.rank == 0:
+                with suppress(OSError):  # what the export then meets too
+                    done.announce(output_dir)
         for line in export(engine, output_dir, run.inputs.saved_tokenizer):
             log.line(line)
     elif engine.saver is None and run.inputs.training is not None:
         log.line("the trained weights are not saved: --no-export and --save-steps 0 were given")
     log.state = "finished"
-    if run.inputs.training is not None:
-        finish(run, trained, output_dir)
+    if done is not None:
+        finish(run, done, output_dir)
     return True
 
 
-def finish(run: training.Run, trained: training.Trained, output_dir: Path) -> None:
-    """Say whose weights are exported, and record that the run has come to its end, which `--resume auto` then finds."""
+def record(run: training.Run, trained: training.Trained, output_dir: Path) -> training.Finished:
+    """What is recorded of a run that has come to its end."""
     engine = run.engine
     holds = training.held_line(output_dir, engine.config, engine.step_number, trained.best, trained.took_best)
-    run.log.line(holds)
     recorded = (asdict(engine.config), engine.facts, run.order_facts)
-    done = training.Finished(engine.step_number, run.log.num_steps, holds, *recorded)
+    return training.Finished(engine.step_number, run.log.num_steps, holds, *recorded)
+
+
+def finish(run: training.Run, done: training.Finished, output_dir: Path) -> None:
+    """Say whose weights are exported, and record that the run has come to its end, which `--resume auto` then finds."""
+    engine = run.engine
+    run.log.line(done.holds)
     saved = output_dir / "checkpoints" / checkpoints.checkpoint_name(engine.step_number)
     # where the weights could not be saved, nothing is at its end
     if run.ranks.rank == 0 and (engine.config.export or engine.saver is None or saved.exists()):

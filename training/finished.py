@@ -1,7 +1,8 @@
 """The record of a run that has come to its end, by which the same command, started again, finds nothing left to do."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,13 @@ from expertmesh.training.resume import Tell, check_order, compare_run
 from expertmesh.training.watch.alike import Facts
 
 FILE = "finished.json"
-_OF_EXPORTS = (
-    *("adapter_format", "drop_untrained", "export_encoding", "load_best_model_at_end", "max_shard_size"),
-    *("tokenizer", "chat_template"),
-)
-"""Settings by which exports of the same weights differ: with others they are made anew."""
+ANNOUNCED = "finished.json.announced"
+"""What is to become FILE once all exports are there: killed in between, a run has come to its end all the same."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """step: the last one that was made, fewer than num_steps after an early stop. holds: what was exported, in words.
+    """step: the last one that was made, fewer than num_steps after an early stop. holds: what is exported, in words.
 
     settings, facts, order: of the run, as its training checkpoints record them.
     """
@@ -38,24 +36,59 @@ class Finished:
     facts: Facts
     order: dict[str, int]
 
+    def announce(self, output_dir: Path) -> None:
+        """Before the exports are written: say of what run they are. Not where there are any, which may be others."""
+        exports = _exports(self.settings)
+        if exports and not any((output_dir / name).exists() for name in exports):
+            self._write(output_dir / ANNOUNCED)
+
     def write(self, output_dir: Path) -> None:
-        with whole(output_dir / FILE, durable=True) as partial:
+        """Record it, now that all exports are there."""
+        if (output_dir / ANNOUNCED).exists():
+            (output_dir / ANNOUNCED).replace(output_dir / FILE)
+        else:
+            self._write(output_dir / FILE)
+
+    def _write(self, path: Path) -> None:
+        with whole(path, durable=True) as partial:
             partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
 
 def exports_of(config: TrainConfig) -> list[str]:
     """Directories in --output-dir that a run exports to."""
-    if not config.export:
+    return _exports(asdict(config))
+
+
+def _exports(settings: Mapping[str, Any]) -> list[str]:
+    if not settings.get("export"):
         return []
-    return ["hf"] * (config.adapter == "none" or config.merge) + ["adapter"] * (config.adapter != "none")
+    adapts = settings.get("adapter") != "none"
+    return ["hf"] * (not adapts or bool(settings.get("merge"))) + ["adapter"] * adapts
 
 
 def read_finished(output_dir: Path) -> Finished | None:
-    """The record; None where no run has come to its end, or it cannot be read."""
+    """The record; None where no run has come to its end, or it cannot be read. One that was killed before it could
+    write its record has come to its end where all that it announced is there."""
+    if (done := _read(output_dir / FILE)) is not None:
+        return done
+    announced = _read(output_dir / ANNOUNCED)
+    is_there = announced is not None and all((output_dir / name).exists() for name in _exports(announced.settings))
+    return announced if is_there else None
+
+
+def _read(path: Path) -> Finished | None:
     try:
-        return Finished(**json.loads((output_dir / FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        kinds = {"step": int, "num_steps": int, "holds": str, "settings": dict, "facts": dict, "order": dict}
+        return Finished(**found) if all(isinstance(found[name], kinds[name]) for name in kinds) else None
+    except (OSError, ValueError, LookupError, TypeError):
         return None
+
+
+def forget_finished(output_dir: Path) -> None:
+    """Delete the record, as the run goes on."""
+    for name in (FILE, ANNOUNCED):
+        (output_dir / name).unlink(missing_ok=True)
 
 
 def find_finished(
@@ -98,7 +131,9 @@ def _find(
 ) -> str | None:
     exports, earlier = exports_of(config), [name for name in ("hf", "adapter") if (output_dir / name).exists()]
     are_there = set(exports) <= set(earlier)
-    is_alike = not exports or all(done.settings[name] == getattr(config, name) for name in _OF_EXPORTS)
+    # what an earlier release did not record is taken for another, of which the exports are made anew
+    of_exports = [setting.name for setting in fields(config) if setting.metadata.get("of_export")]
+    is_alike = not exports or all(done.settings.get(name) == getattr(config, name) for name in of_exports)
     if are_there and is_alike and (num_steps == done.num_steps or num_steps <= done.step):
         file = output_dir / FILE
         compare_run(file, done.facts, done.settings, config, facts, tell)
@@ -109,10 +144,19 @@ def _find(
         if not config.overwrite_output_dir:
             raise ExpertMeshError(
                 f"--resume auto: {output_dir}: the run there finished at step {done.step} and left no training "
-                "checkpoint to go on from: choose another --output-dir, or replace it with --overwrite-output-dir"
+                f"checkpoint to go on from: {way_to_merge(config, output_dir)}choose another --output-dir, or replace "
+                "it with --overwrite-output-dir"
             )
-        (output_dir / FILE).unlink()
+        forget_finished(output_dir)
     return None
+
+
+def way_to_merge(config: TrainConfig, output_dir: Path) -> str:
+    """What to do where `--resume auto` finds an adapter without the model that is to be made of it; empty elsewhere."""
+    hf, adapter = output_dir / "hf", output_dir / "adapter"
+    if config.resume != "auto" or not config.merge or not adapter.exists() or hf.exists():
+        return ""
+    return f"make what is missing with `expertmesh-checkpoints merge {config.model} {adapter} {hf}`, "
 
 
 def held_line(output_dir: Path, config: TrainConfig, step: int, best: Best, took_best: bool) -> str:

@@ -19,8 +19,8 @@ from expertmesh.moe.base.whole import PARTIAL
 from expertmesh.sharding import STUCK, Ranks, node_name, nodes_of, raise_together
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.data_files import places_read
+from expertmesh.training.finished import ANNOUNCED, exports_of, forget_finished, read_finished, way_to_merge
 from expertmesh.training.finished import FILE as FINISHED
-from expertmesh.training.finished import exports_of
 from expertmesh.training.lock import DirectoryLock
 from expertmesh.training.report import PROFILES
 from expertmesh.training.watch.environment import FILE as ENVIRONMENT
@@ -28,7 +28,7 @@ from expertmesh.training.watch.trackers import TRACKERS
 
 CHECKPOINTS = "checkpoints"
 _DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS)
-_FILES = ("metrics.jsonl", "config.yaml", ENVIRONMENT, "report.html", FINISHED)
+_FILES = ("metrics.jsonl", "config.yaml", ENVIRONMENT, "report.html", FINISHED, ANNOUNCED)
 _SEEN_SECONDS, _NOT_NEEDED_SECONDS = 20.0, 5.0
 """A file system of a network may take a while to show on one node what another has written. Less is waited where a run
 can do without."""
@@ -64,7 +64,7 @@ def clear_output(config: TrainConfig, output_dir: Path) -> None:
 
     hf/, adapter/, profile/, trackers/, stuck/ and each training checkpoint are a run's own, with all that is in them.
     """
-    (output_dir / FINISHED).unlink(missing_ok=True)  # also where it goes on: it is no longer at its end
+    forget_finished(output_dir)  # also where it goes on: it is no longer at its end
     if _goes_on(config, output_dir):
         return
     for path in _written(output_dir):
@@ -99,7 +99,7 @@ def _goes_on(config: TrainConfig, output_dir: Path) -> bool:
     directory = output_dir / CHECKPOINTS
     if config.resume == "auto":
         has_exported = any((output_dir / name).exists() for name in ("hf", "adapter"))
-        return any(directory.glob("step-*")) or (output_dir / FINISHED).is_file() or not has_exported
+        return any(directory.glob("step-*")) or read_finished(output_dir) is not None or not has_exported
     # one that is not there is told where it is looked for
     path = Path(config.resume or directory)
     return bool(config.resume) and (path.resolve().is_relative_to(directory.resolve()) or not path.exists())
@@ -115,7 +115,7 @@ def _check_taken(config: TrainConfig, output_dir: Path) -> None:
         without = ", and no training checkpoint to resume from" if config.resume == "auto" else ""
         raise ExpertMeshError(
             f"--output-dir {output_dir}: already contains {', '.join(taken[:8])}{without}; "
-            f"choose another, {resume}or replace them with --overwrite-output-dir"
+            f"{way_to_merge(config, output_dir)}choose another, {resume}or replace them with --overwrite-output-dir"
         )
 
 

@@ -706,6 +706,60 @@ def test_a_finished_run_started_again_does_nothing(
         assert "finished already, at step 3" in said
 
 
+def _without_a_record(argv: list[str]) -> str:
+    """What a run says that cannot write finished.json."""
+    with mock.patch.object(training.Finished, "write", side_effect=OSError(28, "No space left on device")):
+        return _said(argv)
+
+
+@pytest.mark.parametrize("adapter", [[], ["--adapter", "lora"]], ids=["", "adapter"])
+def test_killed_between_export_and_record_a_run_without_checkpoints_has_finished(
+    ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path, adapter: list[str]
+) -> None:
+    out = tmp_path / "run"
+    argv = [*flags(tiny_model, tiny_data, out, *shares(1)), "--resume", "auto", "--max-steps", "1", "--save-steps", "0"]
+    argv += adapter
+    (said,) = ranks.run(_without_a_record, 1, argv, join_group=False)
+    assert "finished.json was not written: No space left on device" in said
+    before = _tree(out)
+    (said,) = ranks.run(_said, 1, argv, join_group=False)
+    assert "finished already, at step 1; nothing is trained or written" in said
+    assert _tree(out) == before
+    if adapter:
+        ((code, said),) = ranks.run(run_main, 1, [*argv, "--merge"], join_group=False)
+        assert (code, f"merge {tiny_model} {out / 'adapter'} {out / 'hf'}`" in said) == (2, True), said
+        assert _tree(out) == before
+        shutil.rmtree(out / "adapter")
+    else:
+        ((code, said),) = ranks.run(run_main, 1, [*argv, "--max-shard-size", "1MB"], join_group=False)
+        assert (code, "finished at step 1 and left no training checkpoint" in said) == (2, True), said
+        assert _tree(out) == before
+        shutil.rmtree(out / "hf")
+    (said,) = ranks.run(_said, 1, argv, join_group=False)  # what it has announced and is not there is made anew
+    assert "finished already" not in said
+    assert (out / "finished.json").exists()
+    assert not list(out.glob("finished.json?*"))
+
+
+def test_a_record_of_another_release(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Without a setting of exports, or a field, which counts as no record: nothing that it exported is lost."""
+    out = tmp_path / "run"
+    argv = [*flags(tiny_model, tiny_data, out, *shares(1)), "--resume", "auto", "--max-steps", "1", "--save-steps", "0"]
+    run(ranks, 1, argv)
+    record = json.loads((out / "finished.json").read_text())
+    del record["settings"]["max_shard_size"]
+    for content, told in (
+        (json.dumps(record), "finished at step 1 and left no training checkpoint to go on from"),
+        (json.dumps({**record, "order": None}), "already contains hf"),
+        ("{", "already contains hf"),
+    ):
+        (out / "finished.json").write_text(content)
+        before = _tree(out)
+        ((code, said),) = ranks.run(run_main, 1, argv, join_group=False)
+        assert (code, told in said) == (2, True), said
+        assert _tree(out) == before
+
+
 def test_an_export_that_is_gone_is_made_again(
     ranks: RankPool, tiny_model: Path, tiny_data: Path, finished: Path, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ class FlagParser(Parser):
     A bool is a switch that also takes a value, and has a `--no-` form where it is on by default; a Literal has choices;
     a list takes one value or more. A field's metadata go to `add_argument`, but for "group", the title in `--help`
     under which the flag is printed (groups come in the order of their first fields), "aliases", its other names, and
-    "scope" and "needs", which say nothing to a parser.
+    "scope", "needs" and "of_export", which say nothing to a parser.
 
     Flags of other tools are refused, all in one error, with what to give instead; one that asks only for what is done
     anyway is passed over.
@@ -116,7 +116,7 @@ class FlagParser(Parser):
         arguments: dict[str, Any] = {"type": _value_type(setting), **setting.metadata}
         names = [setting.name, *arguments.pop("aliases", [])]
         self.names |= dict.fromkeys(names, setting.name)
-        for other in ("group", "scope", "needs"):
+        for other in ("group", "scope", "needs", "of_export"):
             arguments.pop(other, None)
         arguments["default"] = default_of(setting)
         if arguments["type"] is bool:

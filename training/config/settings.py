@@ -119,7 +119,12 @@ class ModelSettings:
         metavar="DIR",
     )
     tokenizer: str = _flag(
-        "Model", "", "Directory or hub id of the tokenizer, if not the model's own", scope="input", metavar="DIR"
+        "Model",
+        "",
+        "Directory or hub id of the tokenizer, if not the model's own",
+        scope="input",
+        metavar="DIR",
+        of_export=True,
     )
     rope_scaling: str = _flag(
         "Model",
@@ -178,6 +183,7 @@ class DataSettings:
         f"Chat template: {', '.join(TEMPLATES)}, or a Jinja file (default: the tokenizer's)",
         scope="input",
         metavar="NAME",
+        of_export=True,
     )
     prompt_template: str = _flag(
         "Data", "", "Instead of a chat template: the text before the response, containing {prompt}"
@@ -600,6 +606,7 @@ class AdapterSettings:
         "Exported experts' adapters: one pair of tensors per expert, or PEFT's packed form. auto: as the model's own "
         "checkpoint stores its experts",
         needs=_LORA,
+        of_export=True,
     )
     merge: bool = _flag(
         "LoRA and freezing", False, "Also export the model with the adapter merged into its weights", needs=_LORA
@@ -658,7 +665,9 @@ class EvaluationSettings:
         "Least decrease of the loss that counts as better",
         needs=Needs("--early-stopping-patience", lambda config: config.early_stopping_patience > 0),
     )
-    load_best_model_at_end: bool = _flag("Evaluation", False, "Export the weights of the best evaluation, not the last")
+    load_best_model_at_end: bool = _flag(
+        "Evaluation", False, "Export the weights of the best evaluation, not the last", of_export=True
+    )
     generate_steps: int = _flag("Evaluation", 0, "Generate samples for a few prompts every N steps; 0: never")
     generate_prompts: list[str] = _list(
         "Evaluation",
@@ -734,7 +743,12 @@ class CheckpointSettings:
         "Checkpoints and export", True, "At the end, write the model in Hugging Face form to OUTPUT_DIR/hf"
     )
     max_shard_size: str = _flag(
-        "Checkpoints and export", "5GB", "Size of an exported safetensors file", metavar="SIZE", needs=_EXPORTS_MODEL
+        "Checkpoints and export",
+        "5GB",
+        "Size of an exported safetensors file",
+        metavar="SIZE",
+        needs=_EXPORTS_MODEL,
+        of_export=True,
     )
     export_encoding: ExportEncoding = _flag(
         "Checkpoints and export",
@@ -742,6 +756,7 @@ class CheckpointSettings:
         "Of tensors that --model has quantized (FP8, MXFP4): plain exports bfloat16; source quantizes them as they "
         "were, unchanged blocks bit for bit",
         needs=_EXPORTS_MODEL,
+        of_export=True,
     )
     drop_untrained: bool = _flag(
         "Checkpoints and export",
@@ -749,6 +764,7 @@ class CheckpointSettings:
         "Leave tensors that are not trained (vision tower, multi-token prediction) out of the export and its "
         "config.json, instead of copying them unchanged",
         needs=_EXPORTS_MODEL,
+        of_export=True,
     )
 
     def check_checkpoints(self) -> None:
