@@ -253,6 +253,22 @@ def test_a_table_with_json_in_its_cells_says_what_json_lines_do(tmp_path: Path, 
     assert read_row(read, found, Columns()) == read_row(row, found, Columns())
 
 
+@pytest.mark.parametrize("beside", ["prompt_column", "response_column", "system_column"])
+def test_a_text_column_alone_is_read(beside: str) -> None:
+    config: dict[str, Any] = {"model": "m", "dataset": ["d"], "text_column": "text", beside: "other"}
+    with pytest.raises(ExpertMeshError, match="--text-column: give no prompt, response or system column"):
+        TrainConfig(**config)
+
+
+@pytest.mark.parametrize(("question", "answer"), [("User", "Assistant"), ("human", "ai"), ("USER ", " GPT")])
+def test_names_of_roles(question: str, answer: str) -> None:
+    """Under another name an answer would have no loss, and the template would write that name."""
+    row = {"messages": [{"role": question, "content": "hi"}, {"role": answer, "content": "yo"}]}
+    said = read_row(row, find_format(row, Columns()), Columns())
+    assert isinstance(said, Conversation)
+    assert [message["role"] for message in said.messages] == ["user", "assistant"]
+
+
 def test_one_text_alone_may_quote_messages() -> None:
     row = {"prompt": '[{"role": "user", "content": "hi"}]\nIs this polite?', "completion": "no"}
     assert read_row(row, find_format(row, Columns()), Columns()) == PlainText(row["completion"], row["prompt"])
@@ -1291,6 +1307,10 @@ def dumped_call(arguments: Any, **more: Any) -> bytes:
         (
             b'{"messages": [{"role": "assistant", "content": "", "refusal": "no"}]}',
             "message 1 has refusal: give what it",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "content": "a", "reasoning_details": [{"text": "b"}]}]}',
+            "message 1 has reasoning_details, whose text would be left out; give it as reasoning_content",
         ),
         (
             b'{"messages": [{"role": "user", "content": "a", "train_detail": [{}]}]}',

@@ -211,6 +211,8 @@ class DataSettings:
             )
         if self.messages_column and (self.prompt_column or self.response_column or self.text_column):
             raise ExpertMeshError("--messages-column: give no prompt, response or text column beside it")
+        if self.text_column and (self.prompt_column or self.response_column or self.system_column):
+            raise ExpertMeshError("--text-column: give no prompt, response or system column beside it")
 
 
 @dataclass

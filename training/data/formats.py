@@ -27,6 +27,8 @@ _ROLES = {
     "chatgpt": "assistant",
     "bing": "assistant",
     "bard": "assistant",
+    "ai": "assistant",
+    "bot": "assistant",
     "model": "assistant",
     "assistant": "assistant",
     "function_call": "assistant",
@@ -42,6 +44,8 @@ _ROLES = {
 _CALLERS = ("function_call", "tool_call")
 # keys of a message that hold what it thinks before it speaks: DeepSeek's and Qwen's, GPT-OSS', OpenRouter's
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# those that hold it in another form
+_REASONING_PARTS = ("reasoning_details", "thinking_blocks")
 # keys of a message that say whether it is trained on: ours, axolotl's, OpenAI's, LLaMA-Factory's, ms-swift's
 _OVERRIDES = ("train", "training", "weight", "loss_weight", "loss", "loss_scale")
 # columns of preference data: trl's and LLaMA-Factory's, ms-swift's, OpenAI's
@@ -364,7 +368,10 @@ def _continues_calls(turns: Sequence[Any], index: int) -> bool:
 
 
 def _role(turn: Mapping[str, Any]) -> Any:
-    return turn.get("role", turn.get("from"))
+    """As it is, but for capitals and spaces around one that is known."""
+    role = turn.get("role", turn.get("from"))
+    plain = role.strip().lower() if isinstance(role, str) else role
+    return plain if isinstance(plain, str) and plain in _ROLES else role
 
 
 def _refuse_two(turn: Mapping[str, Any], place: str) -> None:
@@ -420,6 +427,9 @@ def _reasoning(turn: Mapping[str, Any], place: str) -> str:
             raise RowError(f"{place}: {key} is {reasoning!r:.80}, not text")
     if len(set(found.values())) > 1:
         raise RowError(f"{place} has reasoning under {' and '.join(found)}, not the same; leave one of them out")
+    parts = next((key for key in _REASONING_PARTS if turn.get(key)), None)
+    if parts is not None and not found:
+        raise RowError(f"{place} has {parts}, whose text would be left out; give it as {_REASONING[0]}")
     return next(iter(found.values()), "")
 
 

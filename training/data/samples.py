@@ -21,7 +21,7 @@ from expertmesh.training.data.formats import Columns, Conversation, Format, Plai
 from expertmesh.training.data.progress import TokenizingProgress, count
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
-_VERSION = 13
+_VERSION = 14
 # one process tokenises this many records in less time than it takes to start more
 _ROWS_A_WORKER = 5_000
 _SURROGATE = re.compile(r"\\ud[89a-f]")
