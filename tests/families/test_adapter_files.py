@@ -362,6 +362,20 @@ def test_an_adapter_begins_a_pipeline(
     assert checkpoints_main(["verify", str(adapter), str(tmp_path / "new" / "adapter")]) == 1
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_an_adapter_says_what_is_adapted(
+    ranks: RankPool, models: dict[str, Path], tiny_data: Path, tmp_path: Path, name: str
+) -> None:
+    """Routers that are linear layers and that are none, experts, and attention: with no flag what went in comes out."""
+    targets = ("--lora-targets", "attention", "experts", "router", "--use-rslora")
+    train(ranks, 1, models[name], tiny_data, tmp_path / "first", "--max-steps", 1, *targets)
+    argv = ["--model", models[name], "--dataset", tiny_data, "--output-dir", tmp_path / "again", "--use-cpu"]
+    argv += ["--adapter", "lora", "--max-steps", 0, "--init-adapter", tmp_path / "first" / "adapter"]
+    assert ranks.run(run_main, 1, list(map(str, argv)), join_group=False) == [(0, "")]
+    assert checkpoints_main(["verify", *(str(tmp_path / out / "adapter") for out in ("first", "again"))]) == 0
+
+
 def _begins(by_command: bool, model: Path, data: Path, out: Path, more: dict[str, Any]) -> str:
     """What is said of a run that may read no weight of the base."""
     settings: dict[str, Any] = {"lora_rank": RANK, "lora_alpha": ALPHA, "init_adapter": str(out / "adapter"), **more}

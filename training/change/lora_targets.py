@@ -67,21 +67,23 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     routers = _plain_routers(model, linear)
     named = _targets_by_name(model, linear)
     chosen: set[str] = set()
+    chosen_routers: set[str] = set()
     for target in config.lora_targets:
         if target in ("experts", "router"):
             continue
-        paths = named[target] if target in named else _by_pattern(target, named, linear)
+        paths = named[target] if target in named else _by_pattern(target, named, linear, routers)
         if not paths:
             there = [name for name in (*named, "experts", "router") if named.get(name, True)]
             raise ExpertMeshError(f"--lora-targets {target}: this model has none; it has {', '.join(there)}")
-        chosen |= paths
+        chosen |= paths - routers
+        chosen_routers |= paths & routers
     if "router" in config.lora_targets:
         of_routers = _linear_of_routers(model, linear)
         if not routers and not of_routers:
             raise ExpertMeshError("--lora-targets router: this model's routers have no weight that could be adapted")
         chosen |= of_routers
     else:
-        routers = set()
+        routers = chosen_routers
     add_adapters(model, lora, sorted(chosen), sorted(routers), "experts" in config.lora_targets)
     parameters = dict(model.named_parameters())
     trained = sum(parameter.numel() for name, parameter in parameters.items() if is_adapter(name))
@@ -129,7 +131,10 @@ def _targets_by_name(model: Any, linear: Mapping[str, nn.Module]) -> dict[str, s
     return found
 
 
-def _by_pattern(target: str, named: Mapping[str, set[str]], linear: Mapping[str, nn.Module]) -> set[str]:
+def _by_pattern(
+    target: str, named: Mapping[str, set[str]], linear: Mapping[str, nn.Module], routers: set[str]
+) -> set[str]:
+    """Linear layers with that in their names; where there are none, routers."""
     names = ["experts", "router", *named]
     try:
         pattern = re.compile(target)
@@ -137,7 +142,7 @@ def _by_pattern(target: str, named: Mapping[str, set[str]], linear: Mapping[str,
         raise ExpertMeshError(
             f"--lora-targets {target}: neither one of {', '.join(names)} nor a regular expression: {error}"
         ) from error
-    found = {path for path in linear if pattern.search(path)}
+    found = {path for path in linear if pattern.search(path)} or {path for path in routers if pattern.search(path)}
     if not found:
         near = difflib.get_close_matches(
             target, [*names, *{path.rpartition(".")[2] for path in linear}], n=3, cutoff=0.4

@@ -598,7 +598,8 @@ class AdapterSettings:
     init_adapter: str = _flag(
         "LoRA and freezing",
         "",
-        "Start from the adapter in a directory, written by PEFT or an earlier run",
+        "Start from the adapter in a directory, written by PEFT or an earlier run. Its rank, alpha and targets hold "
+        "where none are given",
         scope="input",
         metavar="DIR",
     )

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from argparse import SUPPRESS
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, fields, replace
@@ -17,6 +17,7 @@ from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import flag_of, unknown_name
 from expertmesh.moe.base.whole import whole
 from expertmesh.sharding import Strategy
+from expertmesh.training.config.begun_adapter import OF_ADAPTER, with_init_adapter
 from expertmesh.training.config.flags import FlagParser, default_of
 from expertmesh.training.config.settings import (
     AdapterSettings,
@@ -312,21 +313,19 @@ def _parser(beside: Sequence[str] = ()) -> FlagParser:
     return parser
 
 
-def _parse(parser: FlagParser, arguments: list[str]) -> TrainConfig:
-    parser.check_names(arguments)
-    config_file = parser.parse_known_args(arguments)[0].config
-    defaults = [] if config_file is None else _yaml_arguments(parser, Path(config_file))
-    settings = _parsed(parser, defaults + arguments)
-    del settings["config"]
-    return TrainConfig(**settings)
+def _parse(parser: FlagParser, arguments: Sequence[str]) -> TrainConfig:
+    return TrainConfig(**with_init_adapter(_given(parser, arguments).all))
 
 
-def _parsed(parser: FlagParser, arguments: list[str]) -> dict[str, Any]:
-    parsed, unknown = parser.parse_known_args(arguments)
+def _parsed(parser: FlagParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """What the arguments say; nothing is at its default."""
+    untouched = object()
+    of_all = Namespace(**{action.dest: untouched for action in parser._actions})
+    parsed, unknown = parser.parse_known_args(arguments, of_all)
     if unknown:
         known = [*parser._option_string_actions, *parser.beside]
         raise ExpertMeshError(unknown_name("flag", unknown[0].partition("=")[0], known))
-    return vars(parsed)
+    return {name: value for name, value in vars(parsed).items() if value is not untouched}
 
 
 @dataclass(frozen=True)
@@ -356,11 +355,12 @@ def given_settings(arguments: Sequence[str], beside: Sequence[str] = ()) -> Give
     Raises:
         ExpertMeshError: as `parse_config`, but for settings that do not go together.
     """
-    parser = _parser(beside)
-    for action in parser._actions:
-        action.default = SUPPRESS
+    return _given(_parser(beside), arguments)
+
+
+def _given(parser: FlagParser, arguments: Sequence[str]) -> GivenSettings:
     parser.check_names(arguments)
-    flags = _parsed(parser, list(arguments))
+    flags = _parsed(parser, arguments)
     config = flags.pop("config", None)
     file = {} if config is None else _parsed(parser, _yaml_arguments(parser, Path(config)))
     return GivenSettings(flags, file, config)
@@ -380,6 +380,8 @@ def flags_of_config(
         never: settings that are left out.
     """
     file = file or {}
+    if config.init_adapter:
+        always = (*always, *OF_ADAPTER)
     without = {**vars(TrainConfig(model="-")), **file}
     words: list[str] = []
     for name in dict.fromkeys([*always, *(setting.name for setting in fields(config))]):

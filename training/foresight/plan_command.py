@@ -27,6 +27,7 @@ from expertmesh.sharding.topology import (
     check_tp_nodes,
     nodes_of_equal_size,
 )
+from expertmesh.training.config.begun_adapter import with_init_adapter
 from expertmesh.training.config.train_config import GivenSettings, TrainConfig, given_settings
 from expertmesh.training.foresight.columns import open_console
 from expertmesh.training.foresight.coverage import check_covered, not_modelled
@@ -143,7 +144,7 @@ class Asked:
             settings.setdefault("gradient_checkpointing", "selective")
         if settings.get("tf32") and "bf16" not in self.given.all:
             raise ExpertMeshError("--tf32: sets how fp32 matmuls run, and this plan is for bf16; add --bf16 false")
-        config = TrainConfig(**settings)
+        config = TrainConfig(**with_init_adapter(settings))
         check_covered(config)
         return config if self.has_batch else replace(config, global_batch_size=self._batch(config))
 
