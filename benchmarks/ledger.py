@@ -9,7 +9,7 @@ single samples of --max-seq-length. Time is at the rates that others attained (t
 of --calibrate: a kernel takes as long as its products or its memory, whichever is longer, and its launch; the host
 takes its time for each operator, views included.
 
-moved: bytes read and written; would do: what enters and leaves the part, once each. MFU is of the card's rate in bf16,
+moved: bytes read and written. MFU is of the card's rate in bf16,
 also where --expert-precision fp8 multiplies at its rate in fp8. Nothing here was measured on a GPU.
 """
 
@@ -114,12 +114,11 @@ def parts_of(memory: PeakMemory) -> str:
 
 
 def print_table(account: Ledger) -> None:
-    print(f"{'part':24s}  TFLOP recomp  moved GB   minimum     x  kernels   sent GB        ms  share")
+    print(f"{'part':24s}  TFLOP recomp  moved GB  kernels   sent GB        ms  share")
     for part in (*account.parts, account.total):
-        ratio = f"{part.moved / part.enough:5.2f}" if part.enough else "     "
         print(
             f"{part.name:24s} {part.flops / 1e12:6.1f} {part.recomputed / 1e12:6.1f} {part.moved / 1e9:9.1f} "
-            f"{part.enough / 1e9:9.1f} {ratio} {part.kernels:8,.0f} {part.sent / 1e9:9.2f} {part.seconds * 1e3:9.1f} "
+            f"{part.kernels:8,.0f} {part.sent / 1e9:9.2f} {part.seconds * 1e3:9.1f} "
             f"{part.seconds / account.seconds:6.1%}"
         )
 

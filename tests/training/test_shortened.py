@@ -165,9 +165,7 @@ def test_a_shortened_model_tells_the_whole_step(model: Any, world_size: int, fla
     of_whole, of_short = ({part.name: part for part in account.parts} for account in accounts)
     assert of_whole.keys() == of_short.keys()
     for name, part in of_whole.items():
-        found = of_short[name]
-        assert found.enough == pytest.approx(part.enough, rel=1e-2)
-        assert totals(found) == pytest.approx(totals(part), rel=1e-9)
+        assert totals(of_short[name]) == pytest.approx(totals(part), rel=1e-9)
     assert accounts[1].seconds == pytest.approx(accounts[0].seconds, rel=1e-9)
     # what stands in for routers calls a few itself in backward
     assert sum(short.step.calls.values()) == pytest.approx(sum(whole.step.calls.values()), rel=2e-3)

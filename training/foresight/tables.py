@@ -297,7 +297,6 @@ def _parts(account: "Account") -> list[Column]:
         Column("part", [part.name for part in parts], is_text=True),
         Column("TFLOP", [f"{part.flops / 1e12:,.1f}" for part in parts]),
         Column("GB\nmoved", [f"{part.moved / 1e9:,.1f}" for part in parts]),
-        Column("GB\nminimum", [f"{part.enough / 1e9:,.1f}" for part in parts], spare=1),
         Column("kernels", [f"{part.kernels:,.0f}" for part in parts], spare=1),
         Column("ms", [f"{part.seconds * 1e3:,.1f}" for part in parts]),
     ]

@@ -42,7 +42,7 @@ def _call(event: Event) -> Call:
     if event.collective == "send":
         return Call("send", event.ranks, event.told, event.group, event.sent)
     if event.collective == "receive":
-        return Call("receive", event.ranks[::-1], event.told, event.group, sum(event.writes.values()))
+        return Call("receive", event.ranks[::-1], event.told, event.group, event.written)
     return Call(event.name, event.ranks, event.told, event.group)
 
 

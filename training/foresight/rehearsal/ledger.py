@@ -1,4 +1,4 @@
-"""Cost breakdown of a recorded step by part: FLOPs, bytes moved, minimum traffic, and time at a card's rates."""
+"""Cost breakdown of a recorded step by part: FLOPs, bytes moved, and time at a card's rates."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,28 +9,23 @@ from expertmesh.sharding.pipeline.schedule import Action
 from expertmesh.training.foresight.planner.clock import Clock, StepTime, Transfer
 from expertmesh.training.foresight.planner.cost import kernel_seconds, seconds_among
 from expertmesh.training.foresight.planner.hardware import Hardware
-from expertmesh.training.foresight.rehearsal.recorder import SENDS, Event, Key, Recorder
+from expertmesh.training.foresight.rehearsal.recorder import SENDS, Event
 from expertmesh.training.foresight.rehearsal.stages import PipelinePart, StageSeconds
 from expertmesh.training.foresight.rehearsal.world import Rehearsed
-
-Instance = tuple[str | None, int | None, str, int | None]
-"""Part, layer, phase and forward: what one fused kernel could do at best."""
 
 
 @dataclass
 class PartCost:
     """Cost of one part of a step.
 
-    flops: computed; recomputed: of these, by activation checkpointing. moved: bytes read and written on the device;
-    enough: minimum traffic, those that enter and leave the part. kernels: launched. seconds: at the card's rates,
-    without collectives.
+    flops: computed; recomputed: of these, by activation checkpointing. moved: bytes read and written on the device.
+    kernels: launched. seconds: at the card's rates, without collectives.
     """
 
     name: str
     flops: float = 0.0
     recomputed: float = 0.0
     moved: float = 0.0
-    enough: float = 0.0
     kernels: float = 0.0
     sent: float = 0.0
     seconds: float = 0.0
@@ -73,7 +68,6 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
     alike."""
     events = rehearsed.step.events
     times = times_of(rehearsed, micro)
-    enough = _enough(rehearsed.recorder)
     parts: dict[str, PartCost] = defaultdict(lambda: PartCost(""))
     for event in events:
         part, often = parts[event.place.part or "other"], times[event.micro]
@@ -85,8 +79,6 @@ def ledger(rehearsed: Rehearsed, micro: int, hardware: Hardware, gpus_per_node: 
             part.moved += often * event.moved
             part.kernels += often
             part.seconds += often * event_seconds(event, hardware)
-    for (name, layer, _, number), size in enough.items():
-        parts[name or "other"].enough += times[number] * rehearsed.stack.times(layer) * size
 
     clocks = _clocks(events, hardware, gpus_per_node)
     host = hardware.rates.call * sum(times[number] * calls for number, calls in rehearsed.step.calls.items())
@@ -152,48 +144,6 @@ def _stage_seconds(
 def event_seconds(event: Event, hardware: Hardware) -> float:
     """Seconds of a kernel."""
     return kernel_seconds(event.flops, event.moved, event.work, hardware)
-
-
-def _instance(event: Event) -> Instance:
-    return event.place.part, event.place.layer, event.phase, event.micro
-
-
-def _enough(recorder: Recorder) -> dict[Instance, float]:
-    """Minimum traffic in bytes, of each part of each layer: what comes from other parts, read once, and what other
-    parts read of it, written once.
-
-    What a part's backward reads of its own forward's results counts for no more than the forward's inputs, from which
-    it could be recomputed.
-    """
-    made_by: dict[Key, Instance] = {}
-    read_by: dict[Key, set[str | None]] = defaultdict(set)
-    sizes: dict[Key, int] = {}
-    enters: dict[Instance, dict[Key, int]] = defaultdict(dict)
-    of_forward: dict[Instance, dict[Key, int]] = defaultdict(dict)
-    for event in recorder.events:
-        here = _instance(event)
-        for key, size in event.reads.items():
-            maker = made_by.get(key)
-            read_by[key].add(here[0])
-            if maker is None or maker[0] != here[0]:
-                enters[here][key] = max(size, enters[here].get(key, 0))
-            elif maker != here:
-                of_forward[here][key] = max(size, of_forward[here].get(key, 0))
-        for key, size in event.writes.items():
-            made_by[key], sizes[key] = here, size
-    total: dict[Instance, float] = defaultdict(float)
-    for here, keys in enters.items():
-        part, layer, phase, number = here
-        total[here] += sum(keys.values())
-        if phase in ("backward", "recomputation"):
-            inputs = enters.get((part, layer, "forward", number), {})
-            again = sum(size for key, size in inputs.items() if key not in keys)
-            total[here] += min(sum(of_forward[here].values()), again)
-    lasting = recorder.lasting()
-    for key, here in made_by.items():
-        if read_by[key] - {here[0]} or (not read_by[key] and key in lasting):
-            total[here] += sizes[key]
-    return total
 
 
 def clock_after(events: Sequence[Event], hardware: Hardware, gpus_per_node: int) -> Clock:

@@ -6,11 +6,10 @@ counted by the operator that fills them.
 """
 
 import inspect
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 from unittest import mock
@@ -37,8 +36,6 @@ from expertmesh.training.pipelined import PipelinedStep
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-Key = tuple[int, int]
-"""A storage, and how often it had been written to."""
 
 
 @dataclass
@@ -50,9 +47,9 @@ class Event:
     recomputation. sent: bytes to other ranks, of a collective among `ranks`, whose process group has the name `group`.
     travels: whether it is an all-to-all that other kernels overlap. waits: whether here the oldest of these among
     `ranks` is waited for, and nothing else done. is_read: whether the host waits for it, and for all kernels before.
-    reads, writes: bytes of each storage. work: class and size of its kernel. times: how many operators this stands for
-    (see `Recorder.repeated`). calls: operators that the host has called since the event before, this one included.
-    action: what of a pipeline's schedule is being computed, or was last.
+    read, written: bytes. work: class and size of its kernel. times: how many operators this stands for (see
+    `Recorder.repeated`). calls: operators that the host has called since the event before, this one included. action:
+    what of a pipeline's schedule is being computed, or was last.
     """
 
     name: str
@@ -65,8 +62,8 @@ class Event:
     collective: str | None = None
     group: str = ""
     ranks: tuple[int, ...] = ()
-    reads: dict[Key, int] = field(default_factory=dict)
-    writes: dict[Key, int] = field(default_factory=dict)
+    read: int = 0
+    written: int = 0
     travels: bool = False
     waits: bool = False
     is_read: bool = False
@@ -93,7 +90,7 @@ class Event:
 
     @property
     def moved(self) -> int:
-        return sum(self.reads.values()) + sum(self.writes.values())
+        return self.read + self.written
 
     @property
     def told(self) -> str:
@@ -159,9 +156,7 @@ class Recorder(Pausable, TorchDispatchMode):
         self.is_update = False
         self._marked: Mark | None = None
         self._unmade: list[int] = []
-        self._storages: dict[int, int] = {}
-        self._versions: dict[int, int] = {}
-        self._next = self._called = 0
+        self._called = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -190,13 +185,12 @@ class Recorder(Pausable, TorchDispatchMode):
         self.calls[self.micro] += 1
         event = self._event(name, self.parts.here())
         event.work = self._no_matmul(event)
-        self._add(event.reads, read)
-        self._write(event, written)
+        event.read, event.written = _bytes_read(read), sum(map(_bytes, written))
 
     def repeated(self, name: str, times: float, flops: float, needed: float, moved: float) -> None:
         """Record so many operators, none of which is called; the other figures are totals over them."""
         event = self._event(name, self.parts.here())
-        event.times, event.flops, event.reads = int(times), flops, {(-1, 0): int(moved)}
+        event.times, event.flops, event.read = int(times), flops, int(moved)
         event.work = Work(_OPERATORS.get(name, "matmul"), flops / times) if flops else MEMORY
         event.needed = 0.0 if event.phase == "recomputation" else needed
 
@@ -212,8 +206,8 @@ class Recorder(Pausable, TorchDispatchMode):
         yield
         for event in self.events[events:]:
             event.flops /= steps
-            event.reads = {key: size // steps for key, size in event.reads.items()}
-            event.writes = {key: size // steps for key, size in event.writes.items()}
+            event.read //= steps
+            event.written //= steps
             event.calls //= steps
         self.calls[self.micro] -= (self.calls[self.micro] - calls) * (steps - 1) // steps
         self._called = self.num_calls
@@ -280,10 +274,6 @@ class Recorder(Pausable, TorchDispatchMode):
         )
         return "backward" if is_backward else "forward"
 
-    def lasting(self) -> set[Key]:
-        """Storages that are there at this moment, as they are."""
-        return {(number, self._versions[number]) for number in self._storages.values()}
-
     def _event(self, name: str, place: StepPlace) -> Event:
         if place.layer is None and place.part in _IN_SOME_LAYER and self._marked is not None:
             place = replace(place, layer=self._marked.layer)
@@ -315,17 +305,11 @@ class Recorder(Pausable, TorchDispatchMode):
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         fresh = [tensor for tensor in results if self._is_fresh(tensor, inputs + changed)]
         if operator.name() in _GATHERS:
-            index = [tensor for tensor in inputs if not tensor.is_floating_point()]
-            self._add(event.reads, index)
-            event.reads |= {self._key(inputs[0]): sum(map(_bytes, fresh))}
+            index = [tensor for tensor in inputs[1:] if not tensor.is_floating_point()]
+            event.read = _bytes_read(index) + sum(map(_bytes, fresh))
         else:
-            self._add(event.reads, inputs)
-            if operator.name() not in _OVERWRITE:
-                self._add(event.reads, changed)
-        if operator.name() in _FILLS_A_PART:
-            event.writes = {(number, -1): size for (number, _), size in event.reads.items()}
-        else:
-            self._write(event, changed + fresh)
+            event.read = _bytes_read(inputs, () if operator.name() in _OVERWRITE else changed)
+        event.written = event.read if operator.name() in _FILLS_A_PART else sum(map(_bytes, changed + fresh))
         event.flops = _flops(operator, inputs + changed, results, args)
         event.work = _work(operator, inputs + changed, args, event.flops) if event.flops else self._no_matmul(event)
         if event.phase == "optimizer step" and event.work.operator == "matmul" and inputs[0].dtype != torch.bfloat16:
@@ -343,8 +327,8 @@ class Recorder(Pausable, TorchDispatchMode):
                     event.sent = float(sum(map(_bytes, inputs)))
                 else:
                     # which its schema does not say that it writes
-                    event.reads = {}
-                    self._write(event, inputs)
+                    event.read = 0
+                    event.written += sum(map(_bytes, inputs))
                     assert self._receiving is not None
                     event.micro, event.action = self._receiving.micro_batch, self._receiving
                 return
@@ -365,33 +349,6 @@ class Recorder(Pausable, TorchDispatchMode):
     def _is_fresh(self, tensor: Tensor, inputs: list[Tensor]) -> bool:
         storage = tensor.untyped_storage()._cdata
         return all(other.untyped_storage()._cdata != storage for other in inputs)
-
-    def _key(self, tensor: Tensor) -> Key:
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self._storages:
-            self._storages[address] = self._next
-            self._versions[self._next] = 0
-            self._next += 1
-            weakref.finalize(storage, self._storages.pop, address, None)
-        number = self._storages[address]
-        return number, self._versions[number]
-
-    def _add(self, to: dict[Key, int], tensors: list[Tensor]) -> None:
-        # parts of one storage add up, but no part counts twice
-        parts = {
-            (self._key(t), t.storage_offset(), t.shape): (_bytes(t), t.untyped_storage().nbytes()) for t in tensors
-        }
-        for (key, _, _), (size, whole) in parts.items():
-            to[key] = min(to.get(key, 0) + size, whole)
-
-    def _write(self, event: Event, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            number, _ = self._key(tensor)
-            self._versions[number] += 1
-        for tensor in tensors:
-            key = self._key(tensor)
-            event.writes[key] = event.writes.get(key, 0) + _bytes(tensor)
 
 
 _IN_SOME_LAYER = frozenset({"gradients added up", "other"})
@@ -460,6 +417,19 @@ def _inputs(operator: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[T
         is_written &= (operator.name(), argument.name) not in _ONLY_READ
         (changed if is_written else read).extend(tensors)
     return read, changed
+
+
+def _bytes_read(*groups: Sequence[Tensor]) -> int:
+    """Bytes of the tensors: parts of one storage add up, but within a group none counts twice."""
+    of_storages: dict[int, int] = {}
+    for tensors in groups:
+        parts = {
+            (t.untyped_storage()._cdata, t.storage_offset(), t.shape): (_bytes(t), t.untyped_storage().nbytes())
+            for t in tensors
+        }
+        for (storage, _, _), (size, whole) in parts.items():
+            of_storages[storage] = min(of_storages.get(storage, 0) + size, whole)
+    return sum(of_storages.values())
 
 
 def _bytes(tensor: Tensor) -> int:
