@@ -196,6 +196,8 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    if arguments.rtol is not None and not 0 <= arguments.rtol < float("inf"):  # not true of NaN
+        raise ExpertMeshError(f"--rtol {arguments.rtol}: must be 0 or more")
     paths = [_resolve(path, "verify") for path in (arguments.a, arguments.b)]
     if all(map(_is_adapter, paths)):
         from expertmesh.checkpoints.adapter.adapter_files import compare_adapters

@@ -325,7 +325,8 @@ def _beside(file: Path) -> str:
     checkpoints = sorted(path.parent for path in file.parent.glob("step-*/checkpoint.json"))
     if checkpoints:
         return f"give a training checkpoint beside it, as {checkpoints[-1]}"
-    return f"give a directory, as {file.parent}"
+    of_model = any((file.parent / name).exists() for name in ("config.json", "adapter_config.json", "checkpoint.json"))
+    return f"give a directory, as {file.parent}" if of_model else "give a directory"
 
 
 def open_source(path: Path, rope_scaling: RopeScaling | None = None) -> ModelSource:

@@ -299,6 +299,8 @@ def test_a_changed_source_is_converted_anew(tiny_model: Path, tmp_path: Path) ->
         (["export", "{shards}", "{out}", "--max-shard-size", "x"], "--max-shard-size x"),
         (["export", "{shards}", "{out}", "--workers", "0"], "--workers 0"),
         (["verify", "{model}", "/no/such"], "/no/such: no such directory"),
+        (["verify", "{model}", "{model}", "--rtol", "-1"], "--rtol -1.0: must be 0 or more"),
+        (["verify", "{model}", "{model}", "--rtol", "nan"], "--rtol nan: must be 0 or more"),
         (["frobnicate"], "frobnicate"),
     ],
 )

@@ -117,6 +117,7 @@ def test_saved_config_reads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--config", "/no/such.yaml"], "--config /no/such.yaml: no such file"),
         (["--learning-rat", "1"], "unknown flag --learning-rat; did you mean --learning-rate?"),
         (["--ep", "2"], "unknown flag --ep"),
         (["--model", "m", "stray"], "unknown flag stray"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.checkpoints.hf.source import read_header, read_json
+from expertmesh.moe import ExpertMeshError
 
 _FROM_CONFIG = {"lora_rank": ("r", int), "lora_alpha": ("lora_alpha", float), "use_rslora": ("use_rslora", bool)}
 OF_ADAPTER = (*_FROM_CONFIG, "lora_targets")
@@ -24,8 +25,10 @@ def with_init_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
     if not given.get("init_adapter") or given.get("adapter", "none") == "none" or set(OF_ADAPTER) <= set(given):
         return settings
     directory = Path(given["init_adapter"])
-    if given.get("resume") and not directory.is_dir():
-        return settings  # a run that is resumed reads it no more
+    if not directory.is_dir():
+        if given.get("resume"):
+            return settings  # a run that is resumed reads it no more
+        raise ExpertMeshError(f"--init-adapter {directory}: no such directory")
     config = read_json(directory / "adapter_config.json")
     for name, (key, kind) in _FROM_CONFIG.items():
         # what is no number is refused by whoever reads the adapter

@@ -414,6 +414,8 @@ class _Loader(yaml.SafeLoader):
 def _yaml_arguments(parser: FlagParser, file: Path) -> list[str]:
     """The file's entries as flags."""
     try:
+        if not file.exists():
+            raise ExpertMeshError(f"--config {file}: no such file")
         if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:
             raise ExpertMeshError(f"--config {file}: is no file of at most {_MOST_YAML_BYTES:,} bytes")
         content = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}
