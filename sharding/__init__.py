@@ -12,7 +12,7 @@ from expertmesh.moe.base.lazy import import_on_demand
 if TYPE_CHECKING:
     from expertmesh.sharding.clipping import clip_grad_norm
     from expertmesh.sharding.comms.context_parallel import CPGroup
-    from expertmesh.sharding.comms.node_groups import check_tp_groups, largest_tp_size
+    from expertmesh.sharding.comms.node_groups import check_tp_groups
     from expertmesh.sharding.comms.tensor_parallel import TPGroup
     from expertmesh.sharding.life.agreement import check_alike, differences
     from expertmesh.sharding.life.allocator import let_segments_grow
@@ -105,7 +105,6 @@ __all__ = [
     "free_gathered",
     "has_dtensor",
     "join_process_group",
-    "largest_tp_size",
     "let_segments_grow",
     "local_tensor",
     "materialize",

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from expertmesh.checkpoints import recorded_order, whole_checkpoints
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import flag_of
-from expertmesh.sharding import Ranks, largest_tp_size, raise_together
+from expertmesh.sharding import Ranks, Topology, check_sizes, raise_together
 from expertmesh.sharding.place.choices import ranks_of_equal_nodes
 from expertmesh.sharding.topology import divisors
 from expertmesh.training.config.train_config import TrainConfig
@@ -21,34 +20,28 @@ from expertmesh.training.watch.environment import FILE as ENVIRONMENT
 def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[TrainConfig, list[str]]:
     """The configuration for the ranks that there are now: the same run in another parallel layout.
 
-    `pp_size` becomes the largest that divides the ranks and is no larger than was asked for; --pipeline-layers, which
-    says how many layers each stage has, goes where it is another. `ep_size` becomes the largest that divides the
-    experts and the ranks of a pp index and is no larger than was asked for. A larger one never takes more memory (a
-    rank's part of the experts depends on all ranks alone, what is gathered for a layer falls with it), so if this one
-    does not fit, none does. `tp_size`, and `cp_size` beside it, become the largest divisors of what was asked for that
-    divide these ranks and, of `tp_size`, leave each group on one node. The global batch stays what the run began with,
-    in as many micro-batches of `per_device_train_batch_size` sequences as it takes. (A balancing loss depends on how it
-    is cut.)
+    `ep_size` becomes the largest that divides the experts and the ranks of a pp index and is no larger than was asked
+    for. A larger one never takes more memory (a rank's part of the experts depends on all ranks alone, what is gathered
+    for a layer falls with it), so if this one does not fit, none does. The other sizes stay as they were asked for. The
+    global batch stays what the run began with, in as many micro-batches of `per_device_train_batch_size` sequences as
+    it takes. (A balancing loss depends on how it is cut.)
 
     Returns:
         It, and what is not as it was asked for, in words. All ranks call it together and get the same.
 
     Raises:
-        ExpertMeshError: on all ranks, when what the run has written cannot be read.
+        ExpertMeshError: on all ranks, when what the run has written cannot be read, or `pp_size`, `tp_size` or
+            `cp_size` does not divide the ranks.
     """
-    pp_size = max(size for size in divisors(ranks.world_size) if size <= config.pp_size)
-    of_stage = ranks.world_size // pp_size
-    ep_size = max(size for size in divisors(of_stage) if size <= config.ep_size and num_experts % size == 0)
-    tp_size = gcd(config.tp_size, of_stage)
-    if config.dense_shard == "hybrid":
-        tp_size = gcd(tp_size, ep_size)
-    tp_size = largest_tp_size(tp_size, ranks.world_size, config.ranks_per_node)
-    cp_size = gcd(config.cp_size, of_stage // tp_size)
-    pipeline, dispatch = _pipeline(config, pp_size), _dispatch(config, ep_size, tp_size, ranks.world_size)
-    is_async = config.async_tp and tp_size > 1
-    layout = replace(
-        config, ep_size=ep_size, cp_size=cp_size, tp_size=tp_size, async_tp=is_async, **pipeline, **dispatch
+    ep_size = max(
+        (size for size in divisors(ranks.world_size // config.pp_size) if _fits(size, config, num_experts)),
+        default=config.ep_size,
     )
+    dispatch = _dispatch(config, ep_size, ranks.world_size)
+    layout = replace(config, ep_size=ep_size, **dispatch)
+    of_other_axes = (config.cp_size, config.pp_size, config.tp_size)
+    with raise_together():
+        check_sizes(Topology(ranks.world_size, ep_size, config.dense_shard, *of_other_axes), num_experts)
     found: list[int | None] = [None]
     with raise_together():
         if ranks.rank == 0 and config.global_batch_size is None:
@@ -58,22 +51,10 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     if found[0] is not None:
         fitting = replace(fitting, global_batch_size=found[0], gradient_accumulation_steps=1)
     changes = []
-    if pp_size != config.pp_size:
-        changes.append(f"--pp-size {pp_size} in place of {config.pp_size}: a rank gets more layers")
-        left_out = [flag_of(name) for name in pipeline if name != "pp_size"]
-        if left_out:
-            changes.append(f"without {' and '.join(left_out)}")
     if ep_size != config.ep_size:
         changes.append(f"--ep-size {ep_size} in place of {config.ep_size}")
     if dispatch:
         changes.append(f"without {' and '.join(map(flag_of, dispatch))}")
-    if tp_size != config.tp_size:
-        changes.append(f"--tp-size {tp_size} in place of {config.tp_size}")
-    if cp_size != config.cp_size:
-        more = config.cp_size // cp_size
-        changes.append(
-            f"--cp-size {cp_size} in place of {config.cp_size}: a rank gets {more} times as much of each sequence"
-        )
     forwards, asked = fitting.micro_batches(ranks.world_size), layout.micro_batches(ranks.world_size)
     if forwards != asked:
         rows = fitting.sequences_per_step(ranks.world_size)
@@ -87,27 +68,23 @@ def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[T
     return fitting, changes
 
 
-def _pipeline(config: TrainConfig, pp_size: int) -> dict[str, Any]:
-    """Settings for so many pp indices, where they are others: what was asked for more of them may not be there."""
-    if pp_size == config.pp_size:
-        return {}
-    without: dict[str, Any] = {"pipeline_layers": None}
-    if pp_size == 1:
-        without |= {"pipeline_schedule": None, "pipeline_chunks": 1}
-    return {"pp_size": pp_size} | {name: value for name, value in without.items() if getattr(config, name) != value}
+def _fits(ep_size: int, config: TrainConfig, num_experts: int) -> bool:
+    """Whether a size that divides the ranks is one for the experts, and for what tp divides."""
+    is_for_tp = config.dense_shard == "full" or ep_size % config.tp_size == 0
+    return ep_size <= config.ep_size and num_experts % ep_size == 0 and is_for_tp
 
 
-def _dispatch(config: TrainConfig, ep_size: int, tp_size: int, world_size: int) -> dict[str, Any]:
+def _dispatch(config: TrainConfig, ep_size: int, world_size: int) -> dict[str, Any]:
     """Settings of how tokens travel, and between which ranks links are fast, where those that were asked for are for
-    other ep and tp ranks."""
-    if (ep_size, tp_size) == (config.ep_size, config.tp_size):
+    other ep ranks."""
+    if ep_size == config.ep_size:
         return {}
     without: dict[str, Any] = {}
     if ep_size == 1:
         without |= {"dispatch": "auto", "dispatch_sums": "same", "overlap_chunks": 1}
     goes_by_nodes = ep_size > 1 and config.dispatch in ("auto", "node")
     if asked := config.ranks_per_node:
-        is_of_no_use = not goes_by_nodes and tp_size == 1
+        is_of_no_use = not goes_by_nodes and config.tp_size == 1
         if is_of_no_use or (goes_by_nodes and ranks_of_equal_nodes(world_size, asked, ep_size) is None):
             without |= {"ranks_per_node": None}
     return {name: value for name, value in without.items() if getattr(config, name) != value}

@@ -281,12 +281,7 @@ class Engine:
         num_experts = moe_shape(assembled.model).num_experts
         self.changes: list[str] = []
         if config.elastic:
-            asked = config
             config, self.changes = fit_to_ranks(config, num_experts, ranks)
-            if config.tp_size != asked.tp_size:
-                # the model runs divided over as many ranks as were asked for
-                with raise_together():
-                    assembled = assemble(config, source, ranks.device.type)
         self.config = config
         self.model, self.kernel, self.trained = assembled.model, assembled.kernel, assembled.trained
         self.padding = padding_of(self.model, config, ranks.device.type)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from expertmesh.moe.dispatch.once import NodeGroups
 from expertmesh.sharding.comms.warm_up import warm_up
 from expertmesh.sharding.life.torchrun import node_name
-from expertmesh.sharding.topology import Topology, check_tp_nodes, nodes_of_equal_size, tp_sizes_on_nodes
+from expertmesh.sharding.topology import Topology, check_tp_nodes, nodes_of_equal_size
 
 
 def find_nodes(world_size: int) -> list[str]:
@@ -30,15 +30,6 @@ def check_tp_groups(topology: Topology, ranks_per_node: int | None) -> None:
     """
     if topology.tp_size > 1:
         check_tp_nodes(topology, _nodes(topology.world_size, ranks_per_node))
-
-
-def largest_tp_size(tp_size: int, world_size: int, ranks_per_node: int | None) -> int:
-    """The largest divisor of a size of tensor-parallel groups by which each is on one node. All ranks call it together.
-
-    Args:
-        ranks_per_node: as in `check_tp_groups`.
-    """
-    return 1 if tp_size == 1 else max(tp_sizes_on_nodes(tp_size, _nodes(world_size, ranks_per_node)))
 
 
 def _nodes(world_size: int, ranks_per_node: int | None) -> list[str]:

@@ -102,21 +102,21 @@ def test_a_run_of_shared_rows(ranks: RankPool, tiny_model: Path, tiny_data: Path
 
 @pytest.mark.complete
 def test_elastic(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """Three ranks in place of four share no row by fours, nor by twos: each reads rows of its own."""
+    """Two ranks in place of four share a row by twos, as before; three do not, and are refused."""
     common = (
         *("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path, "--per-device-train-batch-size", 2),
-        *("--lr-scheduler-type", "constant", "--ep-size", 2, "--cp-size", 4, "--save-steps", 1),
+        *("--lr-scheduler-type", "constant", "--ep-size", 4, "--cp-size", 2, "--save-steps", 1),
     )
     assert start(ranks, 4, *common, "--max-steps", 1) == [(0, "")] * 4
-    elastic = (*common, "--max-steps", 2, "--resume", "auto")
-    code, errors = start(ranks, 3, *elastic, "--ep-size", 1)[0]
+    elastic = (*common, "--max-steps", 2, "--resume", "auto", "--elastic")
+    code, errors = start(ranks, 3, *elastic)[0]
     assert code == 2
-    assert "--cp-size 4 does not divide the 3 ranks; use 1 or 3" in errors
-    assert start(ranks, 3, *elastic, "--elastic") == [(0, "")] * 3
+    assert "--cp-size 2 does not divide the 3 ranks; use 1 or 3" in errors
+    assert start(ranks, 2, *elastic) == [(0, "")] * 2
     first, second = lines(tmp_path, "loss")
     assert first["tokens"] > 0
     settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert (settings["cp_size"], settings["global_batch_size"], second["step"]) == (1, 2, 2)
+    assert (settings["ep_size"], settings["cp_size"], settings["global_batch_size"], second["step"]) == (2, 2, 4, 2)
 
 
 def test_ranks_and_heads_that_do_not_come_out_even(

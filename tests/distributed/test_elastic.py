@@ -53,9 +53,9 @@ def test_same_batch_before_the_first_checkpoint(tmp_path: Path) -> None:
 def test_how_tokens_travel_to_fewer_ranks() -> None:
     """What was chosen stays, but for what fewer ranks cannot have."""
 
-    def changes(given_ep: int, world_size: int, given_tp: int = 1, of_tp: int = 1, **settings: Any) -> dict[str, Any]:
-        values: dict[str, Any] = {"model": "-", "dataset": ["-"], "ep_size": 8, "tp_size": of_tp} | settings
-        return _dispatch(TrainConfig(**values), given_ep, given_tp, world_size)
+    def changes(given_ep: int, world_size: int, **settings: Any) -> dict[str, Any]:
+        values: dict[str, Any] = {"model": "-", "dataset": ["-"], "ep_size": 8} | settings
+        return _dispatch(TrainConfig(**values), given_ep, world_size)
 
     assert changes(8, 16, dispatch="rank") == {}
     assert changes(4, 8, dispatch="rank") == {}
@@ -64,9 +64,9 @@ def test_how_tokens_travel_to_fewer_ranks() -> None:
     assert changes(4, 8, dispatch="node", ranks_per_node=2) == {}
     assert changes(6, 12, dispatch="node", ranks_per_node=4) == {"ranks_per_node": None}
     # given for the sake of tensor parallelism
-    assert changes(1, 2, 2, ep_size=1, ranks_per_node=4, of_tp=4) == {}
-    assert changes(1, 1, ep_size=1, ranks_per_node=4, of_tp=4) == {"ranks_per_node": None}
-    assert changes(3, 3, ep_size=3, ranks_per_node=4, of_tp=4, dispatch="rank") == {"ranks_per_node": None}
+    assert changes(1, 4, ep_size=4, ranks_per_node=4, tp_size=4) == {}
+    assert changes(1, 1, ep_size=4, ranks_per_node=4) == {"ranks_per_node": None}
+    assert changes(3, 3, ep_size=4, ranks_per_node=4, dispatch="rank") == {"ranks_per_node": None}
 
 
 @pytest.mark.parametrize(

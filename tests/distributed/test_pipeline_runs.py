@@ -194,22 +194,22 @@ def test_bad_input(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path
 
 
 @pytest.mark.complete
-def test_other_ranks_keep_the_pipeline_if_they_can(
-    ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path
-) -> None:
-    """Two ranks in place of four: pp 2, ep 1; one: no pipeline, and no schedule of one. The same run all the way."""
+def test_other_ranks_keep_the_pipeline(ranks: RankPool, model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Two ranks in place of four: pp 2, ep 1. The same run all the way."""
     whole, out = tmp_path / "whole", tmp_path / "elastic"
     steady = ["--lr-scheduler-type", "constant", "--warmup-steps", "0", "--pipeline-layers", "1,3"]
     argv = [*flags(model, tiny_data, out), *spread(2, 1, 2), *steady]
     run(ranks, 4, [*flags(model, tiny_data, whole), *spread(2, 1, 2), *steady, "--max-steps", "6", "--save-steps", "0"])
     for world_size, steps, told in (
-        (4, 2, ""),
-        (2, 4, "--ep-size 1 in place of 2"),
-        (1, 6, "--pp-size 1 in place of 2: a rank gets more layers; without --pipeline-layers"),
+        (4, 3, ""),
+        (2, 6, "--ep-size 1 in place of 2"),
     ):
         elastic = ["--save-steps", "1", "--max-steps", str(steps), "--resume", "auto", "--elastic"]
         (said, *_) = ranks.run(_said, world_size, [*argv, *elastic], join_group=False)
         assert told in said
+    ((code, said),) = ranks.run(run_main, 1, [*argv, "--resume", "auto", "--elastic"], join_group=False)
+    assert code == 2
+    assert "--pp-size 2 does not divide 1 rank; use 1" in said
     for name in ("loss", "grad_norm", "tokens"):
         assert [line[name] for line in logged(out)] == pytest.approx([line[name] for line in logged(whole)], rel=1e-5)
 

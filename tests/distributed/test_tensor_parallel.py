@@ -158,16 +158,19 @@ def test_a_run(ranks: RankPool, tiny_data: Path, tmp_path: Path, flags: tuple[st
 
 @pytest.mark.exhaustive
 def test_elastic(ranks: RankPool, tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """Three ranks in place of four divide nothing."""
+    """Two ranks in place of four keep --tp-size, which does not divide three."""
     common = (
         *("--model", tiny_model, "--dataset", tiny_data, "--output-dir", tmp_path, "--per-device-train-batch-size", 2),
         *("--lr-scheduler-type", "constant", "--ep-size", 2, "--tp-size", 2, "--save-steps", 1, "--ranks-per-node", 2),
     )
     assert start(ranks, 4, *common, "--max-steps", 1) == [(0, "")] * 4
-    assert start(ranks, 3, *common, "--max-steps", 2, "--resume", "auto", "--elastic") == [(0, "")] * 3
+    elastic = (*common, "--max-steps", 2, "--resume", "auto", "--elastic")
+    code, errors = start(ranks, 3, *elastic)[0]
+    assert code == 2
+    assert "--tp-size 2 does not divide the 3 ranks; use 1 or 3" in errors
+    assert start(ranks, 2, *elastic) == [(0, "")] * 2
     settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert (settings["tp_size"], settings["ep_size"], settings["global_batch_size"]) == (1, 1, 4)
-    assert settings["ranks_per_node"] is None
+    assert (settings["tp_size"], settings["ep_size"], settings["global_batch_size"]) == (2, 2, 4)
     assert lines(tmp_path, "loss")[-1]["step"] == 2
 
 
