@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from expertmesh.checkpoints.state.saving import Progress, Saver, checkpoint_name
     from expertmesh.checkpoints.state.untrained import check_carried
-    from expertmesh.checkpoints.storage.directories import side_files, write_errors
+    from expertmesh.checkpoints.storage.directories import finish_replacement, side_files, write_errors
 else:
     __getattr__ = import_on_demand(__name__)
 
@@ -59,6 +59,7 @@ __all__ = [
     "export_model",
     "file_facts",
     "find_checkpoint",
+    "finish_replacement",
     "is_checkpoint_entry",
     "is_complete",
     "load_adapter",

@@ -18,6 +18,7 @@ from expertmesh.training.resume import Tell, check_order, compare_run
 from expertmesh.training.watch.alike import Facts
 
 FILE = "finished.json"
+EXPORTS = ("hf", "adapter")
 ANNOUNCED = "finished.json.announced"
 """What is to become FILE once all exports are there: killed in between, a run has come to its end all the same."""
 
@@ -129,7 +130,7 @@ def _find(
     order: dict[str, int],
     tell: Tell,
 ) -> str | None:
-    exports, earlier = exports_of(config), [name for name in ("hf", "adapter") if (output_dir / name).exists()]
+    exports, earlier = exports_of(config), [name for name in EXPORTS if (output_dir / name).exists()]
     are_there = set(exports) <= set(earlier)
     # what an earlier release did not record is taken for another, of which the exports are made anew
     of_exports = [setting.name for setting in fields(config) if setting.metadata.get("of_export")]

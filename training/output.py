@@ -12,14 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from expertmesh.checkpoints import is_checkpoint_entry, write_errors
+from expertmesh.checkpoints import finish_replacement, is_checkpoint_entry, write_errors
 from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.parser import flag_of
 from expertmesh.moe.base.whole import PARTIAL
 from expertmesh.sharding import STUCK, Ranks, node_name, nodes_of, raise_together
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.data.data_files import places_read
-from expertmesh.training.finished import ANNOUNCED, exports_of, forget_finished, read_finished, way_to_merge
+from expertmesh.training.finished import ANNOUNCED, EXPORTS, exports_of, forget_finished, read_finished, way_to_merge
 from expertmesh.training.finished import FILE as FINISHED
 from expertmesh.training.lock import DirectoryLock
 from expertmesh.training.report import PROFILES
@@ -52,6 +52,10 @@ def output_directory(config: TrainConfig, ranks: Ranks) -> Iterator[Path]:
                 _check_read(config, output_dir)
                 output_dir.mkdir(parents=True, exist_ok=True)
                 lock.acquire()
+                if config.resume == "auto":
+                    for name in EXPORTS:
+                        # a kill may have come when the export was complete and had not its name yet
+                        finish_replacement(output_dir / name)
                 _check_taken(config, output_dir)  # another run may have ended while this one waited
         _check_shared(config, output_dir, ranks)
         yield output_dir
@@ -98,7 +102,7 @@ def _goes_on(config: TrainConfig, output_dir: Path) -> bool:
     before its first checkpoint, it has exported nothing."""
     directory = output_dir / CHECKPOINTS
     if config.resume == "auto":
-        has_exported = any((output_dir / name).exists() for name in ("hf", "adapter"))
+        has_exported = any((output_dir / name).exists() for name in EXPORTS)
         return any(directory.glob("step-*")) or read_finished(output_dir) is not None or not has_exported
     # one that is not there is told where it is looked for
     path = Path(config.resume or directory)
