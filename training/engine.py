@@ -683,7 +683,7 @@ class Engine:
     ) -> Path:
         """Write a training checkpoint into DIRECTORY/step-N: weights, optimizer, learning rate, random state.
 
-        It can be resumed on any number of ranks, and converted to Hugging Face form (`checkpoints convert`).
+        It can be resumed on any number of ranks, and converted to Hugging Face form (`checkpoints export`).
 
         Returns:
             Its path, once it is complete.

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from pickle import UnpicklingError
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -318,7 +319,7 @@ class TrainerMixin(_Base):
                 f"the engine was resumed at step {self.engine.step_number}, and Trainer begins at step 0 with another "
                 "optimizer: to go on with a Trainer's checkpoint, give it to train(resume_from_checkpoint=...); to "
                 "keep the engine's optimizer, give Trainer optimizers=(engine.optimizer, scheduler); to begin with the "
-                "weights alone, load what `expertmesh-checkpoints convert` makes of the checkpoint"
+                "weights alone, load what `expertmesh-checkpoints export` makes of the checkpoint"
             )
         self._forget_losses()
         result = super().train(resume_from_checkpoint, *more, **others)
@@ -544,7 +545,7 @@ class TrainerMixin(_Base):
         """Write the model, or its adapters, with tokenizer and training arguments. All ranks call it together.
 
         Into a checkpoint of Trainer's it is not written, unless with save_only_model, or to be pushed from there: the
-        training checkpoint has it, from which `expertmesh-checkpoints convert` makes it.
+        training checkpoint has it, from which `expertmesh-checkpoints export` makes it.
         """
         pushes = self.args.push_to_hub and self.args.hub_strategy != "end"
         is_checkpoint = _internal_call and output_dir is not None
@@ -589,11 +590,25 @@ class TrainerMixin(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        path, scheduler = Path(checkpoint) / _SCHEDULER, self.lr_scheduler
+        assert scheduler is not None
+        with raise_together():
+            try:
+                state = torch.load(path, weights_only=True)
+            except (OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
+                raise ExpertMeshError(
+                    f"{path}: cannot be read ({type(error).__name__}); resume from an earlier checkpoint"
+                ) from error
         self._resume(checkpoint)
-        assert self.lr_scheduler is not None
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+        asked = getattr(scheduler, "base_lrs", None)
+        scheduler.load_state_dict(state)
+        if asked != getattr(scheduler, "base_lrs", None):
+            self._tell(
+                f"learning_rate={self.args.learning_rate!r} of the training arguments has no effect: the schedule of "
+                f"{checkpoint} goes on, which began with {scheduler.base_lrs[0]!r}"
+            )
         # the rates of its next step; a training checkpoint of ours has the optimizer's tensors alone
-        for group, rate in zip(self.engine.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+        for group, rate in zip(self.engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
     @in_place_of_trainers

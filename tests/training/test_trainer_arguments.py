@@ -372,6 +372,25 @@ def test_an_engine_that_was_resumed(tiny_model: Path, rows: Any, tmp_path: Path)
     assert train(tiny_model, rows, tmp_path / "a").trainer.engine.step_number == 3
 
 
+def test_a_resumed_schedule(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
+    """It is the checkpoint's, which is told; one that is damaged is named."""
+    train(tiny_model, rows, tmp_path, {"max_steps": 2, "save_strategy": "steps", "save_steps": 1})
+    checkpoint = tmp_path / "checkpoint-1"
+
+    def resume(**settings: Any) -> float:
+        arguments = TrainingArguments(str(tmp_path), **BASE | {"max_steps": 2} | settings)
+        trainer = expertmesh.Trainer(load(tiny_model), arguments, collated, datasets.Dataset.from_list(rows))
+        trainer.train(str(checkpoint))
+        return trainer.state.log_history[-2]["learning_rate"]
+
+    same = resume()
+    with pytest.warns(UserWarning, match=r"learning_rate=0.5 of the training .* has no effect: .* began with 0.01"):
+        assert resume(learning_rate=0.5) == same
+    (checkpoint / "scheduler.pt").write_bytes(b"nothing")
+    with pytest.raises(ExpertMeshError, match=r"scheduler.pt: cannot be read .*; resume from an earlier checkpoint"):
+        resume()
+
+
 def test_tokenizer_of_a_trainer_is_in_its_checkpoints(tiny_model: Path, rows: Any, tmp_path: Path) -> None:
     """So that what is made of them has it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
