@@ -101,8 +101,8 @@ def replica_lines(engine: Engine) -> list[str]:
         return []
     return [
         f"{given}: no parameter has a copy with --dense-shard {topology.dense_shard} and dp "
-        f"{topology.dp_size}, as with hybrid and dp 2 or more; buffers, the learning rate and the number of steps are "
-        "compared"
+        f"{topology.dp_size} (with hybrid and dp 2 or more they have); buffers, the learning rate and the number of "
+        "steps are compared"
     ]
 
 

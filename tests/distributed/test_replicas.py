@@ -130,8 +130,8 @@ def _told(model_dir: Path, topology: Topology) -> str:
     ("topology", "told"),
     [
         (Topology(2, 1, "hybrid"), ""),
-        (Topology(2, 2, "hybrid"), "no parameter has a copy with --dense-shard hybrid and dp 1, as with hybrid and dp"),
-        (Topology(2, 1), "no parameter has a copy with --dense-shard full and dp 2, as with hybrid and dp 2 or more;"),
+        (Topology(2, 2, "hybrid"), "no parameter has a copy with --dense-shard hybrid and dp 1 (with hybrid and dp 2"),
+        (Topology(2, 1), "no parameter has a copy with --dense-shard full and dp 2 (with hybrid and dp 2"),
         (Topology(1, 1), "has no effect on 1 rank"),
     ],
 )
