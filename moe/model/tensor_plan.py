@@ -65,7 +65,7 @@ def regions_of(model: Any) -> list[Region]:
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     regions = []
     for parent, found in by_parent.items():
-        linear = {path: style for path, style in found.items() if isinstance(modules.get(path), nn.Linear)}
+        linear = {path: style for path, style in found.items() if _is_linear(modules.get(path))}
         colwise = tuple(path for path, style in linear.items() if style in _COLWISE)
         rowwise = tuple(path for path, style in linear.items() if style in _ROWWISE)
         is_fused = any(style in _PACKED for style in linear.values()) or _is_fused(linear, modules)
@@ -74,6 +74,11 @@ def regions_of(model: Any) -> list[Region]:
             gathers = any(style == "colwise_gather_output" for style in linear.values())
             regions.append(Region(parent, colwise, rowwise, values, gathers))
     return regions
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    """Whether it is a linear layer that has something to divide: shared experts may be of width 0."""
+    return isinstance(module, nn.Linear) and module.in_features > 0 and module.out_features > 0
 
 
 def _is_fused(linear: dict[str, str], modules: dict[str, Any]) -> bool:

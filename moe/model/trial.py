@@ -72,6 +72,8 @@ class _WithoutWeights(TorchFunctionMode):
 
 def _some_features(out_features: int, x: Tensor) -> Tensor:
     """Features of each token in another order, some with the other sign, as often as it takes."""
+    if not x.shape[-1]:
+        return x.new_zeros(*x.shape[:-1], out_features)
     place = torch.arange(out_features)
     return x[..., (place * 7 + place // 5) % x.shape[-1]] * (1.0 - 2.0 * ((place * place) % 3 == 1))
 

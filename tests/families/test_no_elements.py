@@ -8,10 +8,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
+from expertmesh.training.data import collate
 from tests.distributed.pool import RankPool
+from tests.distributed.reference import random_samples
 from tests.distributed.test_train_ep import run_main
-from tests.families.configs import tiny_config
+from tests.families.configs import tiny_config, tiny_model
+from tests.families.test_packing import loss_of, packable
 from tests.tiny import save_tokenizer
+
+NONE_SHARED = {"deepseek_v3": {"n_shared_experts": 0}, "qwen2_moe": {"shared_expert_intermediate_size": 0}}
+"""Of the first transformers has a plan to divide them, of the second none."""
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
@@ -46,3 +52,19 @@ def test_trained_converted_and_exported(
         assert run("verify", out / "hf", other) == 0, capsys.readouterr().out
         assert run("verify", model, other) == 1
     assert run("inspect", tmp_path / "shards", "--check") == 0
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
+@pytest.mark.parametrize("family", NONE_SHARED)
+def test_built_and_packed(family: str) -> None:
+    config, theirs = tiny_config(family, **NONE_SHARED[family]), tiny_model(family, seed=1, **NONE_SHARED[family])
+    assert any(not parameter.numel() for parameter in theirs.parameters())
+    samples = random_samples([13, 4, 9], vocabulary=290)
+    found = loss_of(packable(config, "eager", theirs), collate([samples]))
+    losses = []
+    for sample in samples:
+        with torch.no_grad():
+            logits = theirs(torch.tensor([sample.tokens]), use_cache=False).logits[0, :-1]
+        targets = torch.tensor(sample.tokens[1:])
+        losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none")[sample.is_trained[1:]])
+    assert found == pytest.approx(float(torch.cat(losses).sum()), rel=1e-5)
