@@ -35,18 +35,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.traffic import CountTraffic
 from benchmarks.workers import random_mixtral
-from expertmesh.checkpoints import open_source
+from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.sharding import (
-    Topology,
-    build_mesh,
-    end_process_group,
-    local_tensor,
-    settle_malloc,
-    start_process_group,
-)
-from expertmesh.training import TrainConfig, assemble, place
-from expertmesh.training.data import Batch, Sample, collate
+from expertmesh.sharding.life.process import end_process_group, settle_malloc, start_process_group
+from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import Batch, collate
+from expertmesh.training.data.samples import Sample
+from expertmesh.training.engine import assemble, place
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer

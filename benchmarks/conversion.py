@@ -24,14 +24,18 @@ from typing import Any
 import expertmesh.checkpoints.ep_shards.manifest as manifest_module
 import expertmesh.checkpoints.hf.source as source_module
 from benchmarks.load_memory import make_checkpoint
-from expertmesh.checkpoints import open_source, shard_and_load
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
 from expertmesh.checkpoints.hf.reader import SafetensorsReader
+from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.checkpoints.load import shard_and_load
 from expertmesh.checkpoints.opening import parameter_dtypes
 from expertmesh.checkpoints.storage.dtypes import DTYPE_BYTES
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.base.whole import whole
-from expertmesh.sharding import Topology, build_mesh, end_process_group, local_tensor, start_process_group
+from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import Topology
 
 VARIANTS = ("cp -r", "convert", "export", "start")
 

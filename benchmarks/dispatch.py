@@ -23,15 +23,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.network import Network, can_make_networks
-from expertmesh.checkpoints import open_source
-from expertmesh.moe import moe_layers
+from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.dispatch import exchange
-from expertmesh.sharding import Dispatch, Strategy, build_mesh, end_process_group, start_process_group
+from expertmesh.moe.model.build import moe_layers
+from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.place.choices import Dispatch, Strategy
 from expertmesh.sharding.place.dispatchers import choose_dispatcher
-from expertmesh.training import TrainConfig, assemble, place
-from expertmesh.training.data import Sample, collate
-from expertmesh.training.engine import topology_of
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import collate
+from expertmesh.training.data.samples import Sample
+from expertmesh.training.engine import assemble, place, topology_of
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step

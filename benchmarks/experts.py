@@ -1,4 +1,4 @@
-"""Which expert kernel is best, measured: `python -m benchmarks.experts`, or `python benchmarks/experts.py`.
+"""Which expert kernel is best, measured: `python -m benchmarks.experts`.
 
 One MoE layer of a model's sizes, on one device. Variants: every kernel of `--expert-kernel`, as the complete layer
 (router to combine) and as the experts alone; the layer of transformers with `grouped_mm` and with `eager` experts; the
@@ -47,25 +47,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# as a script, Python would look for modules beside this file only; `benchmarks` sees to this checkout's own
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from benchmarks.load_memory import MB, resident, restart_peak
-from expertmesh.moe import (
-    DroplessExperts,
-    ExpertKernel,
-    ExpertMeshError,
-    Forward,
-    MoEShape,
-    Needs,
-    choose_kernel,
-    dropless_experts,
-    original_dmoe,
-    take_logits,
-)
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.base.whole import whole
 from expertmesh.moe.cpu.matmul import matmul
+from expertmesh.moe.experts.layer import DroplessExperts
+from expertmesh.moe.experts.shape import MoEShape
+from expertmesh.moe.forward import Forward
+from expertmesh.moe.kernels.expert_kernels import ExpertKernel, Needs, choose_kernel
+from expertmesh.moe.megablocks.original import original_dmoe
+from expertmesh.moe.model.build import dropless_experts, take_logits
 
 REFERENCE = "loop"
 KERNEL_VARIANTS = (REFERENCE, "torch-grouped", "megablocks-sparse")

@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from expertmesh import train_ep
 from expertmesh.moe.base.command import run_command
-from expertmesh.sharding import local_tensor
 from expertmesh.sharding.pipeline.messages import Messages
 from expertmesh.sharding.pipeline.stages import experts_here, layers_here
+from expertmesh.sharding.state import local_tensor
 
 
 def _die(model: Any) -> None:

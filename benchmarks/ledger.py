@@ -20,10 +20,11 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from expertmesh.moe import ExpertMeshError, seen_pairs, training_flops
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.base.whole import whole
-from expertmesh.training import TrainConfig, parse_config
+from expertmesh.moe.model.counts import seen_pairs, training_flops
+from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.foresight.imbalance import add_imbalance_flags, read_imbalance
 from expertmesh.training.foresight.planner.hardware import Hardware, products_in
 from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, chosen_hardware

@@ -30,11 +30,16 @@ import torch.distributed as dist
 
 from benchmarks.plan_accuracy import balance_routing
 from benchmarks.workers import measured_by_workers, random_mixtral
-from expertmesh.checkpoints import open_source
+from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.sharding import Mesh, Ranks, Topology, build_mesh, end_process_group, start_process_group
-from expertmesh.training import TrainConfig, assemble, place
-from expertmesh.training.data import Batch, DataOrder, Sample, collate
+from expertmesh.sharding.life.process import Ranks, end_process_group, start_process_group
+from expertmesh.sharding.mesh import Mesh, build_mesh
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import Batch, collate
+from expertmesh.training.data.data_order import DataOrder
+from expertmesh.training.data.samples import Sample
+from expertmesh.training.engine import assemble, place
 from expertmesh.training.foresight.columns import Column, open_console, print_table
 from expertmesh.training.foresight.rehearsal.live import LiveTensors
 from expertmesh.training.loss.balance import LossWeights

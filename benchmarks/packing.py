@@ -28,22 +28,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.workers import measured_by_workers, random_mixtral
-from expertmesh.checkpoints import open_source
+from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.sharding import Topology, build_mesh, end_process_group, start_process_group
-from expertmesh.training import TrainConfig, assemble, place
-from expertmesh.training.data import (
-    IGNORED,
-    Batch,
-    DataOptions,
-    DataOrder,
-    Rows,
-    Samples,
-    collate,
-    load_samples,
-    make_rows,
-    set_chat_template,
-)
+from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import IGNORED, Batch, collate
+from expertmesh.training.data.chat import set_chat_template
+from expertmesh.training.data.data_order import DataOrder
+from expertmesh.training.data.packing import Rows, make_rows
+from expertmesh.training.data.samples import DataOptions, Samples, load_samples
+from expertmesh.training.engine import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step

@@ -20,13 +20,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workers import random_mixtral
-from expertmesh.checkpoints import open_source
+from expertmesh.checkpoints.hf.source import open_source
 from expertmesh.moe.base.terminal import ends_with_reader
-from expertmesh.sharding import build_mesh, end_process_group, pipeline_of, start_process_group
+from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.pipeline.pipeline import pipeline_of
 from expertmesh.sharding.pipeline.timeline import bubble
-from expertmesh.training import TrainConfig, assemble, place
-from expertmesh.training.data import Sample, collate
-from expertmesh.training.engine import topology_of
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import collate
+from expertmesh.training.data.samples import Sample
+from expertmesh.training.engine import assemble, place, topology_of
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step

@@ -39,22 +39,19 @@ from benchmarks.published import published
 from benchmarks.rehearsed import print_rehearsed
 from benchmarks.traffic import CountTraffic
 from benchmarks.variants import forced_experts
-from expertmesh.moe import moe_layers, store_frozen
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.base.whole import whole
-from expertmesh.sharding import (
-    CPGroup,
-    Mesh,
-    build_mesh,
-    end_process_group,
-    local_tensor,
-    materialize,
-    start_process_group,
-)
+from expertmesh.moe.experts.lora import store_frozen
+from expertmesh.moe.model.build import moe_layers
+from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.sharding.mesh import Mesh, build_mesh
 from expertmesh.sharding.place.choices import Checkpointing
-from expertmesh.sharding.place.parallelize import parallelize
-from expertmesh.training import TrainConfig
-from expertmesh.training.data import Batch, Sample, collate
+from expertmesh.sharding.place.parallelize import materialize, parallelize
+from expertmesh.sharding.state import local_tensor
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import Batch, collate
+from expertmesh.training.data.samples import Sample
 from expertmesh.training.engine import compute_dtype, topology_of
 from expertmesh.training.foresight.planner.check import check_groups, measured_hardware
 from expertmesh.training.foresight.planner.cost import step_time

@@ -10,7 +10,7 @@ from math import exp, log
 from typing import Any, Literal
 
 from benchmarks.rehearsed import model_config
-from expertmesh.training import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.cost import model_flops, step_time, tokens_per_second
 from expertmesh.training.foresight.planner.hardware import LINKS, Hardware, preset
 from expertmesh.training.foresight.planner.measured import MeasuredSpan

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.training.attention.flash import flash_attention
 from expertmesh.training.foresight.planner.check import measure_device, median_seconds

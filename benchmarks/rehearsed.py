@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from expertmesh.training import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.model_config import find_config
 from expertmesh.training.foresight.planner.peak_memory import peak
 from expertmesh.training.foresight.rehearsal.planning import planned

@@ -42,17 +42,21 @@ from benchmarks.load_memory import MB, resident, restart_peak
 from benchmarks.throughput_tables import Case, Figures, Result, cases_of, draw, judge, print_tables, short
 from benchmarks.traffic import KINDS, CountTraffic
 from benchmarks.variants import Work, build_variant, parse_variant
-from expertmesh.checkpoints import open_source
-from expertmesh.moe import ExpertMeshError, count_parameters, moe_shape, seen_pairs, training_flops
+from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.moe.base.whole import whole
 from expertmesh.moe.cpu.matmul import peak_of_products
-from expertmesh.sharding import Ranks, end_process_group, read_environment, start_process_group
+from expertmesh.moe.model.build import count_parameters, moe_shape
+from expertmesh.moe.model.counts import seen_pairs, training_flops
+from expertmesh.sharding.life.process import Ranks, end_process_group, start_process_group
+from expertmesh.sharding.life.torchrun import read_environment
 from expertmesh.training.change.compiling import compilation
 from expertmesh.training.change.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 from expertmesh.training.config.settings import CpuMatmul
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch, Sample, collate
+from expertmesh.training.data.batch import Batch, collate
+from expertmesh.training.data.samples import Sample
 from expertmesh.training.watch.environment import cpu_model
 
 PRELOADED = [

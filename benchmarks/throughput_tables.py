@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from benchmarks.traffic import KINDS
-from expertmesh.moe import MoEShape
+from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.training.watch.meter import peak_tflops
 
 MB = 1e6

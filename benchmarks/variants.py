@@ -17,13 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.checkpoints import open_source
-from expertmesh.moe import ExpertMeshError
+from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.cpu.matmul import Library, Product, use_libraries
 from expertmesh.moe.registration import NAME, register_ep_implementation
-from expertmesh.sharding import Checkpointing, Ranks, Topology, build_mesh, set_parameter_dtype, settle_malloc
-from expertmesh.training import TrainConfig, assemble, place
-from expertmesh.training.data import Batch
+from expertmesh.sharding.life.process import Ranks, settle_malloc
+from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.state import set_parameter_dtype
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import Batch
+from expertmesh.training.engine import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step

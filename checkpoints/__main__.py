@@ -18,8 +18,8 @@ from expertmesh.checkpoints.storage.directories import finish_replacement_of_mis
 from expertmesh.checkpoints.storage.dtypes import FLOATS
 from expertmesh.checkpoints.storage.paths import read_ahead
 from expertmesh.checkpoints.verify import compare
-from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.command import run_command
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.base.parser import Parser, refuse_gone
 from expertmesh.moe.base.sizes import parse_size
 from expertmesh.moe.base.terminal import ends_with_reader, folded

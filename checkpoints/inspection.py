@@ -7,16 +7,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, listed_tensors, read_manifest
-from expertmesh.checkpoints.hf.claims import unfilled
-from expertmesh.checkpoints.hf.encodings import TensorInfo, decoded
-from expertmesh.checkpoints.hf.reader import tied_copies_that_differ
-from expertmesh.checkpoints.hf.source import open_source, read_header, read_headers, read_json
-from expertmesh.checkpoints.opening import Readable, is_shards
-from expertmesh.checkpoints.state.marker import MARKER, read_marker
-from expertmesh.checkpoints.storage.dtypes import ALL_NAMES
-from expertmesh.moe import active_parameters
-from expertmesh.sharding.topology import divisors
+from ..moe.model.counts import active_parameters
+from ..sharding.topology import divisors
+from .ep_shards.manifest import MANIFEST, listed_tensors, read_manifest
+from .hf.claims import unfilled
+from .hf.encodings import TensorInfo, decoded
+from .hf.reader import tied_copies_that_differ
+from .hf.source import open_source, read_header, read_headers, read_json
+from .opening import Readable, is_shards
+from .state.marker import MARKER, read_marker
+from .storage.dtypes import ALL_NAMES
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def read_heads(path: Path) -> Heads:
         ExpertMeshError: a file is missing or damaged in its header.
     """
     if (path / MARKER).exists():
-        from expertmesh.checkpoints.state.state_table import StateReader
-        from expertmesh.checkpoints.storage.tensors import DTYPE_CODES
+        from .state.state_table import StateReader
+        from .storage.tensors import DTYPE_CODES
 
         saved: dict[str, Any] = StateReader(path / "state").read_metadata().state_dict_metadata
         infos = {

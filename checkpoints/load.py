@@ -6,18 +6,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.hf.mapping import DiskTensor, overlap
-from expertmesh.checkpoints.hf.names import Names
-from expertmesh.checkpoints.hf.reader import SafetensorsReader
-from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource
-from expertmesh.checkpoints.opening import open_checkpoint, parameter_dtypes
-from expertmesh.checkpoints.shards import ShardedParameter, sharded_parameters
-from expertmesh.checkpoints.storage.checksums import add_sums, row_sum
-from expertmesh.checkpoints.storage.tensors import as_tensor
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Mesh, Strategy, Topology, adapters_of, materialize, parameters_of, raise_together
-from expertmesh.sharding.place.parallelize import parallelize
-from expertmesh.sharding.state import set_parameter_dtypes
+from ..moe.base.errors import ExpertMeshError
+from ..sharding.life.process import raise_together
+from ..sharding.mesh import Mesh
+from ..sharding.place.choices import Strategy
+from ..sharding.place.parallelize import materialize, parallelize
+from ..sharding.state import adapters_of, parameters_of, set_parameter_dtypes
+from ..sharding.topology import Topology
+from .hf.mapping import DiskTensor, overlap
+from .hf.names import Names
+from .hf.reader import SafetensorsReader
+from .hf.source import Checkpoint, ModelSource
+from .opening import open_checkpoint, parameter_dtypes
+from .shards import ShardedParameter, sharded_parameters
+from .storage.checksums import add_sums, row_sum
+from .storage.tensors import as_tensor
 
 
 def shard_and_load(
@@ -32,7 +35,7 @@ def shard_and_load(
     """Take a model from the meta device to its ranks, loaded. All ranks call it together.
 
     Args:
-        model: from `moe.build_model`; parallelised in place (see `sharding.place.parallelize`).
+        model: from `build_model`; parallelised in place (see `sharding.place.parallelize`).
         source: the directory it is read from.
         strategy: what is kept, freed and recomputed; by default nothing is.
         read_weights: False leaves them uninitialised, for one who fills them from elsewhere.

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertmesh.checkpoints.ep_shards.manifest import MANIFEST, open_shards
-from expertmesh.checkpoints.hf.reader import ParameterReader, SafetensorsReader
-from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource, open_hf, open_source
-from expertmesh.checkpoints.state.marker import MARKER
-from expertmesh.checkpoints.storage.dtypes import wider
+from .ep_shards.manifest import MANIFEST, open_shards
+from .hf.reader import ParameterReader, SafetensorsReader
+from .hf.source import Checkpoint, ModelSource, open_hf, open_source
+from .state.marker import MARKER
+from .storage.dtypes import wider
 
 if TYPE_CHECKING:
-    from expertmesh.checkpoints.hf.names import Names
+    from .hf.names import Names
 
 
 def is_shards(path: Path) -> bool:
@@ -58,10 +58,7 @@ def open_readable(path: Path, strict: bool = True, base: Path | None = None, dro
         ExpertMeshError: there is no checkpoint, or it is damaged or incomplete (see the forms' own functions).
     """
     if is_training(path):
-        from expertmesh.checkpoints.state.reading import (  # of all forms the one that needs torch
-            TrainingReader,
-            open_training,
-        )
+        from .state.reading import TrainingReader, open_training  # of all forms the one that needs torch
 
         training = open_training(path, strict and not drop_untrained, base)
         return Readable(path, training, training.source.names, lambda: TrainingReader(training, path))
@@ -84,7 +81,7 @@ def open_origin(path: Path, base: Path | None, names: Names) -> Checkpoint:
     Raises:
         ExpertMeshError: it is no longer there, or damaged.
     """
-    from expertmesh.checkpoints.state.untrained import origin_of
+    from .state.untrained import origin_of
 
     directory = origin_of(path) if base is None else base
     return open_checkpoint(open_source(directory), names)

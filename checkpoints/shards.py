@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.moe.experts.quantised import fill
-from expertmesh.sharding import StateTensor, Topology, local_tensor, saved_state
+from ..moe.experts.quantised import fill
+from ..sharding.state import StateTensor, local_tensor, saved_state
+from ..sharding.topology import Topology
 
 
 class ShardedParameter:

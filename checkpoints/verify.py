@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from expertmesh.checkpoints.hf.carried import Carried
-from expertmesh.checkpoints.hf.mapping import Region, overlap
-from expertmesh.checkpoints.hf.reader import gather, tied_copies_that_differ
-from expertmesh.checkpoints.opening import Readable
-from expertmesh.checkpoints.storage.dtypes import ALL_NAMES, Array, as_double, cast, same_bits
-from expertmesh.checkpoints.storage.file_layout import OutputTensor
-from expertmesh.sharding import rows_of
+from ..sharding.topology import rows_of
+from .hf.carried import Carried
+from .hf.mapping import Region, overlap
+from .hf.reader import gather, tied_copies_that_differ
+from .opening import Readable
+from .storage.dtypes import ALL_NAMES, Array, as_double, cast, same_bits
+from .storage.file_layout import OutputTensor
 
 _NOT_COMPUTED = {
     # who wrote the file, how the tensors are stored, what outputs are called

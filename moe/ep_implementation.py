@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.dispatch.plain import AllToAllDispatcher
-from expertmesh.moe.experts.expert_mlp import read_layout
-from expertmesh.moe.experts.router_stats import count_experts
-from expertmesh.moe.kernels.expert_kernels import Needs, choose_kernel
-from expertmesh.moe.kernels.expert_products import AddBias, Product
-from expertmesh.moe.registration import NAME
+from .base.errors import ExpertMeshError
+from .dispatch.plain import AllToAllDispatcher
+from .experts.expert_mlp import read_layout
+from .experts.router_stats import count_experts
+from .kernels.expert_kernels import Needs, choose_kernel
+from .kernels.expert_products import AddBias, Product
+from .registration import NAME
 
 
 class ExpertMeshEP(EPImplementation):
@@ -31,7 +31,7 @@ class ExpertMeshEP(EPImplementation):
     rounding: sums over a token's experts are taken in fp32 and in one order, so two runs have the same bits.
 
     Attributes:
-        expert_kernel: a name of `moe.KERNELS`, or "auto".
+        expert_kernel: a name of `KERNELS`, or "auto".
     """
 
     expert_kernel = "auto"

@@ -14,11 +14,11 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.experts.router_stats import RouterStats
-from expertmesh.moe.experts.weight_gradients import WeightGradients
-from expertmesh.moe.torch_private import _current_autograd_node
+from .base.declared import StepPart
+from .base.errors import ExpertMeshError
+from .experts.router_stats import RouterStats
+from .experts.weight_gradients import WeightGradients
+from .torch_private import _current_autograd_node
 
 STEP_PART: StepPart = None
 
@@ -61,7 +61,7 @@ class Forward:
         logits_TE: the logits of each router that has run and whose experts have not, by these.
         ahead_TD: for each block, tokens and results of what was computed during the all-to-alls (see
             `moe.experts.shared_experts`).
-        stats: routing statistics by layer, until `moe.take_stats` takes them. They hold the graph of the losses made of
+        stats: routing statistics by layer, until `take_stats` takes them. They hold the graph of the losses made of
             them.
         has_run: whether a model was called.
     """

@@ -4,7 +4,7 @@ import importlib
 from importlib.metadata import version
 from typing import Any
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from .base.errors import ExpertMeshError
 
 NAME = "expertmesh"
 """The name of our experts in `DistributedConfig(ep_implementation=...)`."""
@@ -39,6 +39,6 @@ def register_ep_implementation() -> None:
 
 def _build(experts: Any, ep_mesh: Any, tp_mesh: Any) -> Any:
     """Called by transformers for each experts module; loads the implementation when the first model needs it."""
-    from expertmesh.moe.ep_implementation import ExpertMeshEP
+    from .ep_implementation import ExpertMeshEP
 
     return ExpertMeshEP(experts, ep_mesh, tp_mesh)

@@ -9,12 +9,12 @@ fail at their call if they are gone.
 import inspect
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.base.lazy import import_on_demand
+from .base.errors import ExpertMeshError
 
 if TYPE_CHECKING:
     from torch._C import _current_autograd_node as _current_autograd_node
@@ -54,7 +54,35 @@ def changed(what: str) -> ExpertMeshError:
 
 
 FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-_find = import_on_demand(__name__)
+# as the imports above, which type checkers and editors follow
+_MODULES = {
+    "_current_autograd_node": "torch._C",
+    "_current_graph_task_id": "torch._C",
+    "_distributed_c10d": "torch._C",
+    "_get_sm_carveout_experimental": "torch._C",
+    "_set_sm_carveout_experimental": "torch._C",
+    "_storage_Use_Count": "torch._C",
+    "DeviceType": "torch._C._autograd",
+    "_get_sequence_nr": "torch._C._autograd",
+    "_top_saved_tensors_default_hooks": "torch._C._autograd",
+    "_EventType": "torch._C._profiler",
+    "_ProfilerEvent": "torch._C._profiler",
+    "_RecordFunctionFast": "torch._C._profiler",
+    "calculate_time_spent": "torch._dynamo.utils",
+    "counters": "torch._dynamo.utils",
+    "FakeTensor": "torch._subclasses.fake_tensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "enable_symm_mem_for_group": "torch.distributed._symmetric_memory",
+    "_get_default_store": "torch.distributed.distributed_c10d",
+    "_resolve_process_group": "torch.distributed.distributed_c10d",
+    "_set_pg_timeout": "torch.distributed.distributed_c10d",
+    "AllGather": "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "ReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "FSDPState": "torch.distributed.fsdp._fully_shard._fsdp_state",
+    "ShardingPropagator": "torch.distributed.tensor._sharding_prop",
+    "_config": "torch.fx.experimental",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -62,15 +90,15 @@ def __getattr__(name: str) -> Any:
     Raises:
         ExpertMeshError: it is missing, or has changed.
     """
-    if name.startswith("__"):
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        found = _find(name)
+        found = getattr(import_module(_MODULES[name]), name)
     except (ImportError, AttributeError) as error:
         raise changed(f"{name} is not where it was: {error}") from error
     if name in _TESTS and not _TESTS[name](found):
-        del globals()[name]
         raise changed(f"{name} is not what it was")
+    globals()[name] = found  # looked up only once
     return found
 
 

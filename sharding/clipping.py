@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding.mesh import Mesh
-from expertmesh.sharding.place.unreached import agree_on_gradients, num_lacking
-from expertmesh.sharding.state import StateTensor, local_tensor, parameters_of
-from expertmesh.sharding.topology import Topology
+from ..moe.base.declared import StepPart
+from .mesh import Mesh
+from .place.unreached import agree_on_gradients, num_lacking
+from .state import StateTensor, local_tensor, parameters_of
+from .topology import Topology
 
 STEP_PART: StepPart = "clipping"
 

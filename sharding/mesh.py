@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from expertmesh.moe.torch_private import _set_pg_timeout
-from expertmesh.sharding.comms.context_parallel import CPGroup
-from expertmesh.sharding.comms.nccl import few_blocks
-from expertmesh.sharding.comms.pipeline_groups import PipelineGroups, make_pipeline_groups
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
-from expertmesh.sharding.comms.warm_up import warm_up
-from expertmesh.sharding.topology import Topology
+from ..moe.torch_private import _set_pg_timeout
+from .comms.context_parallel import CPGroup
+from .comms.nccl import few_blocks
+from .comms.pipeline_groups import PipelineGroups, make_pipeline_groups
+from .comms.tensor_parallel import TPGroup
+from .comms.warm_up import warm_up
+from .topology import Topology
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding.comms.single import all_gather
-from expertmesh.sharding.state import StateTensor, state_of
-from expertmesh.sharding.topology import REPLICATED, Layout, Topology
+from ..moe.base.errors import ExpertMeshError
+from .comms.single import all_gather
+from .state import StateTensor, state_of
+from .topology import REPLICATED, Layout, Topology
 
 CHUNK = 2**21
 """Elements that are summed up at a time: 16 MiB as int64."""

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.experts.expert_mlp import ExpertMLP, ExpertParameter
-from expertmesh.moe.experts.lora import is_adapter
-from expertmesh.moe.experts.quantised import SCALES, Storage, storages_of
-from expertmesh.moe.model.build import fp32_parameters
-from expertmesh.moe.model.rowwise import RowwiseLinear
-from expertmesh.sharding.pipeline.stages import stages_of
-from expertmesh.sharding.topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, rows_of
+from ..moe.base.declared import StepPart
+from ..moe.experts.expert_mlp import ExpertMLP, ExpertParameter
+from ..moe.experts.lora import is_adapter
+from ..moe.experts.quantised import SCALES, Storage, storages_of
+from ..moe.model.build import fp32_parameters
+from ..moe.model.rowwise import RowwiseLinear
+from .pipeline.stages import stages_of
+from .topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, rows_of
 
 STEP_PART: StepPart = None
 

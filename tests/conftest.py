@@ -3,15 +3,10 @@
 import gc
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-# this checkout's modules, here and in the processes that are started, whatever is installed
-sys.path.insert(0, str(Path(__file__).parents[1] / "training" / "public"))
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

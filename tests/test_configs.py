@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from expertmesh.moe import ExpertMeshError, build_model, count_parameters, moe_layers, moe_shape
-from expertmesh.sharding import check_sizes
-from expertmesh.training import TrainConfig, parse_config
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.build import build_model, count_parameters, moe_layers, moe_shape
+from expertmesh.sharding.topology import check_sizes
 from expertmesh.training.attention.by_sample import apply_packing
 from expertmesh.training.attention.packed_attention import choose_attention
+from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.engine import topology_of
 from expertmesh.training.foresight import plan_command
 from expertmesh.training.foresight.cluster_commands import main

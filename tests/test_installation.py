@@ -26,8 +26,8 @@ import json, sys
 import expertmesh
 import moe, sharding, checkpoints, training
 from expertmesh import train_ep
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training.report import write_report
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.training.report.page import write_report
 import expertmesh.sharding.topology, expertmesh.checkpoints.storage.dtypes
 ours = [sys.modules[name].__file__ for name in sorted(sys.modules) if name.startswith("expertmesh")]
 theirs = [package.MARKER for package in (moe, sharding, checkpoints, training)]
@@ -38,11 +38,11 @@ print(json.dumps([ours, theirs]))
 
 def sources() -> dict[str, Path]:
     """The files of each package of ours, Python's and others that it needs, by the path in a wheel."""
-    found = {Path("expertmesh/__init__.py"): ROOT / "training/public/expertmesh/__init__.py"}
+    found = {Path("expertmesh/__init__.py"): ROOT / ".package/expertmesh/__init__.py"}
     found[Path("expertmesh/train_ep.py")] = ROOT / "train_ep.py"
-    found[Path("expertmesh/py.typed")] = ROOT / "training/public/expertmesh/py.typed"
+    found[Path("expertmesh/py.typed")] = ROOT / ".package/expertmesh/py.typed"
     for file in (file for folder in OURS for file in (ROOT / folder).rglob("*")):
-        if file.suffix in (".py", ".html", ".css", ".js", ".json") and "public" not in file.parts:
+        if file.suffix in (".py", ".html", ".css", ".js", ".json"):
             found["expertmesh" / file.relative_to(ROOT)] = file
     return {str(path): file for path, file in found.items()}
 
@@ -67,7 +67,7 @@ def copied(to: Path) -> Path:
     to.mkdir()
     for name in names:
         shutil.copy(ROOT / name, to / name)
-    for folder in OURS:
+    for folder in (".package", *OURS):
         shutil.copytree(ROOT / folder, to / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     return to
 
@@ -108,12 +108,10 @@ def check_use(theirs: Path, ours: Path, **how: str) -> None:
     assert all(Path(file).is_relative_to(ours) for file in files)
 
 
-def test_the_list_of_packages_is_complete() -> None:
-    """And that of files beside Python's: setuptools takes what is named there, nothing else."""
-    listed, folders = SETUPTOOLS["packages"], SETUPTOOLS["package-dir"]
-    named = {".".join(Path(path).parent.parts) for path in sources() if path.endswith(".py")}
-    assert named == set(listed)
-    assert folders == {"expertmesh": "training/public/expertmesh", **{f"expertmesh.{name}": name for name in OURS}}
+def test_every_folder_is_a_package() -> None:
+    """setuptools finds those with an `__init__.py`, and of the files beside Python's what is named, nothing else."""
+    without = {str(path.parent) for path in sources().values() if not (path.parent / "__init__.py").exists()}
+    assert without == {str(ROOT)}, "train_ep.py lies in none"
     data = {
         f"{package.replace('.', '/')}/{name}" for package, names in SETUPTOOLS["package-data"].items() for name in names
     }
@@ -122,7 +120,7 @@ def test_the_list_of_packages_is_complete() -> None:
 
 def test_a_checkout_beside_a_users_folders(theirs: Path) -> None:
     """Found by a path alone, which is all that an editable install adds."""
-    files, markers = json.loads(python("script.py", cwd=theirs, paths=(ROOT / "training" / "public",)))
+    files, markers = json.loads(python("script.py", cwd=theirs, paths=(ROOT / ".package",)))
     assert markers == ["theirs"] * len(OURS)
     assert all(Path(file).is_relative_to(ROOT) for file in files)
 
@@ -133,12 +131,9 @@ def test_a_checkout_beside_a_users_folders(theirs: Path) -> None:
     [["train_ep.py"], *(["-m", name] for name in ("moe", "sharding", "checkpoints", "training.report"))],
     ids=" ".join,
 )
-def test_commands_of_a_checkout_use_its_own_modules(command: list[str], tmp_path: Path) -> None:
-    """Though another one is installed, whose modules cannot even be imported."""
-    other = tmp_path / "other" / "expertmesh"
-    other.mkdir(parents=True)
-    (other / "__init__.py").write_text("raise AssertionError('of another checkout')\n")
-    assert "usage:" in python(*command, "--help", cwd=ROOT, paths=(other.parent,))
+def test_commands_in_a_checkout(command: list[str]) -> None:
+    """By their folders' names, which as packages of their own import nothing of ours."""
+    assert "usage:" in python(*command, "--help", cwd=ROOT, paths=(ROOT / ".package",))
 
 
 @pytest.mark.exhaustive
@@ -174,7 +169,9 @@ def test_types_are_told(unpacked: Path, tmp_path: Path) -> None:
     """To mypy, of a user's script beside the installed package: what is right passes, what is wrong is found."""
     pytest.importorskip("mypy")
     script = tmp_path / "script.py"
-    script.write_text("from expertmesh.sharding import Topology\n\nt: int = Topology(8, 4, 'full', 1).world_size\n")
+    script.write_text(
+        "from expertmesh.sharding.topology import Topology\n\nt: int = Topology(8, 4, 'full', 1).world_size\n"
+    )
     check = [sys.executable, "-m", "mypy", "--follow-imports", "silent", "--cache-dir", str(tmp_path / "cache")]
 
     def told() -> tuple[int, str]:
@@ -239,7 +236,7 @@ def test_with_nothing_but_what_is_required(tiny_model: Path, tiny_data: Path, tm
     assert {"triton", "pytest", "peft", "trl", "tensorboard"} <= names
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, ",".join(names)], input="\n".join(map(json.dumps, lines)), cwd=tmp_path,
-        env=environment(ROOT / "training" / "public"), capture_output=True, text=True, timeout=300,
+        env=environment(ROOT / ".package"), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])

@@ -1,5 +1,6 @@
 """`import expertmesh`: its manners in somebody else's process, its names and their examples."""
 
+import ast
 import importlib.metadata
 import inspect
 import json
@@ -23,7 +24,7 @@ import transformers
 import expertmesh
 from expertmesh.training import evaluate as evaluation
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch
+from expertmesh.training.data.batch import Batch
 from expertmesh.training.evaluate import Best
 from tests.families.configs import is_older
 
@@ -174,10 +175,16 @@ def test_types_beyond_the_flags(name: str, value: Any) -> None:
 
 def test_what_the_package_tells_of_itself() -> None:
     assert {*expertmesh.__all__, "__version__", "__doc__"} <= set(dir(expertmesh))
-    assert not {"Path", "TYPE_CHECKING", "import_on_demand"} & set(dir(expertmesh))
+    assert not {"Any", "TYPE_CHECKING", "import_module"} & set(dir(expertmesh))
+    tree = ast.parse(Path(expertmesh.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {a.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert seen == expertmesh._MODULES, "what editors see is what is imported"
+    for name in expertmesh.__all__:
+        assert getattr(expertmesh, name) is not None
     assert expertmesh.__version__ == importlib.metadata.version("expertmesh")
     with pytest.raises(AttributeError, match="has no attribute 'lod'"):
-        expertmesh.lod  # type: ignore[attr-defined]  # noqa: B018
+        expertmesh.lod  # noqa: B018
 
 
 def test_figures_of_a_step(engine: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from benchmarks.plan_accuracy import cases
-from expertmesh.training import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("*.py", "*.yaml", "*.sh", "*.sbatch", "*.html", "*.css", "*.js")
@@ -66,8 +66,12 @@ def options_of(module: str) -> set[str]:
     calls = [node for node in tree if isinstance(node, ast.Call)]
     added = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
     texts = [a.value for call in added for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-    imports = [node for node in tree if isinstance(node, ast.ImportFrom) and node.module is not None]
-    shared = [i.module for i in imports if i.module and any(re.fullmatch(r"add_\w+_flags", a.name) for a in i.names)]
+    package = source.parent.relative_to(ROOT).parts
+    shared = [
+        ".".join((*package[: len(package) - node.level + 1], str(node.module)) if node.level else (str(node.module),))
+        for node in tree
+        if isinstance(node, ast.ImportFrom) and any(re.fullmatch(r"add_\w+_flags", a.name) for a in node.names)
+    ]
     own = {text for text in texts if text.startswith("--")} | {"--help"}
     return own.union(*(options_of(imported) for imported in shared))
 

@@ -9,16 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import expertmesh.training
-import expertmesh.training.data
-import expertmesh.training.report
-from expertmesh import checkpoints, moe, sharding
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from tests.distributed.test_train_ep import ROOT
 
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "huggingface_hub", "pyarrow", "pandas"}
 CONSOLE_SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-PACKAGES = (moe, sharding, checkpoints, expertmesh.training, expertmesh.training.data, expertmesh.training.report)
 
 
 def imported(*command: str) -> tuple[int, str, set[str]]:
@@ -125,15 +120,3 @@ def test_heads_of_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
         assert code == 0, told
         assert said in told
         assert not heavy
-
-
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
-def test_exports(package: object) -> None:
-    """Every name is found, though none is imported before it is asked for, and none is a module's."""
-    names = vars(package)["__all__"]
-    file = Path(vars(package)["__file__"])
-    assert not set(names) & {path.stem for path in file.parent.iterdir()}
-    for name in names:
-        assert getattr(package, name) is not None
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        package.nothing  # type: ignore[attr-defined]  # noqa: B018

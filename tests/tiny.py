@@ -8,8 +8,12 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from expertmesh.moe import KERNELS, DroplessExperts, ExpertParameter, dropless_experts, take_logits
-from expertmesh.sharding import materialize, state_of
+from expertmesh.moe.experts.expert_mlp import ExpertParameter
+from expertmesh.moe.experts.layer import DroplessExperts
+from expertmesh.moe.kernels.expert_kernels import KERNELS
+from expertmesh.moe.model.build import dropless_experts, take_logits
+from expertmesh.sharding.place.parallelize import materialize
+from expertmesh.sharding.state import state_of
 
 
 def tiny_config(**changes: Any) -> MixtralConfig:
@@ -57,13 +61,13 @@ def our_rows(parameter: ExpertParameter, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def in_memory(model: Any) -> Any:
-    """`model`, from `moe.build_model`, with uninitialised parameters on the CPU."""
+    """`model`, from `build_model`, with uninitialised parameters on the CPU."""
     materialize(model, torch.device("cpu"))
     return model
 
 
 def loaded(model: Any, theirs: Any) -> Any:
-    """`model`, from `moe.build_model`, in memory, with the weights of transformers' own."""
+    """`model`, from `build_model`, in memory, with the weights of transformers' own."""
     in_memory(model)
     transposed = {name for name, part in state_of(model).items() if part.transposed}
     expected = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from expertmesh.checkpoints import recorded_order, whole_checkpoints
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import flag_of
-from expertmesh.sharding import Ranks, Topology, check_sizes, raise_together
-from expertmesh.sharding.place.choices import ranks_of_equal_nodes
-from expertmesh.sharding.topology import divisors
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.watch.environment import FILE as ENVIRONMENT
+from ..checkpoints.state.marker import recorded_order, whole_checkpoints
+from ..moe.base.errors import ExpertMeshError
+from ..moe.base.parser import flag_of
+from ..sharding.life.process import Ranks, raise_together
+from ..sharding.place.choices import ranks_of_equal_nodes
+from ..sharding.topology import Topology, check_sizes, divisors
+from .config.train_config import TrainConfig
+from .watch.environment import FILE as ENVIRONMENT
 
 
 def fit_to_ranks(config: TrainConfig, num_experts: int, ranks: Ranks) -> tuple[TrainConfig, list[str]]:

@@ -17,82 +17,61 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from expertmesh.checkpoints import (
-    Checkpoint,
-    HowToWrite,
-    ModelSource,
-    Progress,
-    ResumableOptimizer,
-    Saver,
-    check_carried,
-    checkpoint_name,
-    encoded_as_source,
-    export_adapter,
-    export_model,
-    is_complete,
-    load_adapter,
-    load_training_state,
-    merge_adapter,
-    read_adapter,
-    shard_and_load,
-    write_errors,
-)
-from expertmesh.moe import (
-    ExpertMeshError,
-    KernelChoice,
-    ParameterCounts,
-    choose_kernel,
-    count_parameters,
-    kernel_needs,
-    moe_shape,
-    outdate_working_weights,
-    store_frozen,
-    to_quantize,
-    use_kernel,
-)
-from expertmesh.moe.kernels.c_compiler import check_c_compiler
-from expertmesh.sharding import (
-    Mesh,
-    Ranks,
-    Topology,
-    agree_on_gradients,
-    build_mesh,
-    check_sizes,
-    check_tp_groups,
-    clip_grad_norm,
-    collectives_limit,
-    cut_into_stages,
-    fill_adapters,
-    free_gathered,
-    raise_together,
-    set_parameter_dtype,
-)
-from expertmesh.training.attention.by_sample import apply_packing
-from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
-from expertmesh.training.attention.flash_3 import use_flash_attention_3
-from expertmesh.training.attention.packed_attention import choose_attention
-from expertmesh.training.attention.padded_lengths import padding_of
-from expertmesh.training.change.compiling import compile_layers
-from expertmesh.training.change.dense_precision import multiply_in_fp8
-from expertmesh.training.change.freezing import freeze
-from expertmesh.training.change.lora_targets import adapt, lora_of, unquantized_lines
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import IGNORED, Batch, answer_ends, batch_of, collate, prompt_tokens
-from expertmesh.training.elastic import fit_to_ranks
-from expertmesh.training.evaluate import Evaluation, mean_loss
-from expertmesh.training.fused.fuse import fuse_layers
-from expertmesh.training.generate import generate
-from expertmesh.training.inputs import load_tokenizer
-from expertmesh.training.loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
-from expertmesh.training.loss.head import attach_loss_head, choose_cross_entropy
-from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
-from expertmesh.training.overlapped_regions import check_async, symmetric_memory
-from expertmesh.training.resume import Tell, check_resume, find_resume
-from expertmesh.training.step import NO_TARGETS, StepResult, after_update, compute_gradients, train_step
-from expertmesh.training.tensor_parallel import apply_tensor_parallel, divide_vocabulary
-from expertmesh.training.watch.alike import compare_models
-from expertmesh.training.watch.routing_figures import Routing
+from ..checkpoints.adapter.adapter_files import export_adapter, load_adapter, read_adapter
+from ..checkpoints.adapter.merge import merge_adapter
+from ..checkpoints.ep_shards.convert import HowToWrite, encoded_as_source
+from ..checkpoints.hf.export import export_model
+from ..checkpoints.hf.source import Checkpoint, ModelSource
+from ..checkpoints.load import shard_and_load
+from ..checkpoints.state.marker import is_complete
+from ..checkpoints.state.resuming import ResumableOptimizer, load_training_state
+from ..checkpoints.state.saving import Progress, Saver, checkpoint_name
+from ..checkpoints.state.untrained import check_carried
+from ..checkpoints.storage.directories import write_errors
+from ..moe.base.errors import ExpertMeshError
+from ..moe.experts.lora import store_frozen, to_quantize
+from ..moe.kernels.c_compiler import check_c_compiler
+from ..moe.kernels.expert_kernels import KernelChoice, choose_kernel
+from ..moe.model.build import count_parameters, kernel_needs, moe_shape, outdate_working_weights, use_kernel
+from ..moe.model.counts import ParameterCounts
+from ..sharding.clipping import clip_grad_norm
+from ..sharding.comms.node_groups import check_tp_groups
+from ..sharding.life.process import Ranks, raise_together
+from ..sharding.life.watchdog import collectives_limit
+from ..sharding.mesh import Mesh, build_mesh
+from ..sharding.pipeline.pipeline import cut_into_stages
+from ..sharding.place.parallelize import fill_adapters, free_gathered
+from ..sharding.place.unreached import agree_on_gradients
+from ..sharding.state import set_parameter_dtype
+from ..sharding.topology import Topology, check_sizes
+from .attention.by_sample import apply_packing
+from .attention.context_parallel_attention import apply_context_parallel
+from .attention.flash_3 import use_flash_attention_3
+from .attention.packed_attention import choose_attention
+from .attention.padded_lengths import padding_of
+from .change.compiling import compile_layers
+from .change.dense_precision import multiply_in_fp8
+from .change.freezing import freeze
+from .change.lora_targets import adapt, lora_of, unquantized_lines
+from .config.train_config import TrainConfig
+from .data.batch import IGNORED, Batch, batch_of, collate
+from .data.chat import answer_ends
+from .data.samples import prompt_tokens
+from .elastic import fit_to_ranks
+from .evaluate import Evaluation, mean_loss
+from .fused.fuse import fuse_layers
+from .generate import generate
+from .inputs import load_tokenizer
+from .loss.balance import Balance, BiasUpdate, choose_balance, correction_biases
+from .loss.head import attach_loss_head, choose_cross_entropy
+from .optim.optimizer import build_optimizer
+from .optim.schedule import Schedule, build_scheduler, resume_scheduler, step_scheduler
+from .overlapped_regions import check_async, symmetric_memory
+from .resume import Tell, check_resume, find_resume
+from .step import NO_TARGETS, StepResult, after_update, compute_gradients, train_step
+from .tensor_parallel import apply_tensor_parallel, divide_vocabulary
+from .watch.alike import compare_models
+from .watch.routing_figures import Routing
 
 
 class Buildable(Protocol):

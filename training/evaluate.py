@@ -10,11 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from expertmesh.sharding import Mesh, pipeline_of
-from expertmesh.training.data import Batch, Padding, Rows, collate, share_out
-from expertmesh.training.inference import inference
-from expertmesh.training.micro_batch import token_loss_sum
-from expertmesh.training.pipelined import pipelined_loss_sum
+from ..sharding.mesh import Mesh
+from ..sharding.pipeline.pipeline import pipeline_of
+from .data.batch import Batch, Padding, collate
+from .data.data_order import share_out
+from .data.packing import Rows
+from .inference import inference
+from .micro_batch import token_loss_sum
+from .pipelined import pipelined_loss_sum
 
 
 @dataclass(frozen=True)

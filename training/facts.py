@@ -3,20 +3,25 @@
 import json
 from typing import Any
 
-from expertmesh.checkpoints import ModelSource
-from expertmesh.moe import advised_scaling, moe_layers, moe_shape
-from expertmesh.moe.dispatch.once import OnceDispatcher
-from expertmesh.sharding import Topology, pipeline_of
-from expertmesh.sharding.pipeline.timeline import bubble
-from expertmesh.sharding.replicas import replicated_state
-from expertmesh.training.attention.context_parallel_attention import complete_sequences_line
-from expertmesh.training.attention.packed_attention import OWN, inner_attention
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import DataOrder, Origin, cache_directory, cached_bytes, describe, warnings_of
-from expertmesh.training.engine import Engine
-from expertmesh.training.foresight.rank_memory import Forecast, NoForecast
-from expertmesh.training.inputs import Inputs
-from expertmesh.training.loss.head import loss_head
+from ..checkpoints.hf.source import ModelSource
+from ..moe.dispatch.once import OnceDispatcher
+from ..moe.model.build import moe_layers, moe_shape
+from ..moe.model.rope import advised_scaling
+from ..sharding.pipeline.pipeline import pipeline_of
+from ..sharding.pipeline.timeline import bubble
+from ..sharding.replicas import replicated_state
+from ..sharding.topology import Topology
+from .attention.context_parallel_attention import complete_sequences_line
+from .attention.packed_attention import OWN, inner_attention
+from .config.train_config import TrainConfig
+from .data.cache import cache_directory, cached_bytes
+from .data.data_order import DataOrder
+from .data.preview import describe, warnings_of
+from .data.samples import Origin
+from .engine import Engine
+from .foresight.rank_memory import Forecast, NoForecast
+from .inputs import Inputs
+from .loss.head import loss_head
 
 MOST_BUBBLE = 1 / 3
 """A longer one comes with a warning."""

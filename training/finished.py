@@ -8,14 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from expertmesh.checkpoints import checkpoint_name, whole_checkpoints, write_errors
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.whole import whole
-from expertmesh.sharding import Ranks, raise_together
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.evaluate import Best
-from expertmesh.training.resume import Tell, check_order, compare_run
-from expertmesh.training.watch.alike import Facts
+from ..checkpoints.state.marker import whole_checkpoints
+from ..checkpoints.state.saving import checkpoint_name
+from ..checkpoints.storage.directories import write_errors
+from ..moe.base.errors import ExpertMeshError
+from ..moe.base.whole import whole
+from ..sharding.life.process import Ranks, raise_together
+from .config.train_config import TrainConfig
+from .evaluate import Best
+from .resume import Tell, check_order, compare_run
+from .watch.alike import Facts
 
 FILE = "finished.json"
 EXPORTS = ("hf", "adapter")

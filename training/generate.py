@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Ranks, pipeline_of
-from expertmesh.training.inference import inference
-from expertmesh.training.pipelined import through_stages
+from ..moe.base.errors import ExpertMeshError
+from ..sharding.life.process import Ranks
+from ..sharding.pipeline.pipeline import pipeline_of
+from .inference import inference
+from .pipelined import through_stages
 
 
 def generate(

@@ -28,21 +28,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
-from expertmesh.checkpoints import write_errors
-from expertmesh.moe import ExpertMeshError, moe_layers
-from expertmesh.moe.base.whole import PARTIAL, whole
-from expertmesh.moe.transformers_private import in_place_of_trainers
-from expertmesh.sharding import raise_together
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import IGNORED, Batch, answer_ends
-from expertmesh.training.engine import Engine
-from expertmesh.training.inference import inference
-from expertmesh.training.loss.balance import choose_balance
-from expertmesh.training.micro_batch import StepCounts, count_step
-from expertmesh.training.step import add_gradients, step_result
-from expertmesh.training.trainer_arguments import heeded_arguments, overruled_settings
-from expertmesh.training.watch.nonfinite import NonFiniteGuard
-from expertmesh.training.watch.routing_figures import Routing
+from ..checkpoints.storage.directories import write_errors
+from ..moe.base.errors import ExpertMeshError
+from ..moe.base.whole import PARTIAL, whole
+from ..moe.model.build import moe_layers
+from ..moe.transformers_private import in_place_of_trainers
+from ..sharding.life.process import raise_together
+from .config.train_config import TrainConfig
+from .data.batch import IGNORED, Batch
+from .data.chat import answer_ends
+from .engine import Engine
+from .inference import inference
+from .loss.balance import choose_balance
+from .micro_batch import StepCounts, count_step
+from .step import add_gradients, step_result
+from .trainer_arguments import heeded_arguments, overruled_settings
+from .watch.nonfinite import NonFiniteGuard
+from .watch.routing_figures import Routing
 
 STATE = "expertmesh"
 """In a checkpoint of Trainer's, the directory of ours."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from expertmesh.sharding import free_gathered
+from ..sharding.place.parallelize import free_gathered
 
 
 @contextmanager

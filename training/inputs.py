@@ -5,24 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from expertmesh.checkpoints import ModelSource
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.terminal import folded
-from expertmesh.sharding import Ranks, raise_together, read_environment
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import (
-    Columns,
-    DataOptions,
-    Rows,
-    Sample,
-    Samples,
-    hold_out,
-    load_samples,
-    make_rows,
-    parse_datasets,
-    prompt_tokens,
-    set_chat_template,
-)
+from ..checkpoints.hf.source import ModelSource
+from ..moe.base.errors import ExpertMeshError
+from ..moe.base.terminal import folded
+from ..sharding.life.process import Ranks, raise_together
+from ..sharding.life.torchrun import read_environment
+from .config.train_config import TrainConfig
+from .data.chat import set_chat_template
+from .data.data_files import parse_datasets
+from .data.formats import Columns
+from .data.packing import Rows, make_rows
+from .data.samples import DataOptions, Sample, Samples, hold_out, load_samples, prompt_tokens
 
 _NUM_PROMPTS = 3
 

@@ -7,15 +7,17 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Unpack
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import flag_of
-from expertmesh.sharding import check_alike, collectives_limit, join_process_group, raise_together
-from expertmesh.training.config.load_settings import LoadSettings
-from expertmesh.training.config.train_config import TrainConfig, make_config
-from expertmesh.training.engine import Engine
-from expertmesh.training.resume import find_resume
-from expertmesh.training.start import prepare_process, start_engine
-from expertmesh.training.watch.alike import start_facts
+from ..moe.base.errors import ExpertMeshError
+from ..moe.base.parser import flag_of
+from ..sharding.life.agreement import check_alike
+from ..sharding.life.process import join_process_group, raise_together
+from ..sharding.life.watchdog import collectives_limit
+from .config.load_settings import LoadSettings
+from .config.train_config import TrainConfig, make_config
+from .engine import Engine
+from .resume import find_resume
+from .start import prepare_process, start_engine
+from .watch.alike import start_facts
 
 OF_THE_LOOP = frozenset(
     {

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from expertmesh.moe import ExpertMeshError
+from ..moe.base.errors import ExpertMeshError
 
 FILE = ".lock"
 _WAIT_SECONDS = 10.0

@@ -11,28 +11,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from expertmesh.checkpoints import Progress, Saver, load_best_model
-from expertmesh.moe import ExpertMeshError, moe_layers, moe_shape
-from expertmesh.sharding import Ranks, Watchdog, check_replicas
-from expertmesh.sharding.life.torchrun import node_name
-from expertmesh.training.change.compiling import Compilation, compilation
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch, DataOrder, Padding, PinnedBatch, Rows, collate, made_ahead
-from expertmesh.training.engine import Engine, topology_of
-from expertmesh.training.evaluate import Best, evaluate
-from expertmesh.training.foresight.rank_memory import free_on_host
-from expertmesh.training.generate import generate
-from expertmesh.training.inputs import Inputs, Prompts
-from expertmesh.training.optim.schedule import Schedule, step_scheduler
-from expertmesh.training.preemption import StopRequest
-from expertmesh.training.resume import check_order
-from expertmesh.training.step import NO_TARGETS
-from expertmesh.training.watch.alarms import Alarms
-from expertmesh.training.watch.collector import SteadyCollector
-from expertmesh.training.watch.log import RunLog
-from expertmesh.training.watch.meter import Meter
-from expertmesh.training.watch.nonfinite import NonFiniteGuard
-from expertmesh.training.watch.profiling import StepProfiler
+from ..checkpoints.state.resuming import load_best_model
+from ..checkpoints.state.saving import Progress, Saver
+from ..moe.base.errors import ExpertMeshError
+from ..moe.model.build import moe_layers, moe_shape
+from ..sharding.life.process import Ranks
+from ..sharding.life.torchrun import node_name
+from ..sharding.life.watchdog import Watchdog
+from ..sharding.replicas import check_replicas
+from .change.compiling import Compilation, compilation
+from .config.train_config import TrainConfig
+from .data.batch import Batch, Padding, PinnedBatch, collate
+from .data.data_order import DataOrder
+from .data.packing import Rows
+from .data.prefetch import made_ahead
+from .engine import Engine, topology_of
+from .evaluate import Best, evaluate
+from .foresight.rank_memory import free_on_host
+from .generate import generate
+from .inputs import Inputs, Prompts
+from .optim.schedule import Schedule, step_scheduler
+from .preemption import StopRequest
+from .resume import check_order
+from .step import NO_TARGETS
+from .watch.alarms import Alarms
+from .watch.collector import SteadyCollector
+from .watch.log import RunLog
+from .watch.meter import Meter
+from .watch.nonfinite import NonFiniteGuard
+from .watch.profiling import StepProfiler
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe import Forward, RouterStats, Targets, load_balancing_loss, router_z_loss, seen_pairs, take_stats
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding import stage_group
-from expertmesh.training.attention.packed_attention import attention_arguments, told_whether_packed
-from expertmesh.training.data import Batch
-from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.loss.head import loss_head
-from expertmesh.training.watch.routing_figures import Routing, routing_of
+from ..moe.base.declared import StepPart
+from ..moe.experts.router_losses import load_balancing_loss, router_z_loss
+from ..moe.experts.router_stats import RouterStats
+from ..moe.forward import Forward, Targets
+from ..moe.model.build import take_stats
+from ..moe.model.counts import seen_pairs
+from ..sharding.pipeline.pipeline import stage_group
+from .attention.packed_attention import attention_arguments, told_whether_packed
+from .data.batch import Batch
+from .loss.balance import LossWeights
+from .loss.head import loss_head
+from .watch.routing_figures import Routing, routing_of
 
 STEP_PART: StepPart = "the step"
 

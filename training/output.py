@@ -12,19 +12,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from expertmesh.checkpoints import finish_replacement, is_checkpoint_entry, write_errors
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import flag_of
-from expertmesh.moe.base.whole import PARTIAL
-from expertmesh.sharding import STUCK, Ranks, node_name, nodes_of, raise_together
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data.data_files import places_read
-from expertmesh.training.finished import ANNOUNCED, EXPORTS, exports_of, forget_finished, read_finished, way_to_merge
-from expertmesh.training.finished import FILE as FINISHED
-from expertmesh.training.lock import DirectoryLock
-from expertmesh.training.report import PROFILES
-from expertmesh.training.watch.environment import FILE as ENVIRONMENT
-from expertmesh.training.watch.trackers import TRACKERS
+from ..checkpoints.state.marker import is_checkpoint_entry
+from ..checkpoints.storage.directories import finish_replacement, write_errors
+from ..moe.base.errors import ExpertMeshError
+from ..moe.base.parser import flag_of
+from ..moe.base.whole import PARTIAL
+from ..sharding.life.process import Ranks, raise_together
+from ..sharding.life.torchrun import node_name, nodes_of
+from ..sharding.life.watchdog import STUCK
+from .config.train_config import TrainConfig
+from .data.data_files import places_read
+from .finished import ANNOUNCED, EXPORTS, exports_of, forget_finished, read_finished, way_to_merge
+from .finished import FILE as FINISHED
+from .lock import DirectoryLock
+from .report.profiles import PROFILES
+from .watch.environment import FILE as ENVIRONMENT
+from .watch.trackers import TRACKERS
 
 CHECKPOINTS = "checkpoints"
 _DIRECTORIES = ("hf", "adapter", PROFILES, TRACKERS)

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.torch_private import DeviceType, _distributed_c10d, enable_symm_mem_for_group
-from expertmesh.sharding import TPGroup
+from ..moe.base.declared import StepPart
+from ..moe.base.errors import ExpertMeshError
+from ..moe.torch_private import DeviceType, _distributed_c10d, enable_symm_mem_for_group
+from ..sharding.comms.tensor_parallel import TPGroup
 
 STEP_PART: StepPart = None
 

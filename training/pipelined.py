@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from expertmesh.moe import RouterStats, current_forward, decoder_layers, moe_layers, moe_shape
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding import parameters_of, pipeline_of
-from expertmesh.sharding.pipeline.cut import StageForward
-from expertmesh.sharding.pipeline.messages import Messages, Shapes
-from expertmesh.sharding.pipeline.pipeline import Pipeline
-from expertmesh.sharding.pipeline.schedule import (
+from ..moe.base.declared import StepPart
+from ..moe.experts.router_stats import RouterStats
+from ..moe.forward import current_forward
+from ..moe.model.build import decoder_layers, moe_layers, moe_shape
+from ..sharding.pipeline.cut import StageForward
+from ..sharding.pipeline.messages import Messages, Shapes
+from ..sharding.pipeline.pipeline import Pipeline, pipeline_of
+from ..sharding.pipeline.schedule import (
     Action,
     Event,
     Exchange,
@@ -33,16 +34,17 @@ from expertmesh.sharding.pipeline.schedule import (
     forward_schedule,
     make_schedule,
 )
-from expertmesh.sharding.pipeline.shared import adding_to_shared
-from expertmesh.sharding.pipeline.stages import Stages
-from expertmesh.sharding.pipeline.survey import Size
-from expertmesh.sharding.place.parallelize import forget_forwards
-from expertmesh.sharding.place.weight_gradients import weight_gradients
-from expertmesh.training.data import Batch, SplitSequences
-from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.loss.head import loss_head
-from expertmesh.training.micro_batch import StepCounts, forward_of, run_model, weigh_losses
-from expertmesh.training.watch.routing_figures import Routing, routing_of
+from ..sharding.pipeline.shared import adding_to_shared
+from ..sharding.pipeline.stages import Stages
+from ..sharding.pipeline.survey import Size
+from ..sharding.place.parallelize import forget_forwards
+from ..sharding.place.weight_gradients import weight_gradients
+from ..sharding.state import parameters_of
+from .data.batch import Batch, SplitSequences
+from .loss.balance import LossWeights
+from .loss.head import loss_head
+from .micro_batch import StepCounts, forward_of, run_model, weigh_losses
+from .watch.routing_figures import Routing, routing_of
 
 STEP_PART: StepPart = "pipeline"
 
@@ -160,7 +162,7 @@ def size_of(tokens_BS: Tensor, split: SplitSequences | None) -> Size:
 class _RouterSums:
     """What the routers' losses are made of, of the MoE layers up to a stage's end.
 
-    prob_sum_lE, z_sum_l: fp32, differentiable. counts_lE: int64. See `moe.RouterStats`.
+    prob_sum_lE, z_sum_l: fp32, differentiable. counts_lE: int64. See `RouterStats`.
     """
 
     prob_sum_lE: Tensor

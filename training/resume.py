@@ -8,14 +8,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from expertmesh.checkpoints import explain_model, find_checkpoint, recorded_facts, recorded_settings
-from expertmesh.checkpoints.hf.source import well_formed
-from expertmesh.moe import ExpertMeshError, read_rope_scaling
-from expertmesh.moe.base.parser import flag_of
-from expertmesh.sharding import Ranks, differences, raise_together
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import explain_samples
-from expertmesh.training.watch.alike import Facts
+from ..checkpoints.hf.fingerprint import explain_model
+from ..checkpoints.hf.source import well_formed
+from ..checkpoints.state.marker import recorded_facts, recorded_settings
+from ..checkpoints.state.resuming import find_checkpoint
+from ..moe.base.errors import ExpertMeshError
+from ..moe.base.parser import flag_of
+from ..moe.model.rope import read_rope_scaling
+from ..sharding.life.agreement import differences
+from ..sharding.life.process import Ranks, raise_together
+from .config.train_config import TrainConfig
+from .data.digest import explain_samples
+from .watch.alike import Facts
 
 Tell = Callable[[str], object]
 """Takes a line for the user, with "warning: " before it where it is one."""

@@ -10,16 +10,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertmesh.checkpoints.hf.source import check_model
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import flag_of
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data.data_files import places_read
+from ..checkpoints.hf.source import check_model
+from ..moe.base.errors import ExpertMeshError
+from ..moe.base.parser import flag_of
+from .config.train_config import TrainConfig
+from .data.data_files import places_read
 
 if TYPE_CHECKING:
-    from expertmesh.sharding import Ranks
-    from expertmesh.training.change.cpu_matmuls import MatmulLibraries
-    from expertmesh.training.engine import Engine
+    from ..sharding.life.process import Ranks
+    from .change.cpu_matmuls import MatmulLibraries
+    from .engine import Engine
 
 
 def prepare_process(config: TrainConfig) -> None:
@@ -29,9 +29,9 @@ def prepare_process(config: TrainConfig) -> None:
         ExpertMeshError: there is no such model, or a setting does not work here.
     """
     check_model(config.model)
-    from expertmesh.sharding import device_type
-    from expertmesh.training.change.determinism import compute_deterministically
-    from expertmesh.training.change.tf32 import compute_in_tf32
+    from ..sharding.life.process import device_type
+    from .change.determinism import compute_deterministically
+    from .change.tf32 import compute_in_tf32
 
     if config.tf32:
         compute_in_tf32(device_type(config.use_cpu))
@@ -76,10 +76,11 @@ def start_engine(
     Raises:
         ExpertMeshError: on all ranks, when the model cannot be read, or trained with these settings.
     """
-    from expertmesh.checkpoints import open_source, resolve_model, side_files
-    from expertmesh.sharding import raise_together
-    from expertmesh.training.change.cpu_matmuls import choose_matmul_libraries
-    from expertmesh.training.engine import Engine
+    from ..checkpoints.hf.source import open_source, resolve_model
+    from ..checkpoints.storage.directories import side_files
+    from ..sharding.life.process import raise_together
+    from .change.cpu_matmuls import choose_matmul_libraries
+    from .engine import Engine
 
     with raise_together(patient=ranks):
         source = open_source(resolve_model(config.model), config.rope)

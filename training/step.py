@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe import outdate_working_weights
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding import Mesh, clip_grad_norm, pipeline_of
-from expertmesh.training.data import Batch
-from expertmesh.training.loss.balance import BiasUpdate, LossWeights
-from expertmesh.training.micro_batch import StepCounts, count_step, losses_of
-from expertmesh.training.pipelined import pipelined_gradients
-from expertmesh.training.watch.routing_figures import Routing
+from ..moe.base.declared import StepPart
+from ..moe.model.build import outdate_working_weights
+from ..sharding.clipping import clip_grad_norm
+from ..sharding.mesh import Mesh
+from ..sharding.pipeline.pipeline import pipeline_of
+from .data.batch import Batch
+from .loss.balance import BiasUpdate, LossWeights
+from .micro_batch import StepCounts, count_step, losses_of
+from .pipelined import pipelined_gradients
+from .watch.routing_figures import Routing
 
 STEP_PART: StepPart = "the step"
 
@@ -40,7 +42,7 @@ class StepResult:
         targets: tokens that were to be predicted.
         is_finite: whether losses and gradient norm are; if not, there was no update.
         pairs, routing: for `Engine.update` and the log, and no part of the public interface: pairs of tokens that
-            attend to one another, for each entry of the model's `attention` (see `moe.seen_pairs`), and this rank's
+            attend to one another, for each entry of the model's `attention` (see `seen_pairs`), and this rank's
             part of the routing.
 
     Example:

@@ -24,27 +24,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from expertmesh.moe import ExpertMeshError, Forward, current_forward, decoder_layers
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import Linear
-from expertmesh.moe.experts.lora import A, B
-from expertmesh.moe.experts.quantised import SCALES
-from expertmesh.moe.kernels.fp8_casts import MULTIPLE
-from expertmesh.moe.kernels.fp8_linear import Division, FP8Layer
-from expertmesh.moe.model.build import fp32_parameters
-from expertmesh.moe.model.families import families_with_plan
-from expertmesh.moe.model.family_exceptions import UNDIVIDED
-from expertmesh.moe.model.rowwise import RowwiseLinear
-from expertmesh.moe.model.tensor_plan import Region, regions_of
-from expertmesh.moe.model.trial import counts_tokens
-from expertmesh.sharding import TPGroup
-from expertmesh.sharding.place.vocabulary import divided_vocabulary
-from expertmesh.sharding.topology import divisors, either
-from expertmesh.training.attention.complete_sequences import mixers_of, rearranges
-from expertmesh.training.attention.packed_attention import tells_window
-from expertmesh.training.data import SplitSequences
-from expertmesh.training.kept_positions import KeptPositions, is_kept_otherwise
-from expertmesh.training.overlapped_regions import Operators, gather_multiply, multiply_scatter
+from ..moe.base.declared import StepPart
+from ..moe.base.errors import ExpertMeshError
+from ..moe.cpu.matmul import Linear
+from ..moe.experts.lora import A, B
+from ..moe.experts.quantised import SCALES
+from ..moe.forward import Forward, current_forward
+from ..moe.kernels.fp8_casts import MULTIPLE
+from ..moe.kernels.fp8_linear import Division, FP8Layer
+from ..moe.model.build import decoder_layers, fp32_parameters
+from ..moe.model.families import families_with_plan
+from ..moe.model.family_exceptions import UNDIVIDED
+from ..moe.model.rowwise import RowwiseLinear
+from ..moe.model.tensor_plan import Region, regions_of
+from ..moe.model.trial import counts_tokens
+from ..sharding.comms.tensor_parallel import TPGroup
+from ..sharding.place.vocabulary import divided_vocabulary
+from ..sharding.topology import divisors, either
+from .attention.complete_sequences import mixers_of, rearranges
+from .attention.packed_attention import tells_window
+from .data.batch import SplitSequences
+from .kept_positions import KeptPositions, is_kept_otherwise
+from .overlapped_regions import Operators, gather_multiply, multiply_scatter
 
 STEP_PART: StepPart = None
 
@@ -111,7 +112,7 @@ def apply_tensor_parallel(model: Any, tp_size: int) -> TensorParallel:
     """Have the modules that transformers' plan names run divided over the ranks of a group, in place.
 
     Args:
-        model: from `moe.build_model`, on the meta device, with its adapters.
+        model: from `build_model`, on the meta device, with its adapters.
         tp_size: ranks of the group.
 
     Returns:

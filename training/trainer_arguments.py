@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import transformers
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training.config.train_config import TrainConfig
+from ..moe.base.errors import ExpertMeshError
+from .config.train_config import TrainConfig
 
 HEEDED: dict[str, tuple[str, ...]] = {
     "Trainer's loop": (

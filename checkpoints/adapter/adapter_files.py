@@ -4,7 +4,7 @@
     tokenizer and chat template                    as beside a model, so that whoever has the adapter has them too
     generation_config.json                         where other tokens end answers than the base's generation: for merge
     rope_scaling.json                              where the base was trained with RoPE scaling, as PEFT has no
-                                                   place for it: what `moe.read_rope_scaling` reads
+                                                   place for it: what `read_rope_scaling` reads
 
 Shape suffixes: E experts, r rank.
 """
@@ -24,7 +24,26 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.adapter.peft_format import (
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.whole import whole
+from ...moe.experts.layer import DroplessExperts
+from ...moe.experts.lora import A, B, Lora
+from ...moe.model.rope import RopeScaling, read_rope_scaling
+from ...sharding.life.process import raise_together
+from ...sharding.state import adapters_of
+from ...sharding.topology import Topology
+from ..hf.class_names import ClassNames, class_names
+from ..hf.export import WRITER, Output, brought, replacing
+from ..hf.mapping import DiskTensor, Region
+from ..hf.names import Names
+from ..hf.source import Checkpoint, read_header, read_json
+from ..shards import ShardedParameter, sharded_parameters
+from ..storage.directories import write_errors, write_generation_config, write_tokenizer
+from ..storage.dtypes import DTYPE_NAMES
+from ..storage.file_layout import OutputFile, OutputTensor
+from ..storage.tensors import DTYPE_CODES
+from ..verify import Comparison
+from .peft_format import (
     PREFIX,
     REMAPPED,
     SCALE_SETTINGS,
@@ -41,21 +60,6 @@ from expertmesh.checkpoints.adapter.peft_format import (
     unpack_experts,
     unread_settings,
 )
-from expertmesh.checkpoints.hf.class_names import ClassNames, class_names
-from expertmesh.checkpoints.hf.export import WRITER, Output, brought, replacing
-from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
-from expertmesh.checkpoints.hf.names import Names
-from expertmesh.checkpoints.hf.source import Checkpoint, read_header, read_json
-from expertmesh.checkpoints.shards import ShardedParameter, sharded_parameters
-from expertmesh.checkpoints.storage.directories import write_errors, write_generation_config, write_tokenizer
-from expertmesh.checkpoints.storage.dtypes import DTYPE_NAMES
-from expertmesh.checkpoints.storage.file_layout import OutputFile, OutputTensor
-from expertmesh.checkpoints.storage.tensors import DTYPE_CODES
-from expertmesh.checkpoints.verify import Comparison
-from expertmesh.moe import DroplessExperts, ExpertMeshError, Lora, RopeScaling, read_rope_scaling
-from expertmesh.moe.base.whole import whole
-from expertmesh.moe.experts.lora import A, B
-from expertmesh.sharding import Topology, adapters_of, raise_together
 
 CONFIG, WEIGHTS, ROPE = "adapter_config.json", "adapter_model.safetensors", "rope_scaling.json"
 Form = Literal["auto", "per-expert", "packed"]

@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoints.adapter.adapter_files import CONFIG, WEIGHTS, Adapter, read_rope
-from expertmesh.checkpoints.adapter.peft_format import LoraPair
-from expertmesh.checkpoints.ep_shards.convert import HowToWrite, write_hf
-from expertmesh.checkpoints.ep_shards.manifest import check_all_bytes
-from expertmesh.checkpoints.hf.class_names import ClassNames, class_names
-from expertmesh.checkpoints.hf.reader import ParameterReader, Piece
-from expertmesh.checkpoints.hf.source import GENERATION_CONFIG, Checkpoint, read_ends
-from expertmesh.checkpoints.opening import open_readable
-from expertmesh.checkpoints.storage.file_layout import OutputTensor
-from expertmesh.checkpoints.storage.tensors import as_array, as_tensor
+from ..ep_shards.convert import HowToWrite, write_hf
+from ..ep_shards.manifest import check_all_bytes
+from ..hf.class_names import ClassNames, class_names
+from ..hf.reader import ParameterReader, Piece
+from ..hf.source import GENERATION_CONFIG, Checkpoint, read_ends
+from ..opening import open_readable
+from ..storage.file_layout import OutputTensor
+from ..storage.tensors import as_array, as_tensor
+from .adapter_files import CONFIG, WEIGHTS, Adapter, read_rope
+from .peft_format import LoraPair
 
 _ROWS_AT_ONCE = 256
 

@@ -23,7 +23,7 @@ import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
-from expertmesh.moe.experts.expert_mlp import ExpertLayout
+from ...moe.experts.expert_mlp import ExpertLayout
 
 PEFT_VERSION = "0.21.2"
 """Whose form is written."""
@@ -138,7 +138,7 @@ def reads_by_expert(model: Any, experts: str, layout: ExpertLayout) -> bool:
     """Whether PEFT makes packed pairs of a file's pairs by expert, as it loads them into transformers' model of this
     kind. Where it does not, it drops them without an error.
 
-    model: transformers' own, or one of `moe.build_model`. experts: path of an experts module in it.
+    model: transformers' own, or one of `build_model`. experts: path of an experts module in it.
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
     from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key

@@ -7,26 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from expertmesh.checkpoints.ep_shards.manifest import (
-    MANIFEST,
-    FileSum,
-    carried_files,
-    check_all_bytes,
-    make_manifest,
-    shard_files,
-)
-from expertmesh.checkpoints.ep_shards.relayout import DONE, FileRecord, forget_progress, traces, write_files
-from expertmesh.checkpoints.hf.reader import kept_encodings, tied_copies_that_differ
-from expertmesh.checkpoints.hf.source import Checkpoint
-from expertmesh.checkpoints.opening import (
-    Readable,
-    is_training,
-    open_origin,
-    open_readable,
-    parameter_dtypes,
-)
-from expertmesh.checkpoints.storage.checksums import file_checksum
-from expertmesh.checkpoints.storage.directories import (
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.whole import whole
+from ...sharding.topology import divisors, either
+from ..hf.reader import kept_encodings, tied_copies_that_differ
+from ..hf.source import Checkpoint
+from ..opening import Readable, is_training, open_origin, open_readable, parameter_dtypes
+from ..storage.checksums import file_checksum
+from ..storage.directories import (
     can_be_replaced,
     check_apart,
     continued_beside,
@@ -38,17 +26,9 @@ from expertmesh.checkpoints.storage.directories import (
     side_files,
     write_errors,
 )
-from expertmesh.checkpoints.storage.file_layout import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    OutputFile,
-    OutputTensor,
-    hf_index,
-    plan_hf_files,
-)
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.whole import whole
-from expertmesh.sharding.topology import divisors, either
+from ..storage.file_layout import INDEX_NAME, SINGLE_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
+from .manifest import MANIFEST, FileSum, carried_files, check_all_bytes, make_manifest, shard_files
+from .relayout import DONE, FileRecord, forget_progress, traces, write_files
 
 
 @dataclass(frozen=True)
@@ -177,7 +157,7 @@ def encoded_as_source(checkpoint: Checkpoint, origin: Checkpoint, tell: Callable
 
 
 def _tell_errors(records: Sequence[FileRecord], tell: Callable[[str], None]) -> None:
-    from expertmesh.checkpoints.hf.requantized import Errors, error_lines
+    from ..hf.requantized import Errors, error_lines
 
     total: dict[str, Errors] = {}
     for record in records:

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import xxhash
 
-from expertmesh.checkpoints.hf.carried import Carried
-from expertmesh.checkpoints.hf.encodings import (
+from ...moe.base.errors import ExpertMeshError
+from ...sharding.topology import rows_of
+from ..hf.carried import Carried
+from ..hf.encodings import (
     SCALE_DTYPES,
     WIDE,
     Codes,
@@ -32,24 +34,15 @@ from expertmesh.checkpoints.hf.encodings import (
     is_stored,
     stored_forms,
 )
-from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
-from expertmesh.checkpoints.hf.source import (
-    Checkpoint,
-    ModelSource,
-    check_fields,
-    read_header,
-    read_json,
-    well_formed,
-)
-from expertmesh.checkpoints.storage.checksums import check_seal, file_checksum, seal
-from expertmesh.checkpoints.storage.dtypes import DTYPE_NAMES
-from expertmesh.checkpoints.storage.file_layout import OutputFile, OutputTensor, plan_files
-from expertmesh.checkpoints.storage.paths import named_file
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding.topology import rows_of
+from ..hf.mapping import DiskTensor, Region
+from ..hf.source import Checkpoint, ModelSource, check_fields, read_header, read_json, well_formed
+from ..storage.checksums import check_seal, file_checksum, seal
+from ..storage.dtypes import DTYPE_NAMES
+from ..storage.file_layout import OutputFile, OutputTensor, plan_files
+from ..storage.paths import named_file
 
 if TYPE_CHECKING:
-    from expertmesh.checkpoints.hf.names import Names
+    from ..hf.names import Names
 
 MANIFEST = "manifest.json"
 FORMAT = "expertmesh-ep-shards"

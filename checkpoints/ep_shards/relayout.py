@@ -16,16 +16,16 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from expertmesh.checkpoints.hf.encodings import WIDE, Encoding, pack, scale_values, widen
-from expertmesh.checkpoints.hf.mapping import Region
-from expertmesh.checkpoints.hf.reader import ParameterReader, SafetensorsReader, gather
-from expertmesh.checkpoints.storage.checksums import GRANULE, add_sums, row_sum
-from expertmesh.checkpoints.storage.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
-from expertmesh.checkpoints.storage.file_layout import OutputFile, OutputTensor
-from expertmesh.moe.base.whole import PARTIAL, whole
+from ...moe.base.whole import PARTIAL, whole
+from ..hf.encodings import WIDE, Encoding, pack, scale_values, widen
+from ..hf.mapping import Region
+from ..hf.reader import ParameterReader, SafetensorsReader, gather
+from ..storage.checksums import GRANULE, add_sums, row_sum
+from ..storage.dtypes import ARRAY_TYPES, Array, as_bytes, cast, contiguous
+from ..storage.file_layout import OutputFile, OutputTensor
 
 if TYPE_CHECKING:
-    from expertmesh.checkpoints.hf.requantized import Requantized
+    from ..hf.requantized import Requantized
 
 DONE = ".done"
 """What the name of a note ends with: the file of that name is written, and this is known of it."""
@@ -154,7 +154,7 @@ def _write_file(
 def _errors(file: OutputFile) -> dict[str, dict[str, float]]:
     if all(output.made_by is None for output in file.tensors):
         return {}
-    from expertmesh.checkpoints.hf.requantized import errors_of  # needs torch
+    from ..hf.requantized import errors_of  # needs torch
 
     return {kind: asdict(found) for kind, found in errors_of(file.tensors).items()}
 
@@ -184,7 +184,7 @@ def _blocks(output: OutputTensor, reader: ParameterReader) -> Iterator[tuple[Arr
 
 
 def _codes(made: "Requantized", reader: ParameterReader) -> Iterator[Array]:
-    from expertmesh.checkpoints.hf.requantized import codes_of
+    from ..hf.requantized import codes_of
 
     def values(region: Region, rows: range) -> Array:
         found = gather(reader, region.parameter, rows)

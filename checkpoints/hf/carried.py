@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from expertmesh.checkpoints.hf.encodings import TensorInfo
-from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
-from expertmesh.checkpoints.storage.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, contiguous
-from expertmesh.checkpoints.storage.file_layout import OutputTensor
-from expertmesh.checkpoints.storage.paths import check_regular, fill_from
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
+from ..storage.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, contiguous
+from ..storage.file_layout import OutputTensor
+from ..storage.paths import check_regular, fill_from
+from .encodings import TensorInfo
+from .mapping import DiskTensor, Region
 
 _PIECE_BYTES = 16 * 2**20
 _SAMPLE_BYTES = 4096
@@ -74,8 +74,8 @@ class Carried:
             yield data.view(ARRAY_TYPES[self.info.dtype])
 
     def _dequantized(self) -> Iterator[Array]:
-        from expertmesh.checkpoints.hf.reader import SafetensorsReader
-        from expertmesh.checkpoints.hf.source import Checkpoint, ModelSource
+        from .reader import SafetensorsReader
+        from .source import Checkpoint, ModelSource
 
         *stack, rows, columns = self.info.shape
         tensor = DiskTensor(self.name, (prod(stack), rows, columns) if stack else (rows, columns), ())

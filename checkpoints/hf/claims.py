@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.checkpoints.hf.carried import by_module
+from .carried import by_module
 
 if TYPE_CHECKING:
-    from expertmesh.checkpoints.hf.names import Names
-    from expertmesh.checkpoints.hf.source import Checkpoint
+    from .names import Names
+    from .source import Checkpoint
 
 _PREDICTORS = re.compile(r"(\w+_)?(nextn|mtp)(_\w+)?_(layers|modules|heads)|use_mtp")
 """Settings that say how many layers for multi-token prediction there are, or whether."""
@@ -23,7 +23,7 @@ def without_untrained(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
     Args:
         config: transformers' object for it.
     """
-    from expertmesh.moe import model_class
+    from ...moe.model.build import model_class
 
     causal, text = model_class(config), config.get_text_config()
     if not issubclass(type(config), causal.config_class):
@@ -31,7 +31,7 @@ def without_untrained(raw: Mapping[str, Any], config: Any) -> dict[str, Any]:
         said = raw.get(part) if part is not None else None
         kept = {name: raw[name] for name in ("dtype", "torch_dtype", "transformers_version") if name in raw}
         own = dict(said) if isinstance(said, dict) else text.to_dict()
-        if "tie_word_embeddings" in raw:  # by which the whole goes, and the text part now does (see `moe.load_config`)
+        if "tie_word_embeddings" in raw:  # by which the whole goes, and the text part now does (see `load_config`)
             own["tie_word_embeddings"] = text.tie_word_embeddings
         raw = {"architectures": [causal.__name__], **kept, **own, "model_type": text.model_type}
         raw["architectures"] = [causal.__name__]
@@ -70,7 +70,7 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint, names: Names) -> tu
     Raises:
         ExpertMeshError: transformers cannot build the class that config.json names.
     """
-    from expertmesh.checkpoints.hf.class_names import whole_model  # needs torch, which to describe files does without
+    from .class_names import whole_model  # needs torch, which to describe files does without
 
     lacking = without_tensors = None
     others = {tensor.name for tensor in checkpoint.carried}
@@ -91,7 +91,7 @@ def unfilled(raw: Mapping[str, Any], checkpoint: Checkpoint, names: Names) -> tu
 
 def _targets(model: Any, found: Iterable[str], num_experts: int) -> dict[str, list[str]]:
     """The names of tensors on disk by the tensor of a model of transformers that they make up."""
-    from expertmesh.checkpoints.hf.names import put_together
+    from .names import put_together
 
     known = dict.fromkeys(model.state_dict(), True)
     targets: dict[str, list[str]] = {}

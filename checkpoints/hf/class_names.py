@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.moe import ExpertMeshError, model_class
+from ...moe.base.errors import ExpertMeshError
+from ...moe.model.build import model_class
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def class_names(model: Any, config: Any) -> ClassNames:
     """Build the class that a config names, if our model is not all of it, and find our model in it.
 
     Args:
-        model: from `moe.build_model`, sharded or not.
+        model: from `build_model`, sharded or not.
         config: that it was built from.
 
     Raises:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoints.hf.encodings import E2M1, Encoding
-from expertmesh.checkpoints.storage.dtypes import Array
-from expertmesh.checkpoints.storage.tensors import torch_dtype
+from ..storage.dtypes import Array
+from ..storage.tensors import torch_dtype
+from .encodings import E2M1, Encoding
 
 LARGEST_FP8 = 448.0
 LARGEST_FP4 = 6.0

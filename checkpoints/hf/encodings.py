@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from expertmesh.checkpoints.storage.dtypes import CODE_NAMES, Array
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
+from ..storage.dtypes import CODE_NAMES, Array
 
 Codes = Literal["F8_E4M3", "F8_E5M2", "E2M1"]
 WIDE = "BF16"
@@ -356,7 +356,7 @@ def scale_values(stored: Array, dtype: str) -> Any:
     """Scales as an fp32 tensor, from bytes (rows, columns · bytes a scale) as they are stored."""
     import torch
 
-    from expertmesh.checkpoints.storage.tensors import torch_dtype
+    from ..storage.tensors import torch_dtype
 
     scales = torch.from_numpy(np.ascontiguousarray(stored))
     if dtype in ("U8", "F8_E8M0"):
@@ -375,7 +375,7 @@ def widen(codes: Array, scales: Any, encoding: Encoding, first: tuple[int, int])
     """
     import torch
 
-    from expertmesh.checkpoints.storage.tensors import as_array
+    from ..storage.tensors import as_array
 
     (block_rows, block_columns), (rows, columns) = encoding.block, codes.shape
     tensor = torch.from_numpy(np.ascontiguousarray(codes))

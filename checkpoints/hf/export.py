@@ -16,23 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.hf.encodings import WIDE
-from expertmesh.checkpoints.hf.mapping import Region, overlap
-from expertmesh.checkpoints.hf.requantized import Requantized, error_lines, errors_of
-from expertmesh.checkpoints.hf.source import Checkpoint
-from expertmesh.checkpoints.shards import ShardedParameter, sharded_parameters
-from expertmesh.checkpoints.storage.directories import (
-    copy_side_files,
-    replace_directory,
-    sweep_beside,
-    temporary_beside,
-    write_errors,
-)
-from expertmesh.checkpoints.storage.dtypes import as_bytes
-from expertmesh.checkpoints.storage.file_layout import INDEX_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
-from expertmesh.checkpoints.storage.tensors import as_array, torch_dtype
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Ranks, Topology, raise_together
+from ...moe.base.errors import ExpertMeshError
+from ...sharding.life.process import Ranks, raise_together
+from ...sharding.topology import Topology
+from ..shards import ShardedParameter, sharded_parameters
+from ..storage.directories import copy_side_files, replace_directory, sweep_beside, temporary_beside, write_errors
+from ..storage.dtypes import as_bytes
+from ..storage.file_layout import INDEX_NAME, OutputFile, OutputTensor, hf_index, plan_hf_files
+from ..storage.tensors import as_array, torch_dtype
+from .encodings import WIDE
+from .mapping import Region, overlap
+from .requantized import Requantized, error_lines, errors_of
+from .source import Checkpoint
 
 # What rank 0 holds of a tensor whose rows lie on disk as they do in memory. A matrix that is transposed there, or whose
 # rows alternate with another's, must be put together in full.

@@ -13,10 +13,10 @@ from typing import Any
 
 import xxhash
 
-from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
-from expertmesh.checkpoints.hf.source import read_json, weight_files
-from expertmesh.checkpoints.opening import is_shards
-from expertmesh.checkpoints.storage.directories import CONFIG
+from ..ep_shards.manifest import MANIFEST
+from ..opening import is_shards
+from ..storage.directories import CONFIG
+from .source import read_json, weight_files
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _MOST_HEADER_BYTES = 100 * 2**20

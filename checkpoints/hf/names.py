@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
-from expertmesh.moe import DroplessExperts, decoder_layers, moe_layers, moe_shape
-from expertmesh.moe.experts.expert_mlp import ExpertParameter
-from expertmesh.moe.model.family_exceptions import SHARING_OUT
-from expertmesh.sharding import StateTensor, rows_of, saved_state, state_of
+from ...moe.experts.expert_mlp import ExpertParameter
+from ...moe.experts.layer import DroplessExperts
+from ...moe.model.build import decoder_layers, moe_layers, moe_shape
+from ...moe.model.family_exceptions import SHARING_OUT
+from ...sharding.state import StateTensor, saved_state, state_of
+from ...sharding.topology import rows_of
+from .mapping import DiskTensor, Region
 
 Shape = tuple[int, ...]
 Parameters = dict[str, Shape]
@@ -77,7 +79,7 @@ class Matched:
 
 
 class Names:
-    """The names of a model from `moe.build_model`, sharded or not.
+    """The names of a model from `build_model`, sharded or not.
 
     Attributes:
         parameters: everything that a checkpoint of it holds.

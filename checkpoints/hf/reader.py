@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from expertmesh.checkpoints.hf.encodings import WIDE, Encoding, TensorInfo, scale_values, strips, unpack, widen
-from expertmesh.checkpoints.hf.mapping import DiskTensor, Region, overlap
-from expertmesh.checkpoints.hf.source import Checkpoint
-from expertmesh.checkpoints.storage.checksums import to_granule_end
-from expertmesh.checkpoints.storage.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, same_values, wider
-from expertmesh.checkpoints.storage.paths import fill_from
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
+from ..storage.checksums import to_granule_end
+from ..storage.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, as_bytes, cast, same_values, wider
+from ..storage.paths import fill_from
+from .encodings import WIDE, Encoding, TensorInfo, scale_values, strips, unpack, widen
+from .mapping import DiskTensor, Region, overlap
+from .source import Checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from expertmesh.checkpoints.hf.names import Names
+    from .names import Names
 
 
 _ROWS_AT_ONCE = 1024

@@ -16,15 +16,15 @@ from math import sqrt
 import numpy as np
 import torch
 
-from expertmesh.checkpoints.hf.encoders import by_blocks, encode, has_encoder, spread
-from expertmesh.checkpoints.hf.encodings import WIDE, Encoding, StoredForm, pack, scale_values, widen
-from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
-from expertmesh.checkpoints.hf.reader import SafetensorsReader
-from expertmesh.checkpoints.hf.source import Checkpoint
-from expertmesh.checkpoints.storage.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, contiguous
-from expertmesh.checkpoints.storage.file_layout import OutputTensor
-from expertmesh.checkpoints.storage.tensors import as_tensor
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
+from ..storage.dtypes import ARRAY_TYPES, DTYPE_BYTES, Array, contiguous
+from ..storage.file_layout import OutputTensor
+from ..storage.tensors import as_tensor
+from .encoders import by_blocks, encode, has_encoder, spread
+from .encodings import WIDE, Encoding, StoredForm, pack, scale_values, widen
+from .mapping import DiskTensor, Region
+from .reader import SafetensorsReader
+from .source import Checkpoint
 
 _STRIP_ELEMENTS = 2**20
 

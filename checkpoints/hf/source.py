@@ -17,8 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from expertmesh.checkpoints.hf.carried import Carried, find_carried, summary
-from expertmesh.checkpoints.hf.encodings import (
+from ...moe.base.errors import ExpertMeshError
+from ...moe.model.config import check_config
+from ...moe.model.rope import RopeScaling
+from ..storage.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS
+from ..storage.file_layout import INDEX_NAME, SINGLE_NAME, OutputTensor
+from ..storage.paths import check_regular, named_file
+from .carried import Carried, find_carried, summary
+from .encodings import (
     StoredForm,
     TensorInfo,
     check_quantization,
@@ -27,15 +33,11 @@ from expertmesh.checkpoints.hf.encodings import (
     quantization_of,
     stored_forms,
 )
-from expertmesh.checkpoints.hf.mapping import DiskTensor
-from expertmesh.checkpoints.storage.dtypes import DTYPE_BYTES, DTYPE_NAMES, FLOATS
-from expertmesh.checkpoints.storage.file_layout import INDEX_NAME, SINGLE_NAME, OutputTensor
-from expertmesh.checkpoints.storage.paths import check_regular, named_file
-from expertmesh.moe import ExpertMeshError, RopeScaling, check_config
+from .mapping import DiskTensor
 
 if TYPE_CHECKING:
-    from expertmesh.checkpoints.hf.names import Names
-    from expertmesh.moe.model.rope import RopeChange
+    from ...moe.model.rope import RopeChange
+    from .names import Names
 
 GENERATION_CONFIG = "generation_config.json"
 # parsed it takes some twenty times as much memory; the largest index and manifest of today have a few MB
@@ -93,7 +95,7 @@ class ModelSource:
             ExpertMeshError: transformers cannot read config.json, or has no causal language model for it; or it says
                 that tensors are stored in a way that cannot be read; or the RoPE scaling asked for is not possible.
         """
-        from expertmesh.moe.model.rope import changed_config
+        from ...moe.model.rope import changed_config
 
         if self.rope is None:
             return self._config_on_disk
@@ -102,13 +104,14 @@ class ModelSource:
     @cached_property
     def rope(self) -> RopeChange | None:
         """What RoPE scaling changes in config.json."""
-        from expertmesh.moe.model.rope import rope_change
+        from ...moe.model.rope import rope_change
 
         return None if self.rope_scaling is None else rope_change(self._config_on_disk, self.rope_scaling)
 
     @cached_property
     def _config_on_disk(self) -> Any:
-        from expertmesh.moe import load_config, model_class
+        from ...moe.model.build import model_class
+        from ...moe.model.config import load_config
 
         file = self.path / "config.json"
         check_quantization(self.quantization, file)
@@ -125,12 +128,13 @@ class ModelSource:
         return self.config.get_text_config()
 
     def build(self, attn_implementation: str = "auto") -> Any:
-        """The model that it describes, on the meta device (see `moe.build_model`).
+        """The model that it describes, on the meta device (see `build_model`).
 
         Raises:
             ExpertMeshError: it cannot be built; the message names config.json.
         """
-        from expertmesh.moe import build_model, check_rope
+        from ...moe.model.build import build_model
+        from ...moe.model.rope import check_rope
 
         try:
             model = build_model(self.config, attn_implementation)
@@ -144,7 +148,7 @@ class ModelSource:
     @cached_property
     def names(self) -> Names:
         """Names of that model's tensors; for those who do not build it themselves."""
-        from expertmesh.checkpoints.hf.names import Names
+        from .names import Names
 
         return Names(self.build())
 
@@ -192,7 +196,7 @@ class Checkpoint:
         Raises:
             ExpertMeshError: it cannot be made.
         """
-        from expertmesh.checkpoints.hf.requantized import check_encodable  # needs torch
+        from .requantized import check_encodable  # needs torch
 
         check_encodable(origin)
         return replace(self, origin=origin)
@@ -222,7 +226,7 @@ class Checkpoint:
         Raises:
             ExpertMeshError: a config.json without it would describe no model.
         """
-        from expertmesh.moe import model_class
+        from ...moe.model.build import model_class
 
         config = self.source.config
         if isinstance(config, model_class(config).config_class) and config.get_text_config() is not config:
@@ -252,7 +256,7 @@ class Checkpoint:
     def in_hf_form(self) -> list[OutputTensor]:
         """All that a Hugging Face directory of this model holds; what is carried comes last."""
         if self.origin is not None:
-            from expertmesh.checkpoints.hf.requantized import outputs_as_in  # needs torch
+            from .requantized import outputs_as_in  # needs torch
 
             carried = [output for tensor in self.carried for output in tensor.as_stored()]
             carried += [tensor.in_hf_form() for tensor in self.origin.activation_scales]
@@ -292,7 +296,7 @@ def _download(model: str) -> Path:
     repositories hold them a second time in another form."""
     from huggingface_hub import snapshot_download
 
-    from expertmesh.checkpoints.storage.directories import SIDE_FILES
+    from ..storage.directories import SIDE_FILES
 
     path = Path(snapshot_download(model, allow_patterns=list(SIDE_FILES)))
     files = {SINGLE_NAME, *(_weight_map(path) or {}).values()}

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from expertmesh.checkpoints.hf.source import check_fields, read_json
-from expertmesh.checkpoints.storage.checksums import check_seal, file_checksum
-from expertmesh.checkpoints.storage.paths import named_file
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.whole import PARTIAL
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.whole import PARTIAL
+from ..hf.source import check_fields, read_json
+from ..storage.checksums import check_seal, file_checksum
+from ..storage.paths import named_file
 
 MARKER = "checkpoint.json"
 FORMAT = "expertmesh-training-checkpoint"

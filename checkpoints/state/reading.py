@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from expertmesh.checkpoints.ep_shards.manifest import exported_from
-from expertmesh.checkpoints.hf.encodings import TensorInfo
-from expertmesh.checkpoints.hf.mapping import DiskTensor, Region
-from expertmesh.checkpoints.hf.reader import Piece
-from expertmesh.checkpoints.hf.source import Checkpoint, open_source, well_formed
-from expertmesh.checkpoints.state.marker import MARKER, check_file, read_marker, recorded_transposed
-from expertmesh.checkpoints.state.state_table import StateReader, load_state
-from expertmesh.checkpoints.state.untrained import with_carried
-from expertmesh.checkpoints.storage.tensors import DTYPE_CODES, as_array, torch_dtype
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import rows_of
+from ...moe.base.errors import ExpertMeshError
+from ...sharding.topology import rows_of
+from ..ep_shards.manifest import exported_from
+from ..hf.encodings import TensorInfo
+from ..hf.mapping import DiskTensor, Region
+from ..hf.reader import Piece
+from ..hf.source import Checkpoint, open_source, well_formed
+from ..storage.tensors import DTYPE_CODES, as_array, torch_dtype
+from .marker import MARKER, check_file, read_marker, recorded_transposed
+from .state_table import StateReader, load_state
+from .untrained import with_carried
 
 
 class TrainingReader:

@@ -7,17 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.state.marker import (
-    check_file,
-    read_marker,
-    recorded_transposed,
-    whole_checkpoints,
-)
-from expertmesh.checkpoints.state.saving import BEST, Progress, checkpoint_name, sweep, training_state
-from expertmesh.checkpoints.state.state_table import StateReader, load_state
-from expertmesh.checkpoints.storage.directories import finish_replacement_of_missing, write_errors
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Ranks, changing_state, raise_together, zeros_by_rows
+from ...moe.base.errors import ExpertMeshError
+from ...sharding.life.process import Ranks, raise_together
+from ...sharding.place.parallelize import zeros_by_rows
+from ...sharding.state import changing_state
+from ..storage.directories import finish_replacement_of_missing, write_errors
+from .marker import check_file, read_marker, recorded_transposed, whole_checkpoints
+from .saving import BEST, Progress, checkpoint_name, sweep, training_state
+from .state_table import StateReader, load_state
 
 StateLayout = Literal["rows", "whole", "elsewhere"]
 """How a tensor of an optimizer's state lies on a rank: cut by rows as its parameter is; whole; or not at all."""

@@ -19,21 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from expertmesh.checkpoints.ep_shards.manifest import export_table
-from expertmesh.checkpoints.hf.source import Checkpoint
-from expertmesh.checkpoints.state.marker import FORMAT, MARKER, VERSION, step_of, whole_checkpoints
-from expertmesh.checkpoints.state.state_table import brief
-from expertmesh.checkpoints.state.untrained import record
-from expertmesh.checkpoints.storage.checksums import file_checksum, seal
-from expertmesh.checkpoints.storage.directories import (
-    copy_side_files,
-    finish_replacement,
-    replace_directory,
-    temporary_beside,
-)
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.whole import PARTIAL, place_link, whole
-from expertmesh.sharding import NO_LIMIT_SECONDS, SAVERS, changing_state, local_tensor, raise_together
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.whole import PARTIAL, place_link, whole
+from ...sharding.life.process import raise_together
+from ...sharding.life.watchdog import NO_LIMIT_SECONDS, SAVERS
+from ...sharding.state import changing_state, local_tensor
+from ..ep_shards.manifest import export_table
+from ..hf.source import Checkpoint
+from ..storage.checksums import file_checksum, seal
+from ..storage.directories import copy_side_files, finish_replacement, replace_directory, temporary_beside
+from .marker import FORMAT, MARKER, VERSION, step_of, whole_checkpoints
+from .state_table import brief
+from .untrained import record
 
 BEST = "best"
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from expertmesh.checkpoints.state.marker import METADATA
-from expertmesh.checkpoints.storage.paths import check_regular, named_file
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
+from ..storage.paths import check_regular, named_file
+from .marker import METADATA
 
 _TABLE = (
     "ChunkStorageMetadata",

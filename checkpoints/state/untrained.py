@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from expertmesh.checkpoints.hf.carried import Carried
-from expertmesh.checkpoints.hf.source import Checkpoint, check_fields, open_source
-from expertmesh.checkpoints.state.marker import MARKER, read_marker
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
+from ..hf.carried import Carried
+from ..hf.source import Checkpoint, check_fields, open_source
+from .marker import MARKER, read_marker
 
 
 def record(origin: Checkpoint) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _find(
 
 
 def _open_base(directory: Path, checkpoint: Checkpoint) -> Checkpoint:
-    from expertmesh.checkpoints.opening import open_checkpoint
+    from ..opening import open_checkpoint
 
     return open_checkpoint(open_source(directory), checkpoint.source.names, strict=False)
 

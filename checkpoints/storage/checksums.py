@@ -14,8 +14,8 @@ from typing import Any
 
 import xxhash
 
-from expertmesh.checkpoints.storage.dtypes import Array, as_bytes, contiguous
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
+from .dtypes import Array, as_bytes, contiguous
 
 GRANULE = 16
 _MODULUS = 2**64

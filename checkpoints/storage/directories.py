@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from expertmesh.checkpoints.hf.claims import without_untrained
-from expertmesh.checkpoints.hf.encodings import with_quantization, without_quantization
-from expertmesh.checkpoints.hf.source import GENERATION_CONFIG, ModelSource, read_json
-from expertmesh.checkpoints.storage.paths import check_regular, named_file
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.whole import PARTIAL
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.whole import PARTIAL
+from ..hf.claims import without_untrained
+from ..hf.encodings import with_quantization, without_quantization
+from ..hf.source import GENERATION_CONFIG, ModelSource, read_json
+from .paths import check_regular, named_file
 
 CONFIG = "config.json"
 # every name under which transformers' tokenizers save themselves or their chat template, or others theirs

@@ -37,11 +37,7 @@ def cast(array: Array, dtype: str, wanted: str) -> Array:
     """The same values, rounded as torch does; the array itself where nothing changes."""
     if dtype == wanted:
         return array
-    from expertmesh.checkpoints.storage.tensors import (  # the one conversion that needs torch
-        as_array,
-        as_tensor,
-        torch_dtype,
-    )
+    from .tensors import as_array, as_tensor, torch_dtype  # the one conversion that needs torch
 
     return as_array(as_tensor(array, dtype).to(torch_dtype(wanted)))
 

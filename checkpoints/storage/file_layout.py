@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from expertmesh.checkpoints.hf.encodings import Encoding
-from expertmesh.checkpoints.hf.mapping import DiskTensor
-from expertmesh.checkpoints.storage.dtypes import DTYPE_BYTES, Array
+from ..hf.encodings import Encoding
+from ..hf.mapping import DiskTensor
+from .dtypes import DTYPE_BYTES, Array
 
 if TYPE_CHECKING:
-    from expertmesh.checkpoints.hf.requantized import Requantized
+    from ..hf.requantized import Requantized
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
 
 
 def check_regular(file: Path) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoints.storage.dtypes import ARRAY_TYPES, DTYPE_NAMES, Array
+from .dtypes import ARRAY_TYPES, DTYPE_NAMES, Array
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in DTYPE_NAMES.items()}
 DTYPE_CODES = {dtype: code for code, dtype in _TORCH_DTYPES.items()}

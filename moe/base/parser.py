@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from .errors import ExpertMeshError
 
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 _FLAG = re.compile(r"--\w[\w-]*")

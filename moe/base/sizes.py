@@ -2,7 +2,7 @@
 
 import re
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from .errors import ExpertMeshError
 
 
 def parse_size(flag: str, text: str) -> int:

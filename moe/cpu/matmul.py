@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.padding import padded_rows
-from expertmesh.moe.kernels.gpu import computes_on_cpu
+from ..base.declared import StepPart
+from ..kernels.gpu import computes_on_cpu
+from .padding import padded_rows
 
 STEP_PART: StepPart = None
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.dispatch.exchange import Exchange
-from expertmesh.moe.dispatch.permute import ExpertOrder, first_rows
-from expertmesh.moe.experts.replay import is_replaying, kept, placeholder
+from ..base.declared import StepPart
+from ..experts.replay import is_replaying, kept, placeholder
+from .exchange import Exchange
+from .permute import ExpertOrder, first_rows
 
 STEP_PART: StepPart = "dispatch"
 

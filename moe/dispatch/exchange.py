@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.experts.replay import is_replaying, kept, placeholder
+from ..base.declared import StepPart
+from ..experts.replay import is_replaying, kept, placeholder
 
 STEP_PART: StepPart = None
 

@@ -20,22 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.dispatch.destinations import (
-    ArriveChoices,
-    Choices,
-    OnceEach,
-    SendChoices,
-    first_choices,
-    rows_sent_once,
-    sparse_rows,
-)
-from expertmesh.moe.dispatch.exchange import Exchange
-from expertmesh.moe.dispatch.permute import ExpertOrder, expert_order
-from expertmesh.moe.dispatch.plain import Part, Sent, on_counts_stream, part_sizes, wait_for_counts
-from expertmesh.moe.dispatch.relay import ArriveAndSpread, Combine, Relay, RelayBack, Send, SumAndReturn
-from expertmesh.moe.experts.replay import is_replaying, kept
-from expertmesh.moe.experts.router_stats import count_experts
+from ..base.declared import StepPart
+from ..experts.replay import is_replaying, kept
+from ..experts.router_stats import count_experts
+from .destinations import ArriveChoices, Choices, OnceEach, SendChoices, first_choices, rows_sent_once, sparse_rows
+from .exchange import Exchange
+from .permute import ExpertOrder, expert_order
+from .plain import Part, Sent, on_counts_stream, part_sizes, wait_for_counts
+from .relay import ArriveAndSpread, Combine, Relay, RelayBack, Send, SumAndReturn
 
 STEP_PART: StepPart = "dispatch"
 

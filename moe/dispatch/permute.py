@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.experts.replay import placeholder
-from expertmesh.moe.kernels.gpu import takes_triton
+from ..base.declared import StepPart
+from ..experts.replay import placeholder
+from ..kernels.gpu import takes_triton
 
 STEP_PART: StepPart = "permute, combine"
 
@@ -111,7 +111,7 @@ class PermuteRows(torch.autograd.Function):
 def spread(x_TD: Tensor, order: ExpertOrder) -> Tensor:
     """rows_nD[i] = x_TD[token of row i]."""
     if takes_triton(x_TD):
-        from expertmesh.moe.dispatch.permute_triton import fused_spread
+        from .permute_triton import fused_spread
 
         return fused_spread(x_TD.contiguous(), order.position_TK, order.is_kept_TK, order.source_n.numel())
     return plain_spread(x_TD, order)
@@ -124,7 +124,7 @@ def gather_sum(
     default the rows'."""
     dtype = dtype or rows_nD.dtype
     if takes_triton(rows_nD):
-        from expertmesh.moe.dispatch.permute_triton import fused_gather_sum
+        from .permute_triton import fused_gather_sum
 
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         return fused_gather_sum(rows_nD.contiguous(), order.position_TK, order.is_kept_TK, weights_TK, dtype)
@@ -137,7 +137,7 @@ def gather_sum(
 def combine_backward(grad_TD: Tensor, rows_nD: Tensor, weights_TK: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor]:
     """Gradients of rows and weights of `gather_sum`, the latter summed in fp32; those of choices not kept are 0."""
     if takes_triton(rows_nD):
-        from expertmesh.moe.dispatch.permute_triton import fused_combine_backward
+        from .permute_triton import fused_combine_backward
 
         grad_TD, rows_nD, weights_TK = grad_TD.contiguous(), rows_nD.contiguous(), weights_TK.contiguous()
         return fused_combine_backward(grad_TD, rows_nD, weights_TK, order.position_TK, order.is_kept_TK)

@@ -17,18 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.dispatch.exchange import Exchange
-from expertmesh.moe.dispatch.permute import (
-    ExpertOrder,
-    PermuteRows,
-    RowsToTokens,
-    TokensToRows,
-    expert_order,
-    first_rows,
-)
-from expertmesh.moe.experts.replay import is_replaying, kept
-from expertmesh.moe.kernels.expert_products import even
+from ..base.declared import StepPart
+from ..experts.replay import is_replaying, kept
+from ..kernels.expert_products import even
+from .exchange import Exchange
+from .permute import ExpertOrder, PermuteRows, RowsToTokens, TokensToRows, expert_order, first_rows
 
 STEP_PART: StepPart = "dispatch"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe.base.declared import StepPart
+from ..base.declared import StepPart
 
 STEP_PART: StepPart = "experts' activation"
 

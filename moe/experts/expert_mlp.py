@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.dispatch.plain import Part
-from expertmesh.moe.experts.activation import Activation
-from expertmesh.moe.experts.quantised import SCALES, places_of_few, storages_of, stored_product
-from expertmesh.moe.experts.replay import keeping_products
-from expertmesh.moe.experts.shape import MoEShape
-from expertmesh.moe.experts.weight_gradients import ExpertsCall, deferrable
-from expertmesh.moe.experts.working import WorkingWeights, local_part
-from expertmesh.moe.forward import current_forward
-from expertmesh.moe.kernels.carve_out import beside_all_to_alls
-from expertmesh.moe.kernels.expert_kernels import LOOP, ExpertKernel
-from expertmesh.moe.kernels.expert_products import AddBias
-from expertmesh.moe.kernels.gpu import computes_on_cpu
+from ..base.declared import StepPart
+from ..base.errors import ExpertMeshError
+from ..dispatch.plain import Part
+from ..forward import current_forward
+from ..kernels.carve_out import beside_all_to_alls
+from ..kernels.expert_kernels import LOOP, ExpertKernel
+from ..kernels.expert_products import AddBias
+from ..kernels.gpu import computes_on_cpu
+from .activation import Activation
+from .quantised import SCALES, places_of_few, storages_of, stored_product
+from .replay import keeping_products
+from .shape import MoEShape
+from .weight_gradients import ExpertsCall, deferrable
+from .working import WorkingWeights, local_part
 
 STEP_PART: StepPart = "expert GEMMs"
 

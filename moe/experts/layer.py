@@ -12,14 +12,14 @@ rank, K experts per token.
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.dispatch.plain import Dispatcher, LocalDispatcher
-from expertmesh.moe.experts.expert_mlp import ExpertMLP
-from expertmesh.moe.experts.router_stats import count_experts, router_stats
-from expertmesh.moe.experts.shape import MoEShape
-from expertmesh.moe.experts.shared_experts import Beside
-from expertmesh.moe.forward import forward_of_experts
-from expertmesh.moe.model.scores import UNKNOWN
+from ..base.declared import StepPart
+from ..dispatch.plain import Dispatcher, LocalDispatcher
+from ..forward import forward_of_experts
+from ..model.scores import UNKNOWN
+from .expert_mlp import ExpertMLP
+from .router_stats import count_experts, router_stats
+from .shape import MoEShape
+from .shared_experts import Beside
 
 STEP_PART: StepPart = "router"
 

@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import Linear
-from expertmesh.moe.experts.expert_mlp import ExpertMLP, ExpertParameter, LowRank
-from expertmesh.moe.experts.layer import DroplessExperts
-from expertmesh.moe.experts.quantised import SCALES, Kind, storages_of, store, stored_linear
-from expertmesh.moe.kernels.fp8_linear import FP8Linear, FP8RowwiseLinear
-from expertmesh.moe.model.build import layer_prefixes, router_prefixes
-from expertmesh.moe.model.rowwise import RowwiseLinear
+from ..base.declared import StepPart
+from ..cpu.matmul import Linear
+from ..kernels.fp8_linear import FP8Linear, FP8RowwiseLinear
+from ..model.build import layer_prefixes, router_prefixes
+from ..model.rowwise import RowwiseLinear
+from .expert_mlp import ExpertMLP, ExpertParameter, LowRank
+from .layer import DroplessExperts
+from .quantised import SCALES, Kind, storages_of, store, stored_linear
 
 STEP_PART: StepPart = "adapters"
 
@@ -63,7 +63,7 @@ def add_adapters(
     """Give modules of a model adapters, in place, on the meta device, and freeze everything else.
 
     Args:
-        model: from `moe.build_model`, before it is parallelised.
+        model: from `build_model`, before it is parallelised.
         linear: paths of linear layers. routers: paths of other modules whose `weight` (E, D) is multiplied as in a
             linear layer.
         experts: whether all experts have them, at each of their matrices.

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import matmul, pad_rows, padded_matmul
-from expertmesh.moe.experts.replay import kept, kept_product, placeholder
-from expertmesh.moe.kernels.expert_products import host_counts, runs
-from expertmesh.moe.kernels.gpu import computes_on_cpu, takes_triton
+from ..base.declared import StepPart
+from ..cpu.matmul import matmul, pad_rows, padded_matmul
+from ..kernels.expert_products import host_counts, runs
+from ..kernels.gpu import computes_on_cpu, takes_triton
+from .replay import kept, kept_product, placeholder
 
 STEP_PART: StepPart = "dequantization"
 
@@ -135,7 +135,7 @@ def widen(codes: Tensor, scales: Tensor, storage: Storage, dtype: torch.dtype) -
     if storage.kind == "fp8":
         codes = codes[:, : storage.columns]
     if takes_triton(codes):
-        from expertmesh.moe.experts.widen_triton import fused_fp8, fused_nf4
+        from .widen_triton import fused_fp8, fused_nf4
 
         factors = scales.contiguous().view(torch.float32)
         if storage.kind == "fp8":

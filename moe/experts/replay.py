@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from expertmesh.moe.base.declared import StepPart
+from ..base.declared import StepPart
 
 STEP_PART: StepPart = None
 

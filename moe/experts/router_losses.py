@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.experts.router_stats import RouterStats
+from ..base.declared import StepPart
+from .router_stats import RouterStats
 
 STEP_PART: StepPart = "router"
 

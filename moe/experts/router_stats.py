@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.model.scores import LOG_SCORES
+from ..base.declared import StepPart
+from ..model.scores import LOG_SCORES
 
 STEP_PART: StepPart = "router"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.forward import Forward, current_forward
+from ..base.declared import StepPart
+from ..forward import Forward, current_forward
 
 STEP_PART: StepPart = None
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from expertmesh.moe.base.declared import StepPart
+from ..base.declared import StepPart
 
 STEP_PART: StepPart = None
 

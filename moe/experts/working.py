@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from expertmesh.moe.base.declared import StepPart
+from ..base.declared import StepPart
 
 STEP_PART: StepPart = None
 

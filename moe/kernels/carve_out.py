@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
+from ..base.declared import StepPart
 
 STEP_PART: StepPart = None
 
@@ -39,7 +39,7 @@ def leaving_room(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
     if not _IS_BESIDE.get():
         return multiply
     _silence()
-    from expertmesh.moe.torch_private import _get_sm_carveout_experimental, _set_sm_carveout_experimental
+    from ..torch_private import _get_sm_carveout_experimental, _set_sm_carveout_experimental
 
     def multiply_on_fewer(*arguments: Any, **options: Any) -> Tensor:
         before = _get_sm_carveout_experimental()

@@ -30,13 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.cpu.matmul import matmul, pad_rows
-from expertmesh.moe.experts.replay import kept_product, placeholder
-from expertmesh.moe.experts.weight_gradients import deferral_of, now_or_later
-from expertmesh.moe.kernels.carve_out import leaving_room
-from expertmesh.moe.kernels.expert_products import (
+from ..base.declared import StepPart
+from ..base.errors import ExpertMeshError
+from ..cpu.matmul import matmul, pad_rows
+from ..experts.replay import kept_product, placeholder
+from ..experts.weight_gradients import deferral_of, now_or_later
+from ..megablocks.megablocks_kernels import SPARSE_PACKAGES, check_megablocks_sparse, megablocks_sparse, require
+from .carve_out import leaving_room
+from .expert_products import (
     Product,
     compute_dtype,
     empty_as,
@@ -46,17 +47,11 @@ from expertmesh.moe.kernels.expert_products import (
     padded,
     runs,
 )
-from expertmesh.moe.kernels.fp8 import fp8_products
-from expertmesh.moe.kernels.fp8_casts import MULTIPLE, WIDEST
-from expertmesh.moe.kernels.gpu import computes_on_cpu
-from expertmesh.moe.kernels.grouped import GroupedMatmul, grouped_gated_mlp, grouped_joined_mlp
-from expertmesh.moe.kernels.kernel_names import Precision, check_kernel_name
-from expertmesh.moe.megablocks.megablocks_kernels import (
-    SPARSE_PACKAGES,
-    check_megablocks_sparse,
-    megablocks_sparse,
-    require,
-)
+from .fp8 import fp8_products
+from .fp8_casts import MULTIPLE, WIDEST
+from .gpu import computes_on_cpu
+from .grouped import GroupedMatmul, grouped_gated_mlp, grouped_joined_mlp
+from .kernel_names import Precision, check_kernel_name
 
 STEP_PART: StepPart = "expert GEMMs"
 

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import matmul, pad_rows
-from expertmesh.moe.experts.replay import kept_product, placeholder
-from expertmesh.moe.experts.weight_gradients import deferral_of, now_or_later
-from expertmesh.moe.kernels.gpu import computes_on_cpu, is_rehearsing_gpu
-from expertmesh.moe.kernels.grouped import GroupedMatmul, for_any_rows
+from ..base.declared import StepPart
+from ..cpu.matmul import matmul, pad_rows
+from ..experts.replay import kept_product, placeholder
+from ..experts.weight_gradients import deferral_of, now_or_later
+from .gpu import computes_on_cpu, is_rehearsing_gpu
+from .grouped import GroupedMatmul, for_any_rows
 
 STEP_PART: StepPart = "expert GEMMs"
 

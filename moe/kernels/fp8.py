@@ -22,18 +22,11 @@ the model's and the experts'.
 import torch
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.carve_out import leaving_room
-from expertmesh.moe.kernels.fp8_casts import (
-    Scaled,
-    cast_columns,
-    cast_rows,
-    cast_runs,
-    padded_runs,
-    plain_multiply,
-)
-from expertmesh.moe.kernels.gpu import computes_on_cpu
-from expertmesh.moe.kernels.grouped import GroupedMatmul
+from ..base.declared import StepPart
+from .carve_out import leaving_room
+from .fp8_casts import Scaled, cast_columns, cast_rows, cast_runs, padded_runs, plain_multiply
+from .gpu import computes_on_cpu
+from .grouped import GroupedMatmul
 
 STEP_PART: StepPart = "expert GEMMs"
 

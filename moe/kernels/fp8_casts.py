@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import matmul, pad_rows
-from expertmesh.moe.kernels.expert_products import host_counts, runs
-from expertmesh.moe.kernels.gpu import takes_triton
+from ..base.declared import StepPart
+from ..cpu.matmul import matmul, pad_rows
+from .expert_products import host_counts, runs
+from .gpu import takes_triton
 
 STEP_PART: StepPart = None
 
@@ -63,7 +63,7 @@ def cast_rows(x: Tensor, largest: Tensor | None = None) -> Scaled:
         largest: of each row, as `largest_of_rows` has it, where k is a part of what is summed over.
     """
     if takes_triton(x):
-        from expertmesh.moe.kernels.fp8_triton import fused_rows
+        from .fp8_triton import fused_rows
 
         codes, scales = fused_rows(x.flatten(0, -2).contiguous(), largest)
         return Scaled(codes.view(x.shape), scales.view(x.shape[:-1]))
@@ -77,7 +77,7 @@ def cast_columns(weight_eKN: Tensor, largest_eN: Tensor | None = None) -> Scaled
         largest_eN: of each column, as `largest_of_columns` has it, where K is a part of what is summed over.
     """
     if takes_triton(weight_eKN):
-        from expertmesh.moe.kernels.fp8_triton import fused_columns
+        from .fp8_triton import fused_columns
 
         return Scaled(*fused_columns(weight_eKN.contiguous(), largest_eN))
     return plain_rows(weight_eKN.transpose(1, 2), largest_eN)
@@ -87,7 +87,7 @@ def largest_of_rows(x: Tensor) -> Tensor:
     """The largest absolute value of each row of (..., n, k), by which it is scaled, as the bits of an fp32 value: int32
     (..., n), of the values' order; greater than all others where a value is NaN."""
     if takes_triton(x):
-        from expertmesh.moe.kernels.fp8_triton import fused_largest_of_rows
+        from .fp8_triton import fused_largest_of_rows
 
         return fused_largest_of_rows(x.flatten(0, -2).contiguous()).view(x.shape[:-1])
     return plain_largest(x)
@@ -96,7 +96,7 @@ def largest_of_rows(x: Tensor) -> Tensor:
 def largest_of_columns(weight_eKN: Tensor) -> Tensor:
     """The same of each column of each expert's matrix: (e, N)."""
     if takes_triton(weight_eKN):
-        from expertmesh.moe.kernels.fp8_triton import fused_largest_of_columns
+        from .fp8_triton import fused_largest_of_columns
 
         return fused_largest_of_columns(weight_eKN.contiguous())
     return plain_largest(weight_eKN.transpose(1, 2))
@@ -105,7 +105,7 @@ def largest_of_columns(weight_eKN: Tensor) -> Tensor:
 def cast_runs(x_RN: Tensor, padded: Runs) -> Scaled:
     """Cast rows, to be summed over expert by expert: (N, P)."""
     if takes_triton(x_RN):
-        from expertmesh.moe.kernels.fp8_triton import fused_runs
+        from .fp8_triton import fused_runs
 
         return Scaled(*fused_runs(x_RN.contiguous(), padded.ends_e, padded.padded_ends_e, padded.num_padded))
     return plain_runs(x_RN, padded)

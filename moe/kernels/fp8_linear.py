@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.fp8_casts import (
+from ..base.declared import StepPart
+from ..model.rowwise import RowwiseLinear
+from .fp8_casts import (
     MULTIPLE,
     WIDEST,
     Runs,
@@ -31,14 +32,13 @@ from expertmesh.moe.kernels.fp8_casts import (
     largest_of_rows,
     plain_multiply,
 )
-from expertmesh.moe.kernels.gpu import computes_on_cpu
-from expertmesh.moe.model.rowwise import RowwiseLinear
+from .gpu import computes_on_cpu
 
 STEP_PART: StepPart = None
 
 
 class Ranks(Protocol):
-    """The ranks that divide a layer; see `sharding.TPGroup`."""
+    """The ranks that divide a layer; see `TPGroup`."""
 
     @property
     def size(self) -> int: ...

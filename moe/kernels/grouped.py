@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.experts.replay import kept_product, placeholder
-from expertmesh.moe.experts.weight_gradients import deferral_of, now_or_later
-from expertmesh.moe.kernels.swiglu import swiglu_backward, swiglu_forward, swiglu_joined_backward
+from ..base.declared import StepPart
+from ..experts.replay import kept_product, placeholder
+from ..experts.weight_gradients import deferral_of, now_or_later
+from .swiglu import swiglu_backward, swiglu_forward, swiglu_joined_backward
 
 STEP_PART: StepPart = "expert GEMMs"
 

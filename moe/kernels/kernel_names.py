@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from ..base.errors import ExpertMeshError
 
 KERNEL_NAMES = ("loop", "torch-grouped", "megablocks-sparse")
-"""The keys of `moe.KERNELS`, for code that needs no kernel."""
+"""The keys of `KERNELS`, for code that needs no kernel."""
 
 Precision = Literal["same", "fp8"]
 """The precision of experts' matmuls: the dtype of everything else, or fp8."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.gpu import takes_triton
+from ..base.declared import StepPart
+from .gpu import takes_triton
 
 STEP_PART: StepPart = "experts' activation"
 
@@ -24,7 +24,7 @@ def swiglu_forward(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
     """silu(gate) * up, not recorded by autograd on a GPU: for use inside an autograd function. Gate and up may also be
     the halves of one (R, G)."""
     if takes_triton(gate_RF):
-        from expertmesh.moe.kernels.swiglu_triton import fused_forward
+        from .swiglu_triton import fused_forward
 
         return fused_forward(gate_RF, up_RF)
     return plain_forward(gate_RF, up_RF)
@@ -33,7 +33,7 @@ def swiglu_forward(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
 def swiglu_backward(grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gate and up, and silu(gate) * up recomputed, so that it need not be kept."""
     if takes_triton(gate_RF):
-        from expertmesh.moe.kernels.swiglu_triton import fused_backward
+        from .swiglu_triton import fused_backward
 
         return fused_backward(grad_RF, gate_RF, up_RF)
     return plain_backward(grad_RF, gate_RF, up_RF)
@@ -42,7 +42,7 @@ def swiglu_backward(grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor) -> tuple[Te
 def swiglu_joined_backward(grad_RF: Tensor, gate_up_RG: Tensor) -> tuple[Tensor, Tensor]:
     """`swiglu_backward` of gate and up in one tensor: their gradients in one, (R, G), and silu(gate) * up, (R, F)."""
     if takes_triton(gate_up_RG):
-        from expertmesh.moe.kernels.swiglu_triton import fused_joined_backward
+        from .swiglu_triton import fused_joined_backward
 
         return fused_joined_backward(grad_RF, gate_up_RG)
     *d_gate_and_up, hidden_RF = plain_backward(grad_RF, *gate_up_RG.chunk(2, dim=1))

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.experts.replay import placeholder
-from expertmesh.moe.kernels.swiglu import SwiGLU
+from ..base.declared import StepPart
+from ..base.errors import ExpertMeshError
+from ..experts.replay import placeholder
+from ..kernels.swiglu import SwiGLU
 
 STEP_PART: StepPart = "expert GEMMs"
 
@@ -222,7 +222,7 @@ def load_megablocks(what: str = "--expert-kernel megablocks-sparse") -> None:
     try:
         import megablocks_ops
     except ImportError:
-        from expertmesh.moe.megablocks import megablocks_ops
+        from . import megablocks_ops
 
         sys.modules["megablocks_ops"] = megablocks_ops
     with warnings.catch_warnings():

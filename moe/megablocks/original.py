@@ -13,13 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.moe.experts.shape import MoEShape
-from expertmesh.moe.megablocks.megablocks_kernels import (
-    check_megablocks_sparse,
-    check_offsets,
-    load_megablocks,
-    with_int32_indices,
-)
+from ..experts.shape import MoEShape
+from .megablocks_kernels import check_megablocks_sparse, check_offsets, load_megablocks, with_int32_indices
 
 
 def original_dmoe(

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.cpu.matmul import use_linear
-from expertmesh.moe.experts.activation import Activation
-from expertmesh.moe.experts.expert_mlp import ExpertMLP, expert_modules, read_layout
-from expertmesh.moe.experts.layer import DroplessExperts
-from expertmesh.moe.experts.router_stats import RouterStats
-from expertmesh.moe.experts.shape import MoEShape
-from expertmesh.moe.experts.shared_experts import Beside
-from expertmesh.moe.forward import Forward, current_forward, give_forwards
-from expertmesh.moe.kernels.expert_kernels import ExpertKernel, Needs
-from expertmesh.moe.model.counts import ParameterCounts, active_parameters
-from expertmesh.moe.model.families import NOT_MARKED
-from expertmesh.moe.model.probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs, unmet_by_text
-from expertmesh.moe.model.rope import forget_earlier_rows
-from expertmesh.moe.model.rowwise import hold_transposed
+from ..base.declared import StepPart
+from ..base.errors import ExpertMeshError
+from ..cpu.matmul import use_linear
+from ..experts.activation import Activation
+from ..experts.expert_mlp import ExpertMLP, expert_modules, read_layout
+from ..experts.layer import DroplessExperts
+from ..experts.router_stats import RouterStats
+from ..experts.shape import MoEShape
+from ..experts.shared_experts import Beside
+from ..forward import Forward, current_forward, give_forwards
+from ..kernels.expert_kernels import ExpertKernel, Needs
+from .counts import ParameterCounts, active_parameters
+from .families import NOT_MARKED
+from .probe import Probed, SeenExperts, answering_host, leaving_no_trace, probe, runs, unmet_by_text
+from .rope import forget_earlier_rows
+from .rowwise import hold_transposed
 
 STEP_PART: StepPart = None
 
@@ -48,7 +48,7 @@ def build_model(config: Any, attn_implementation: str = "auto") -> Any:
         ExpertMeshError: transformers has no causal language model for this config or cannot build it, or it has no
             experts that transformers marks as such, or ones that are not supported.
     """
-    from expertmesh.moe.model.tensor_plan import regions_of  # which asks for the layers of what is built here
+    from .tensor_plan import regions_of  # which asks for the layers of what is built here
 
     model = _build(config, attn_implementation)
     model.fp32_names = _fp32_names(_build(config, attn_implementation, torch.bfloat16))

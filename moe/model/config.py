@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from expertmesh.moe.base.errors import ExpertMeshError
+from ..base.errors import ExpertMeshError
 
 _MOST_LAYERS, _MOST_EXPERTS = 2**10, 2**12
 _MOST_EXPERTS_OF_ALL_LAYERS = 2**17

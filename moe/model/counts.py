@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from expertmesh.moe.experts.shape import MoEShape
+from ..experts.shape import MoEShape
 
 
 @dataclass(frozen=True)

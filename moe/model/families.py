@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.family_exceptions import UNDIVIDED, UNSUPPORTED
+from ..base.errors import ExpertMeshError
+from .family_exceptions import UNDIVIDED, UNSUPPORTED
 
 NOT_MARKED = "transformers does not mark the class of their experts"
 """Why families with mixture-of-experts layers are passed over."""
@@ -139,7 +139,7 @@ def describe_family(model_type: str) -> FamilyFacts | str:
     """The facts of a family, or why it cannot be trained or described."""
     from transformers import CONFIG_MAPPING
 
-    from expertmesh.moe.model.build import build_model, decoder_layers, moe_layers, moe_shape
+    from .build import build_model, decoder_layers, moe_layers, moe_shape
 
     if model_type in UNSUPPORTED:
         return f"no: {UNSUPPORTED[model_type]}"

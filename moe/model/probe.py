@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.experts.expert_mlp import expert_modules
-from expertmesh.moe.model.counts import Attention
-from expertmesh.moe.model.scores import UNKNOWN, RouterKind, try_router
+from ..base.errors import ExpertMeshError
+from ..experts.expert_mlp import expert_modules
+from .counts import Attention
+from .scores import UNKNOWN, RouterKind, try_router
 
 _POSITIONS = 8
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"})
@@ -283,7 +283,7 @@ def _beside(path: str, x_TD: Tensor, returned: dict[str, Any], alone: dict[str, 
 @contextmanager
 def _looks_at_positions(model: Any) -> Iterator[list[Tensor]]:
     """The positions in which transformers looks for several samples in a sequence when it makes a mask."""
-    from expertmesh.moe.transformers_private import replacing_sample_search
+    from ..transformers_private import replacing_sample_search
 
     seen: list[Tensor] = []
 
@@ -301,7 +301,7 @@ def _noting_attention() -> Iterator[Counter[int]]:
     window, or a mask made elsewhere, as for layers that choose tokens, or compress them."""
     from transformers import masking_utils
 
-    from expertmesh.moe.transformers_private import replacing_attention
+    from ..transformers_private import replacing_attention
 
     masks, windows, widths = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, dict[int, int](), Counter[int]()
     kept = []  # live storages have distinct addresses
@@ -434,7 +434,7 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
 def answering_host() -> Iterator[None]:
     """Within it, a forward on the meta device continues where its code asks for values."""
     # only the size of a mask is known
-    from expertmesh.moe.torch_private import _config
+    from ..torch_private import _config
 
     sizes = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     with _AnswerHost(), sizes, torch.no_grad():

@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.model.config import tie_text_as_whole
+from ..base.errors import ExpertMeshError
+from .config import tie_text_as_whole
 
 _ORIGINAL, _POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
 

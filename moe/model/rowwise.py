@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import matmul, pad_rows, padded_matmul
-from expertmesh.moe.kernels.gpu import computes_on_cpu
+from ..base.declared import StepPart
+from ..cpu.matmul import matmul, pad_rows, padded_matmul
+from ..kernels.gpu import computes_on_cpu
 
 STEP_PART: StepPart = None
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.experts.layer import DroplessExperts
-from expertmesh.moe.model.build import decoder_layers, router_prefixes
+from ..base.declared import StepPart
+from ..experts.layer import DroplessExperts
+from .build import decoder_layers, router_prefixes
 
 STEP_PART: StepPart = None
 

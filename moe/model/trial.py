@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import Linear
-from expertmesh.moe.model.build import moe_layers
-from expertmesh.moe.model.probe import leaving_no_trace
-from expertmesh.moe.model.rowwise import RowwiseLinear
+from ..base.declared import StepPart
+from ..cpu.matmul import Linear
+from .build import moe_layers
+from .probe import leaving_no_trace
+from .rowwise import RowwiseLinear
 
 STEP_PART: StepPart = None
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.dispatch.exchange import UnderWay
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
+from ...moe.base.declared import StepPart
+from ...moe.dispatch.exchange import UnderWay
+from .tensor_parallel import TPGroup
 
 STEP_PART: StepPart = None
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.base.errors import ExpertMeshError
-from expertmesh.moe.torch_private import AllGather, ReduceScatter, _resolve_process_group, _storage_Use_Count
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.torch_private import AllGather, ReduceScatter, _resolve_process_group, _storage_Use_Count
 
 STEP_PART: StepPart = None
 

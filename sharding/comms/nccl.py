@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from expertmesh.moe.kernels.carve_out import LEFT
+from ...moe.kernels.carve_out import LEFT
 
 
 def few_blocks(device_type: str) -> Any:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from expertmesh.moe.dispatch.once import NodeGroups
-from expertmesh.sharding.comms.warm_up import warm_up
-from expertmesh.sharding.life.torchrun import node_name
-from expertmesh.sharding.topology import Topology, check_tp_nodes, nodes_of_equal_size
+from ...moe.dispatch.once import NodeGroups
+from ..life.torchrun import node_name
+from ..topology import Topology, check_tp_nodes, nodes_of_equal_size
+from .warm_up import warm_up
 
 
 def find_nodes(world_size: int) -> list[str]:

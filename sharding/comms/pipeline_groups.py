@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from expertmesh.sharding.comms.warm_up import warm_up, warm_up_neighbours
-from expertmesh.sharding.topology import Topology
+from ..topology import Topology
+from .warm_up import warm_up, warm_up_neighbours
 
 
 @dataclass(frozen=True)

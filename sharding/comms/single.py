@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
+from ...moe.base.declared import StepPart
 
 STEP_PART: StepPart = None
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.gpu import computes_on_cpu
-from expertmesh.sharding.comms.single import all_gather, reduce_scatter
+from ...moe.base.declared import StepPart
+from ...moe.kernels.gpu import computes_on_cpu
+from .single import all_gather, reduce_scatter
 
 STEP_PART: StepPart = None
 

@@ -14,11 +14,11 @@ from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding.life.torchrun import node_name, nodes_of
+from ...moe.base.errors import ExpertMeshError
+from .torchrun import node_name, nodes_of
 
 if TYPE_CHECKING:
-    from expertmesh.sharding.life.process import Ranks
+    from .process import Ranks
 
 _KEY = "expertmesh/alike"
 _MEETINGS = "expertmesh/meetings"

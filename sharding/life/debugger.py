@@ -11,11 +11,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.command import end_at_once
-from expertmesh.sharding.life.failures import Notice, show
-from expertmesh.sharding.life.process import Ranks
-from expertmesh.sharding.life.watchdog import Watchdog
+from ...moe.base.command import end_at_once
+from ...moe.base.errors import ExpertMeshError
+from .failures import Notice, show
+from .process import Ranks
+from .watchdog import Watchdog
 
 
 class RankDebugger(pdb.Pdb):

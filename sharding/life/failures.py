@@ -19,8 +19,8 @@ from typing import Literal, NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.command import end_at_once
+from ...moe.base.command import end_at_once
+from ...moe.base.errors import ExpertMeshError
 
 STORE_SECONDS = 3.0
 """How long a rank that ends waits for the store."""

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from expertmesh.moe.torch_private import FLIGHT_RECORDERS, _distributed_c10d
+from ...moe.torch_private import FLIGHT_RECORDERS, _distributed_c10d
 
 _GROUPS = {"default_pg": "all ranks", "mesh_fsdp": "all ranks", "undefined": ""}
 

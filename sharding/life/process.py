@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.torch_private import _get_default_store
-from expertmesh.sharding.life.agreement import check_alike, raise_at_start, wait_for_all
-from expertmesh.sharding.life.rendezvous import torchrun_store
-from expertmesh.sharding.life.torchrun import node_name, nodes_of, read_environment, spans_nodes
+from ...moe.base.errors import ExpertMeshError
+from ...moe.torch_private import _get_default_store
+from .agreement import check_alike, raise_at_start, wait_for_all
+from .rendezvous import torchrun_store
+from .torchrun import node_name, nodes_of, read_environment, spans_nodes
 
 # what torch's flight recorder keeps, to be told when a rank hangs; see sharding.collectives
 _RECORDED_COLLECTIVES = 500

@@ -13,8 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding.life.torchrun import started_by_torchrun
+from ...moe.base.errors import ExpertMeshError
+from .torchrun import started_by_torchrun
 
 _POLL_SECONDS = 0.02
 

@@ -20,22 +20,15 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from expertmesh.moe import ExpertMeshError, decoder_layers
-from expertmesh.moe.base.command import INTERRUPTED, end_at_once
-from expertmesh.moe.torch_private import _current_graph_task_id
-from expertmesh.sharding.life.failures import (
-    Notice,
-    Notices,
-    end_as_cause,
-    end_as_consequence,
-    is_broken_collective,
-    is_timeout,
-    show,
-)
-from expertmesh.sharding.life.flight_recorder import recorded_collectives
-from expertmesh.sharding.life.process import Ranks
-from expertmesh.sharding.life.torchrun import started_by_torchrun
-from expertmesh.sharding.pipeline.stages import stages_of
+from ...moe.base.command import INTERRUPTED, end_at_once
+from ...moe.base.errors import ExpertMeshError
+from ...moe.model.build import decoder_layers
+from ...moe.torch_private import _current_graph_task_id
+from ..pipeline.stages import stages_of
+from .failures import Notice, Notices, end_as_cause, end_as_consequence, is_broken_collective, is_timeout, show
+from .flight_recorder import recorded_collectives
+from .process import Ranks
+from .torchrun import started_by_torchrun
 
 STUCK = "stuck"
 """Folder of the output directory in which each rank writes where it was."""

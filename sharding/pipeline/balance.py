@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
 
 
 class Cuttable(Protocol):

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from expertmesh.moe import current_forward, decoder_layers
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding.pipeline.stages import Stages
-from expertmesh.sharding.pipeline.survey import Size
+from ...moe.base.declared import StepPart
+from ...moe.forward import current_forward
+from ...moe.model.build import decoder_layers
+from .stages import Stages
+from .survey import Size
 
 STEP_PART: StepPart = None
 

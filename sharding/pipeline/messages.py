@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
+from ...moe.base.declared import StepPart
 
 STEP_PART: StepPart = "pipeline"
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe.experts.weight_gradients import WeightGradients
-from expertmesh.sharding.comms.pipeline_groups import PipelineGroups
-from expertmesh.sharding.mesh import Mesh
-from expertmesh.sharding.pipeline.balance import cut_stages
-from expertmesh.sharding.pipeline.schedule import ScheduleName
-from expertmesh.sharding.pipeline.stages import Stages
-from expertmesh.sharding.pipeline.survey import survey
+from ...moe.experts.weight_gradients import WeightGradients
+from ..comms.pipeline_groups import PipelineGroups
+from ..mesh import Mesh
+from .balance import cut_stages
+from .schedule import ScheduleName
+from .stages import Stages
+from .survey import survey
 
 
 @dataclass

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding.pipeline.pipeline import Pipeline
-from expertmesh.sharding.state import StateTensor, local_tensor, trainable_of
+from ...moe.base.declared import StepPart
+from ..state import StateTensor, local_tensor, trainable_of
+from .pipeline import Pipeline
 
 STEP_PART: StepPart = "pipeline"
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from expertmesh.moe import DroplessExperts, decoder_layers, moe_layers
-from expertmesh.sharding.pipeline.survey import Survey
+from ...moe.experts.layer import DroplessExperts
+from ...moe.model.build import decoder_layers, moe_layers
+from .survey import Survey
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from expertmesh.moe import ExpertMeshError, decoder_layers, moe_layers, without_computing
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.model.build import fp32_parameters
-from expertmesh.moe.model.trial import counts_tokens
-from expertmesh.sharding.pipeline.balance import crossing
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.model.build import decoder_layers, fp32_parameters, moe_layers, without_computing
+from ...moe.model.trial import counts_tokens
+from .balance import crossing
 
 STEP_PART: StepPart = "pipeline"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from expertmesh.sharding.pipeline.schedule import (
+from .schedule import (
     Action,
     Compute,
     Event,

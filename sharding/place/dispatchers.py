@@ -5,14 +5,14 @@ from functools import partial
 
 import torch
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.dispatch.once import OnceDispatcher
-from expertmesh.moe.dispatch.plain import AllToAllDispatcher, Dispatcher
-from expertmesh.sharding.comms.nccl import few_blocks
-from expertmesh.sharding.comms.node_groups import find_nodes, make_node_groups
-from expertmesh.sharding.mesh import Mesh
-from expertmesh.sharding.place.choices import Strategy, ranks_of_equal_nodes, ranks_of_nodes, resolve_dispatch
-from expertmesh.sharding.topology import Topology
+from ...moe.base.errors import ExpertMeshError
+from ...moe.dispatch.once import OnceDispatcher
+from ...moe.dispatch.plain import AllToAllDispatcher, Dispatcher
+from ..comms.nccl import few_blocks
+from ..comms.node_groups import find_nodes, make_node_groups
+from ..mesh import Mesh
+from ..topology import Topology
+from .choices import Strategy, ranks_of_equal_nodes, ranks_of_nodes, resolve_dispatch
 
 MakeDispatcher = Callable[[int], Dispatcher]
 """Makes a layer's dispatcher, of its number of experts."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from expertmesh.moe import Forward, current_forward
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.gpu import is_rehearsing_gpu
-from expertmesh.moe.transformers_private import wrap_checkpointing
+from ...moe.base.declared import StepPart
+from ...moe.forward import Forward, current_forward
+from ...moe.kernels.gpu import is_rehearsing_gpu
+from ...moe.transformers_private import wrap_checkpointing
 
 STEP_PART: StepPart = None
 

@@ -15,24 +15,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from expertmesh.moe import moe_layers
-from expertmesh.moe.base.declared import StepPart, lasting
-from expertmesh.moe.experts.lora import first_values
-from expertmesh.moe.experts.quantised import view_codes
-from expertmesh.moe.kernels.gpu import is_rehearsing_gpu
-from expertmesh.moe.model.build import fp32_parameters
-from expertmesh.sharding.comms.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
-from expertmesh.sharding.mesh import Mesh
-from expertmesh.sharding.pipeline.cut import cut
-from expertmesh.sharding.pipeline.stages import experts_here, layers_by_stage, layers_here, stages_of
-from expertmesh.sharding.place.choices import Strategy
-from expertmesh.sharding.place.dispatchers import choose_dispatcher
-from expertmesh.sharding.place.offload import offload_inputs
-from expertmesh.sharding.place.recompute import checkpoint_layers, keep_products
-from expertmesh.sharding.place.tensor import divided_here, place_divided
-from expertmesh.sharding.place.unreached import reduce_unreached
-from expertmesh.sharding.state import adapters_of, local_tensor, parameters_of
-from expertmesh.sharding.topology import Topology, check_chunks
+from ...moe.base.declared import StepPart, lasting
+from ...moe.experts.lora import first_values
+from ...moe.experts.quantised import view_codes
+from ...moe.kernels.gpu import is_rehearsing_gpu
+from ...moe.model.build import fp32_parameters, moe_layers
+from ..comms.gloo import GlooAllGather, GlooReduceScatter, SharedMemory
+from ..mesh import Mesh
+from ..pipeline.cut import cut
+from ..pipeline.stages import experts_here, layers_by_stage, layers_here, stages_of
+from ..state import adapters_of, local_tensor, parameters_of
+from ..topology import Topology, check_chunks
+from .choices import Strategy
+from .dispatchers import choose_dispatcher
+from .offload import offload_inputs
+from .recompute import checkpoint_layers, keep_products
+from .tensor import divided_here, place_divided
+from .unreached import reduce_unreached
 
 STEP_PART: StepPart = None
 
@@ -46,7 +45,7 @@ def parallelize(
     """Place every parameter of `model` on its mesh, in place. Gradients are reduced in fp32.
 
     Args:
-        model: from `moe.build_model`, on the meta device.
+        model: from `build_model`, on the meta device.
         mesh: the ranks.
         compute_dtype: dtype of parameters and activations in forward and backward.
         strategy: what to keep, to free and to recompute.

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from expertmesh.moe import DroplessExperts, ExpertMeshError, current_forward, decoder_layers, moe_layers
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.experts.replay import KEEPER, Keeper
-from expertmesh.moe.forward import Forward
-from expertmesh.moe.transformers_private import calls, replacing_attention
-from expertmesh.sharding.place.choices import Checkpointing
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.experts.layer import DroplessExperts
+from ...moe.experts.replay import KEEPER, Keeper
+from ...moe.forward import Forward, current_forward
+from ...moe.model.build import decoder_layers, moe_layers
+from ...moe.transformers_private import calls, replacing_attention
+from .choices import Checkpointing
 
 STEP_PART: StepPart = None
 
@@ -66,7 +68,7 @@ def checkpoint_layers(model: Any, mode: Checkpointing) -> None:
 
 def _draws(model: Any) -> bool:
     """Whether its layers, as their build saw, or its adapters draw random numbers in training. Of a model that is not
-    from `moe.build_model` that is not known."""
+    from `build_model` that is not known."""
     low_rank = (getattr(module, "low_rank", None) for module in model.modules())
     return getattr(model, "draws", True) or any(adapter is not None and adapter.dropout > 0 for adapter in low_rank)
 

@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.experts.quantised import SCALES
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
-from expertmesh.sharding.mesh import Mesh
-from expertmesh.sharding.pipeline.stages import stages_of
-from expertmesh.sharding.place.vocabulary import divide_embedding
+from ...moe.base.declared import StepPart
+from ...moe.experts.quantised import SCALES
+from ..comms.tensor_parallel import TPGroup
+from ..mesh import Mesh
+from ..pipeline.stages import stages_of
+from .vocabulary import divide_embedding
 
 STEP_PART: StepPart = None
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.torch_private import changed
-from expertmesh.sharding.mesh import Mesh
-from expertmesh.sharding.state import StateTensor, parameters_of
+from ...moe.base.declared import StepPart
+from ...moe.torch_private import changed
+from ..mesh import Mesh
+from ..state import StateTensor, parameters_of
 
 STEP_PART: StepPart = None
 

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.moe import ExpertMeshError, current_forward
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
-from expertmesh.sharding.state import local_tensor
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.forward import current_forward
+from ..comms.tensor_parallel import TPGroup
+from ..state import local_tensor
 
 STEP_PART: StepPart = None
 
@@ -50,7 +51,7 @@ def divided_vocabulary(model: Any, tp_size: int, cross_entropy: str) -> DividedV
     """What `--tp-size` divides by vocabulary.
 
     Args:
-        model: from `moe.build_model`.
+        model: from `build_model`.
         cross_entropy: of `--cross-entropy`. Only chunks are computed of a divided head.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

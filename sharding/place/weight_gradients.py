@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from expertmesh.moe import moe_layers
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.experts.weight_gradients import ExpertsCall, WeightGradients
-from expertmesh.moe.experts.working import distributed_like, local_part
-from expertmesh.moe.kernels.gpu import is_rehearsing_gpu
-from expertmesh.sharding.comms.gloo import GlooReduceScatter, SharedMemory
-from expertmesh.sharding.comms.single import reduce_scatter
-from expertmesh.sharding.mesh import Mesh
+from ...moe.base.declared import StepPart
+from ...moe.experts.weight_gradients import ExpertsCall, WeightGradients
+from ...moe.experts.working import distributed_like, local_part
+from ...moe.kernels.gpu import is_rehearsing_gpu
+from ...moe.model.build import moe_layers
+from ..comms.gloo import GlooReduceScatter, SharedMemory
+from ..comms.single import reduce_scatter
+from ..mesh import Mesh
 
 STEP_PART: StepPart = None
 

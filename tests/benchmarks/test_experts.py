@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import experts
 from benchmarks.experts import BOTH, EXPERTS, FORWARD, LAYER, ROUTINGS, TARGET_SETTING, Model, Result, Setting
-from expertmesh.moe import KERNELS, MoEShape
+from expertmesh.moe.experts.shape import MoEShape
+from expertmesh.moe.kernels.expert_kernels import KERNELS
 from tests.moe.test_kernels import fused
 
 CPU = torch.device("cpu")

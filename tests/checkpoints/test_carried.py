@@ -24,7 +24,7 @@ from expertmesh.checkpoints.hf.source import open_source, read_header
 from expertmesh.checkpoints.opening import open_checkpoint
 from expertmesh.checkpoints.storage.checksums import seal
 from expertmesh.checkpoints.storage.tensors import as_tensor
-from expertmesh.moe import read_rope_scaling
+from expertmesh.moe.model.rope import read_rope_scaling
 from tests.encoded import BLOCK, change_config, from_fp8, to_fp8, to_mxfp4
 from tests.untrained import (
     PREDICTOR,

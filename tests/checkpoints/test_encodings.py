@@ -22,7 +22,7 @@ from expertmesh.checkpoints.hf.encodings import Encoding, pack, scale_values, un
 from expertmesh.checkpoints.hf.reader import gather
 from expertmesh.checkpoints.opening import open_readable
 from expertmesh.checkpoints.storage.tensors import as_tensor
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from tests.encoded import BLOCK, change_config, from_fp8, save_fp8, save_mxfp4, to_fp8
 from tests.families.configs import tiny_model
 from tests.hostile.models import loaded

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from expertmesh.checkpoints import Names
 from expertmesh.checkpoints.adapter.peft_format import (
     LoraPair,
     adapter_config,
@@ -25,8 +24,9 @@ from expertmesh.checkpoints.adapter.peft_format import (
     reads_by_expert,
     unpack_experts,
 )
-from expertmesh.moe import build_model
+from expertmesh.checkpoints.hf.names import Names
 from expertmesh.moe.experts.expert_mlp import ExpertLayout, expert_modules, read_layout
+from expertmesh.moe.model.build import build_model
 from tests.families.configs import TEXT_IDS, skip_if_older, tiny_config, tiny_model
 
 peft = pytest.importorskip("peft")

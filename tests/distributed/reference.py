@@ -14,12 +14,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from expertmesh.checkpoints import open_source
-from expertmesh.moe import KERNELS, KernelChoice, build_model
-from expertmesh.moe.kernels.expert_kernels import FP8
-from expertmesh.sharding import Checkpointing, CPGroup, Topology, build_mesh, local_tensor, parameters_of
-from expertmesh.training import TrainConfig, assemble, place
-from expertmesh.training.data import Batch, DataOrder, Sample, collate
+from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.kernels.expert_kernels import FP8, KERNELS, KernelChoice
+from expertmesh.moe.model.build import build_model
+from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.state import local_tensor, parameters_of
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import Batch, collate
+from expertmesh.training.data.data_order import DataOrder
+from expertmesh.training.data.samples import Sample
+from expertmesh.training.engine import assemble, place
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import compute_gradients, train_step

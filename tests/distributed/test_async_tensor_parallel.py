@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symm_mem
 
-from expertmesh.checkpoints import open_source
-from expertmesh.moe import ExpertMeshError
+from expertmesh.checkpoints.hf.source import open_source
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.torch_private import _resolve_process_group
-from expertmesh.sharding import Topology, TPGroup
-from expertmesh.training import assemble, engine, overlapped_regions
+from expertmesh.sharding.comms.tensor_parallel import TPGroup
+from expertmesh.sharding.topology import Topology
+from expertmesh.training import engine, overlapped_regions
+from expertmesh.training.engine import assemble
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.overlapped_regions import SymmetricMemory, check_async, symmetric_memory
 from expertmesh.training.step import compute_gradients

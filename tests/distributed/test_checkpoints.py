@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import AutoTokenizer, MixtralForCausalLM
 
-from expertmesh.checkpoints import export_model
 from expertmesh.checkpoints.hf.carried import Carried
+from expertmesh.checkpoints.hf.export import export_model
 from expertmesh.checkpoints.storage.dtypes import Array
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology, end_process_group, start_process_group
-from expertmesh.training.data import collate
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.data.batch import collate
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, attention_mask, random_samples, sharded_model
 from tests.tiny import relative_error, save_model, save_tokenizer

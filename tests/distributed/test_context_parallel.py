@@ -15,10 +15,12 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from expertmesh.moe import Forward
-from expertmesh.sharding import Checkpointing, CPGroup, Topology
+from expertmesh.moe.forward import Forward
+from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.context_parallel_attention import cp_attention
-from expertmesh.training.data import SplitSequences
+from expertmesh.training.data.batch import SplitSequences
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, my_batches, ours, random_samples, reference, sharded_model

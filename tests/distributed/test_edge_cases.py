@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe import Forward
-from expertmesh.sharding import Topology, local_tensor
-from expertmesh.training.data import collate
+from expertmesh.moe.forward import Forward
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from expertmesh.training.watch.routing_figures import over_ranks

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.sharding.topology import tp_sizes_on_nodes
-from expertmesh.training import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.elastic import _dispatch, recorded_sequences_per_step
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.model.families import causal_families
 from expertmesh.moe.model.family_exceptions import UNSUPPORTED
 from expertmesh.moe.registration import NAME, register_ep_implementation

@@ -9,11 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from expertmesh.moe import ExpertMeshError, build_model
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.kernels import fp8_linear
 from expertmesh.moe.kernels.fp8_casts import Scaled
-from expertmesh.sharding import Topology, TPGroup
-from expertmesh.sharding.topology import DenseShard
+from expertmesh.moe.model.build import build_model
+from expertmesh.sharding.comms.tensor_parallel import TPGroup
+from expertmesh.sharding.topology import DenseShard, Topology
 from expertmesh.training import engine, tensor_parallel
 from expertmesh.training.change.dense_precision import multiply_in_fp8
 from tests.distributed.pool import RankPool

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 import expertmesh
-from expertmesh.sharding import Ranks
-from expertmesh.training.data import IGNORED, Sample
+from expertmesh.sharding.life.process import Ranks
+from expertmesh.training.data.batch import IGNORED
+from expertmesh.training.data.samples import Sample
 from expertmesh.training.inputs import read_inputs
 from expertmesh.training.loop import data_order
 from tests.distributed.pool import RankPool

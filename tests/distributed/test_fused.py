@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from expertmesh.training import engine
 from expertmesh.training.fused import fused_norm, fused_rotary
 from expertmesh.training.fused.fuse import fuse_layers

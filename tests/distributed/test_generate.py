@@ -7,8 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe import ExpertMeshError, current_forward
-from expertmesh.sharding import Ranks, Topology, local_tensor
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.forward import current_forward
+from expertmesh.sharding.life.process import Ranks
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.generate import generate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.sharding.comms import gloo
 from expertmesh.sharding.comms.gloo import GlooAllGather, GlooReduceScatter, SharedMemory, counts_references
 from expertmesh.sharding.place.parallelize import communicate_over_gloo
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool

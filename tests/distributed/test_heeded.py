@@ -17,9 +17,8 @@ import torch
 
 import expertmesh
 from expertmesh import train_ep
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training import parse_config
-from expertmesh.training.config.train_config import TrainConfig, make_config
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig, make_config, parse_config
 from expertmesh.training.library import OF_THE_LOOP
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from expertmesh.moe import Forward
-from expertmesh.sharding import Topology, local_tensor
-from expertmesh.training.data import Batch, collate
+from expertmesh.moe.forward import Forward
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.micro_batch import Denominators, losses_of
 from tests.distributed.pool import RankPool

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.experts import expert_mlp
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, hf_model, ours, random_samples
 from tests.distributed.test_weight_gradients import _in_all_orders

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.sharding import Topology, TPGroup
+from expertmesh.sharding.comms.tensor_parallel import TPGroup
+from expertmesh.sharding.topology import Topology
 from expertmesh.training import tensor_parallel
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients

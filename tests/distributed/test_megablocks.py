@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import group
 
-from expertmesh.moe import Forward, original_dmoe
 from expertmesh.moe.dispatch.plain import AllToAllDispatcher
-from expertmesh.sharding import Topology
+from expertmesh.moe.forward import Forward
+from expertmesh.moe.megablocks.original import original_dmoe
+from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_parity import assert_same

@@ -19,7 +19,7 @@ import expertmesh.training.loop
 import expertmesh.training.step
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.sharding import local_tensor
+from expertmesh.sharding.state import local_tensor
 from expertmesh.training.evaluate import Evaluation
 from expertmesh.training.step import StepResult
 from expertmesh.training.watch.anomaly import AnomalyDetector

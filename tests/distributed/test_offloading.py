@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.moe import decoder_layers
-from expertmesh.sharding import Checkpointing, Topology, local_tensor
+from expertmesh.moe.model.build import decoder_layers
+from expertmesh.sharding.place.choices import Checkpointing
 from expertmesh.sharding.place.offload import Copies, CopiesAtOnce, CopiesBeside, InputStore, copies_of
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
 from expertmesh.training.step import compute_gradients

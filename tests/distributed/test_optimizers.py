@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.optim.shampoo import inverse_fourth_root
 from expertmesh.training.resume import check_trained

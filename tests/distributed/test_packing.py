@@ -8,10 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe import Forward, RouterStats, take_stats
-from expertmesh.sharding import Topology
+from expertmesh.moe.experts.router_stats import RouterStats
+from expertmesh.moe.forward import Forward
+from expertmesh.moe.model.build import take_stats
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.attention.packed_attention import OWN, attention_arguments, told_whether_packed
-from expertmesh.training.data import IGNORED, Batch, Sample, collate, pack
+from expertmesh.training.data.batch import IGNORED, Batch, collate
+from expertmesh.training.data.packing import pack
+from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import train_step

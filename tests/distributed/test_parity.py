@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.change.compiling import compilation
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference
 from tests.distributed.test_generate import PROMPTS, hf_continuations

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from expertmesh.moe.torch_private import FakeStore
-from expertmesh.training import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.rehearsal import world
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 from expertmesh.training.foresight.rehearsal.told import EVEN

@@ -18,11 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import CPGroup, Topology, check_replicas, local_tensor
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.sharding.comms.context_parallel import CPGroup
 from expertmesh.sharding.pipeline.stages import layers_here
+from expertmesh.sharding.replicas import check_replicas
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.change.compiling import compilation
-from expertmesh.training.data import Batch, Sample, collate, pack
+from expertmesh.training.data.batch import Batch, collate
+from expertmesh.training.data.packing import pack
+from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.balance import BiasUpdate, LossWeights
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import StepResult, compute_gradients, train_step

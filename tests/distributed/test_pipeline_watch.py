@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from expertmesh.training.watch.anomaly import AnomalyDetector

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.moe import decoder_layers
-from expertmesh.sharding import Checkpointing, DenseShard, Topology, local_tensor
+from expertmesh.moe.model.build import decoder_layers
+from expertmesh.sharding.place.choices import Checkpointing
 from expertmesh.sharding.place.parallelize import prefetch_layers
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import DenseShard, Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool

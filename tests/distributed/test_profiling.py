@@ -14,7 +14,8 @@ import torch
 
 from expertmesh import train_ep
 from expertmesh.training.preemption import StopRequest
-from expertmesh.training.report import BETWEEN
+from expertmesh.training.report.profiles import BETWEEN
+from expertmesh.training.run import STOPPED
 from tests.distributed.pool import RankPool
 from tests.distributed.test_checkpoints import read
 from tests.distributed.test_train_ep import FIXED_PRODUCTS
@@ -187,7 +188,7 @@ def test_a_run_that_is_stopped_leaves_what_it_has(
 ) -> None:
     argv = ["--model", str(tiny_model), "--dataset", str(tiny_data), "--output-dir", str(tmp_path), "--use-cpu"]
     results = ranks.run(run_stopped, 2, [*argv, "--max-steps", "4", "--profile", "1-3"], join_group=False)
-    assert [code for code, _, _ in results] == [train_ep.STOPPED] * 2, results
+    assert [code for code, _, _ in results] == [STOPPED] * 2, results
     assert names_in(tmp_path) == files_of("rank-0.steps-1-2")
 
 

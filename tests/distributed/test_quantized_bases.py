@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertmesh.moe.experts.quantised import SCALES, Kind, Storage, quantise, storages_of
 from expertmesh.moe.experts.working import local_part
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, in_our_layout, my_batches, random_samples, sharded_model

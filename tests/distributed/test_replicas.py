@@ -11,9 +11,11 @@ from torch import Tensor
 
 import expertmesh.training.engine
 from expertmesh.checkpoints.state.marker import whole_checkpoints
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology, check_replicas, local_tensor, replicas
-from expertmesh.sharding.replicas import checksum, replicated_state
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.sharding import replicas
+from expertmesh.sharding.replicas import check_replicas, checksum, replicated_state
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.facts import replica_lines
 from tests.distributed.pool import RankPool

@@ -24,15 +24,19 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import MixtralForCausalLM
 
 from benchmarks.chaos import is_complete
-from expertmesh import train_ep, training
-from expertmesh.checkpoints import Saver, find_checkpoint
+from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.state import resuming, saving
 from expertmesh.checkpoints.state.marker import recorded_transposed, whole_checkpoints
+from expertmesh.checkpoints.state.resuming import find_checkpoint
+from expertmesh.checkpoints.state.saving import Saver
 from expertmesh.moe.base.command import INTERRUPTED
-from expertmesh.sharding import end_process_group, start_process_group
-from expertmesh.training.data import collate
+from expertmesh.sharding.life.process import end_process_group, start_process_group
+from expertmesh.training.data.batch import collate
 from expertmesh.training.evaluate import Best
+from expertmesh.training.finished import Finished
+from expertmesh.training.loop import Run, Trained
+from expertmesh.training.run import STOPPED
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import attention_mask, random_samples
 from tests.distributed.test_checkpoints import read
@@ -238,19 +242,16 @@ def resumed_logits(argv: list[str]) -> torch.Tensor:
     """Logits of the sharded model that a resumed run holds before its first step."""
     found = {}
 
-    def instead_of_training(run: training.Run, resume_from: Path | None) -> training.Trained:
+    def instead_of_training(run: Run, resume_from: Path | None) -> Trained:
         assert resume_from is not None
         run.engine.load_state(resume_from)
         batch = collate([[sample] for sample in random_samples([9, 5])])
         with torch.no_grad():
             found["logits"] = run.model.eval()(input_ids=batch.tokens_BS, attention_mask=attention_mask(batch)).logits
-        return training.Trained(True, Best(), False)
+        return Trained(True, Best(), False)
 
-    train, training.train = training.train, instead_of_training
-    try:
+    with mock.patch("expertmesh.training.run.train", instead_of_training):
         assert run_main([*argv, "--no-export"])[0] == 0
-    finally:
-        training.train = train
     return found["logits"]
 
 
@@ -394,7 +395,7 @@ def test_preemption(
     argv = [*flags(tiny_model, tiny_data, out, *shares(4)), "--ep-size", "2", "--max-steps", str(steps)]
     argv += ["--lr-scheduler-type", "constant_with_warmup", "--save-steps", "1000"]
     results = ranks.run(run_main_and_signal, 4, argv, out / "metrics.jsonl", int(number), join_group=False)
-    assert [code for code, _ in results] == [train_ep.STOPPED] * 4
+    assert [code for code, _ in results] == [STOPPED] * 4
     (saved,) = whole_checkpoints(out / "checkpoints")
     step = int(saved.name.removeprefix("step-"))
     assert 2 <= step < steps
@@ -417,7 +418,7 @@ def test_a_stopped_run_with_adapters_is_at_the_step_it_stopped_at(
     argv = [*flags(tiny_model, tiny_data, out, *shares(2)), "--ep-size", "2", "--adapter", "lora", "--lora-rank", "4"]
     argv += ["--max-steps", str(steps), "--save-steps", "1000"]
     results = ranks.run(run_main_and_signal, 2, argv, out / "metrics.jsonl", int(signal.SIGTERM), join_group=False)
-    assert [code for code, _ in results] == [train_ep.STOPPED] * 2
+    assert [code for code, _ in results] == [STOPPED] * 2
     (saved,) = whole_checkpoints(out / "checkpoints")
     step = int(saved.name.removeprefix("step-"))
     assert 2 <= step < steps
@@ -430,26 +431,26 @@ def test_a_stopped_run_with_adapters_is_at_the_step_it_stopped_at(
 
 INTERRUPTED_WHILE_SAVING = """
 import os, signal, threading
-from expertmesh import train_ep, training
-import expertmesh.training.engine
+from expertmesh import train_ep
 from expertmesh.checkpoints.state import saving
+from expertmesh.training import engine
 from expertmesh.moe.base.command import run_command
 
-writing, train_step = threading.Event(), training.engine.train_step
+writing, train_step = threading.Event(), engine.train_step
 
 def write_for_ever(file):
     writing.set()
     threading.Event().wait()
 
 def step(*arguments, **more):
-    if training.engine.train_step.steps == 3:
+    if engine.train_step.steps == 3:
         writing.wait()
         os.kill(os.getpid(), signal.SIGINT)
-    training.engine.train_step.steps += 1
+    engine.train_step.steps += 1
     return train_step(*arguments, **more)
 
 step.steps = 1
-saving._describe, training.engine.train_step = write_for_ever, step
+saving._describe, engine.train_step = write_for_ever, step
 run_command(train_ep.main)
 """
 
@@ -708,7 +709,7 @@ def test_a_finished_run_started_again_does_nothing(
 
 def _without_a_record(argv: list[str]) -> str:
     """What a run says that cannot write finished.json."""
-    with mock.patch.object(training.Finished, "write", side_effect=OSError(28, "No space left on device")):
+    with mock.patch.object(Finished, "write", side_effect=OSError(28, "No space left on device")):
         return _said(argv)
 
 

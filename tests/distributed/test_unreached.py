@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology, agree_on_gradients
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.sharding.place.parallelize import communicate_over_gloo
-from expertmesh.sharding.place.unreached import num_lacking, reduce_unreached
+from expertmesh.sharding.place.unreached import agree_on_gradients, num_lacking, reduce_unreached
+from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, hf_model, ours, random_samples, reference
 from tests.families.test_parity import CANCELLED, TOLERANCE, WEIGHT_TOLERANCE, compare

@@ -19,12 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 import expertmesh.training.loss.chunks as chunks
 import expertmesh.training.loss.vocabulary as vocabulary
-from expertmesh.moe import ExpertMeshError, Forward, Targets, build_model
-from expertmesh.sharding import CPGroup
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.forward import Forward, Targets
+from expertmesh.moe.model.build import build_model
+from expertmesh.sharding.comms.context_parallel import CPGroup
 from expertmesh.sharding.comms.tensor_parallel import TPGroup
 from expertmesh.sharding.place.vocabulary import divide_embedding, divided_vocabulary
 from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
-from expertmesh.training.data import IGNORED, SplitSequences, collate
+from expertmesh.training.data.batch import IGNORED, SplitSequences, collate
 from expertmesh.training.loss.head import attach_loss_head, chunked_loss_sum, full_loss_sum, loss_head
 from expertmesh.training.loss.vocabulary import vocabulary_loss_sum
 from expertmesh.training.micro_batch import token_loss_sum

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.optim.optimizer import build_optimizer
 from expertmesh.training.step import LossWeights, train_step
 from tests.distributed.pool import RankPool

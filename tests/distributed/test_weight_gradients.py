@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.moe import moe_layers
-from expertmesh.sharding import Topology, local_tensor
+from expertmesh.moe.model.build import moe_layers
 from expertmesh.sharding.place.weight_gradients import weight_gradients
-from expertmesh.training.data import Batch, collate
+from expertmesh.sharding.state import local_tensor
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.data.batch import Batch, collate
 from expertmesh.training.micro_batch import forward_of, token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, random_samples, sharded_model

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from expertmesh.moe import build_model, store_frozen
-from expertmesh.moe.experts.lora import first_values
+from expertmesh.moe.experts.lora import first_values, store_frozen
 from expertmesh.moe.experts.quantised import quantise, widen
-from expertmesh.sharding import adapters_of, state_of
+from expertmesh.moe.model.build import build_model
+from expertmesh.sharding.state import adapters_of, state_of
 from expertmesh.training.change.lora_targets import adapt
-from expertmesh.training.data import collate
+from expertmesh.training.data.batch import collate
 from tests.distributed.reference import (
     MAX_GRAD_NORM,
     Case,

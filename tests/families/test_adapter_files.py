@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 import expertmesh
 from expertmesh import train_ep
-from expertmesh.checkpoints import load_adapter, read_adapter
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology
+from expertmesh.checkpoints.adapter.adapter_files import load_adapter, read_adapter
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.sharding.topology import Topology
 from expertmesh.training import engine
 from expertmesh.training.change.lora_targets import lora_of
 from expertmesh.training.config.train_config import TrainConfig

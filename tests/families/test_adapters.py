@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples
 from tests.families.configs import TEXT_IDS

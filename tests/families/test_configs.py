@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertmesh.moe import build_model
+from expertmesh.moe.model.build import build_model
 from expertmesh.moe.model.families import causal_families
 from expertmesh.moe.model.family_exceptions import UNSUPPORTED
 from tests.families.configs import (

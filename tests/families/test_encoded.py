@@ -17,7 +17,7 @@ from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main
 from expertmesh.checkpoints.hf.encoders import encode
 from expertmesh.checkpoints.hf.encodings import Encoding
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from tests.checkpoints.test_servers import check_names, headers
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, in_full, sharded_model

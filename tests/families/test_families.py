@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from expertmesh.checkpoints import export_model
 from expertmesh.checkpoints.ep_shards.convert import HowToWrite, convert, export_offline
+from expertmesh.checkpoints.hf.export import export_model
 from expertmesh.moe.__main__ import main
 from expertmesh.moe.model.families import causal_families
 from expertmesh.moe.model.family_exceptions import UNSUPPORTED
-from expertmesh.sharding import Topology, state_of
-from expertmesh.training.data import collate
+from expertmesh.sharding.state import state_of
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool

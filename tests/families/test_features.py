@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe import build_model, moe_layers
-from expertmesh.sharding import Topology, parameters_of
+from expertmesh.moe.model.build import build_model, moe_layers
+from expertmesh.sharding.state import parameters_of
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.optim.optimizer import matrix_parts
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples, reference

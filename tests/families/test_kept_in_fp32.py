@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from expertmesh.moe import build_model, moe_layers
 from expertmesh.moe.experts.expert_mlp import expert_modules
-from expertmesh.moe.model.build import fp32_parameters
-from expertmesh.sharding import Topology
-from expertmesh.training.data import collate
+from expertmesh.moe.model.build import build_model, fp32_parameters, moe_layers
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.data.batch import collate
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, attention_mask, hf_model, ours, random_samples, sharded_model

@@ -16,7 +16,8 @@ from transformers.models.auto.modeling_auto import (
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe import ExpertMeshError, build_model, decoder_layers, moe_layers
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.build import build_model, decoder_layers, moe_layers
 from expertmesh.moe.model.families import causal_families
 from expertmesh.moe.model.family_exceptions import UNSUPPORTED
 from tests.families.configs import tiny_config, tiny_model

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.training.data import collate
+from expertmesh.training.data.batch import collate
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import random_samples
 from tests.distributed.test_train_ep import run_main

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from expertmesh.moe import ExpertMeshError, build_model, decoder_layers
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.build import build_model, decoder_layers
 from expertmesh.training.attention.by_sample import BySample, apply_packing
 from expertmesh.training.attention.packed_attention import OWN, choose_attention
-from expertmesh.training.data import Batch, Sample, collate
+from expertmesh.training.data.batch import Batch, collate
+from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.micro_batch import token_loss_sum
 from tests.distributed.reference import random_samples

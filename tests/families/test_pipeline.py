@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, hf_model, ours, reference
 from tests.families.configs import tiny_config

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertmesh.sharding import Topology
-from expertmesh.training.data import collate
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.data.batch import collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankPool

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, hf_model, ours, random_samples
 from tests.families.lora import reference

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.sharding import Topology
-from expertmesh.training.data import collate
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.data.batch import collate
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import (
     Case,

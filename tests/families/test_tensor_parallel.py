@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from expertmesh.moe import ExpertMeshError, build_model
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.build import build_model
 from expertmesh.moe.model.families import families_with_plan
 from expertmesh.moe.model.family_exceptions import UNDIVIDED
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from expertmesh.training.tensor_parallel import apply_tensor_parallel

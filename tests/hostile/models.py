@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from expertmesh.checkpoints import load_model
+from expertmesh.checkpoints.load import load_model
 from expertmesh.checkpoints.opening import open_readable
 from expertmesh.checkpoints.state.marker import MARKER
 from expertmesh.checkpoints.storage.tensors import as_tensor
-from expertmesh.sharding import Topology, materialize
+from expertmesh.sharding.place.parallelize import materialize
+from expertmesh.sharding.topology import Topology
 
 SMALL: dict[str, Any] = dict(
     hidden_size=8, intermediate_size=4, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,

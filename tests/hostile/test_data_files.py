@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from expertmesh.training.data import Columns, DataOptions, load_samples, set_chat_template
+from expertmesh.training.data.chat import set_chat_template
 from expertmesh.training.data.data_files import open_rows
-from expertmesh.training.data.samples import _records
+from expertmesh.training.data.formats import Columns
+from expertmesh.training.data.samples import DataOptions, _records, load_samples
 from expertmesh.training.inputs import load_tokenizer
 from tests.hostile.harness import Refused, Watch, fuzz
 from tests.hostile.mutations import BROKEN_TEXTS, changed_bytes, changed_document, dumped, nested

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from expertmesh import train_ep
 from expertmesh.checkpoints.__main__ import main as checkpoints_main
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.training import lock
 from expertmesh.training.lock import DirectoryLock
 from expertmesh.training.watch.log import RunLog

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.checkpoints import find_checkpoint
 from expertmesh.checkpoints.ep_shards.manifest import MANIFEST
 from expertmesh.checkpoints.state.marker import MARKER
+from expertmesh.checkpoints.state.resuming import find_checkpoint
 from expertmesh.checkpoints.storage.checksums import seal
 from tests.hostile.harness import Refused, Watch
 from tests.hostile.models import loaded, loaded_model, same_bits

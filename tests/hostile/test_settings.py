@@ -14,8 +14,8 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from expertmesh.checkpoints import resolve_model
-from expertmesh.moe import ExpertMeshError
+from expertmesh.checkpoints.hf.source import resolve_model
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.foresight.cluster_commands import main as plan_main
 from expertmesh.training.foresight.planner.hardware import preset, save_measured

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.kernels.c_compiler import check_c_compiler
 
 

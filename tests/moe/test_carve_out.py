@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from expertmesh.moe import KERNELS
 from expertmesh.moe.experts import expert_mlp
 from expertmesh.moe.kernels.carve_out import LEFT, beside_all_to_alls
+from expertmesh.moe.kernels.expert_kernels import KERNELS
 from tests.tiny import tiny_block
 
 get_left: Any = torch._C._get_sm_carveout_experimental

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from expertmesh.moe import ExpertMeshError, check_config
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.config import check_config
 from expertmesh.moe.model.families import causal_families
 from tests.families.configs import tiny_config
 from tests.tiny import tiny_config as tiny_mixtral_config

@@ -9,9 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertmesh.moe import Attention, build_model, count_parameters, seen_pairs, training_flops
-from expertmesh.sharding import CPGroup
-from expertmesh.training.data import Sample, collate
+from expertmesh.moe.model.build import build_model, count_parameters
+from expertmesh.moe.model.counts import Attention, seen_pairs, training_flops
+from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.training.data.batch import collate
+from expertmesh.training.data.samples import Sample
 from tests.families.configs import tiny_config as config_of
 from tests.tiny import tiny_config, tiny_mixtral
 

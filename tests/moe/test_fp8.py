@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import expertmesh.moe.kernels.fp8
-from expertmesh.moe import ExpertMeshError, Needs, choose_kernel
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.experts.expert_mlp import LowRank
-from expertmesh.moe.kernels.expert_kernels import FP8, LOOP
+from expertmesh.moe.kernels.expert_kernels import FP8, LOOP, Needs, choose_kernel
 from expertmesh.moe.kernels.fp8_casts import (
     MULTIPLE,
     WIDEST,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe import Lora, add_adapters, use_fp8
+from expertmesh.moe.experts.lora import Lora, add_adapters, use_fp8
 from expertmesh.moe.kernels import fp8_linear
 from expertmesh.moe.kernels.fp8_linear import Division, FP8Linear, FP8RowwiseLinear, suits_fp8
 from expertmesh.moe.model.rowwise import hold_transposed

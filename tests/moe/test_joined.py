@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.moe import Forward
 from expertmesh.moe.experts import expert_mlp
 from expertmesh.moe.experts.expert_mlp import LowRank
 from expertmesh.moe.experts.weight_gradients import WeightGradients
+from expertmesh.moe.forward import Forward
 from expertmesh.moe.kernels.gpu import rehearsing_gpu
 from expertmesh.sharding.place.recompute import _ROUTING, _selective_contexts, watch_choices
 from tests.interpreter import interpreted

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe import KERNEL_NAMES, KERNELS, ExpertMeshError, Needs, choose_kernel
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.cpu import matmul
-from expertmesh.moe.kernels.expert_kernels import FusedSwiGLU, _leaves_empty_groups
+from expertmesh.moe.kernels.expert_kernels import KERNELS, FusedSwiGLU, Needs, _leaves_empty_groups, choose_kernel
+from expertmesh.moe.kernels.kernel_names import KERNEL_NAMES
 
 D, WIDTH = 16, 24
 CPU_KERNELS = ["loop", "torch-grouped"]

@@ -7,22 +7,14 @@ import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from expertmesh.moe import (
-    ExpertMeshError,
-    Forward,
-    RouterStats,
-    build_model,
-    dropless_experts,
-    load_balancing_loss,
-    moe_layers,
-    router_z_loss,
-    take_stats,
-)
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.dispatch.plain import LocalDispatcher, _transpose_blocks
-from expertmesh.moe.experts.router_stats import count_experts, router_stats
-from expertmesh.moe.model.build import _check_alike
+from expertmesh.moe.experts.router_losses import load_balancing_loss, router_z_loss
+from expertmesh.moe.experts.router_stats import RouterStats, count_experts, router_stats
+from expertmesh.moe.forward import Forward
+from expertmesh.moe.model.build import _check_alike, build_model, dropless_experts, moe_layers, take_stats
 from expertmesh.moe.model.scores import LOG_SCORES, RouterKind
-from expertmesh.sharding import state_of
+from expertmesh.sharding.state import state_of
 from tests.families import configs as families
 from tests.moe.test_kernels import CPU_KERNELS
 from tests.tiny import loaded, our_block, our_experts, our_rows, relative_error, tiny_block, tiny_config, tiny_mixtral

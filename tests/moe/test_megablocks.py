@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe import ExpertMeshError, MoEShape, original_dmoe
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.experts.shape import MoEShape
 from expertmesh.moe.kernels.swiglu import plain_backward, plain_forward, swiglu_joined_backward
 from expertmesh.moe.megablocks import megablocks_ops
 from expertmesh.moe.megablocks.megablocks_kernels import _topology, load_megablocks
+from expertmesh.moe.megablocks.original import original_dmoe
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import fused
 from tests.tiny import our_block, relative_error, tiny_block, tiny_mixtral

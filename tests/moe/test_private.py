@@ -16,7 +16,9 @@ import torch
 from transformers import Trainer, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertmesh.moe import ExpertMeshError, Forward, torch_private, transformers_private
+from expertmesh.moe import torch_private, transformers_private
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.forward import Forward
 from expertmesh.moe.torch_private import flash_operator
 from expertmesh.moe.transformers_private import (
     in_place_of_trainers,
@@ -49,15 +51,14 @@ def _tested_anew() -> Iterator[None]:
     forget()
 
 
-def names_of_torch() -> dict[str, str]:
-    """Where each name of `torch_private` is."""
+NAMES = torch_private._MODULES
+
+
+def test_names_of_torch_are_those_that_editors_see() -> None:
     tree = ast.parse(Path(str(torch_private.__file__)).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-NAMES = names_of_torch()
+    assert {alias.name: node.module for node in imports for alias in node.names} == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

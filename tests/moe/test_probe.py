@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteMoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 
-from expertmesh.moe import ExpertMeshError, build_model, moe_layers
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.build import build_model, moe_layers
 from expertmesh.moe.model.probe import SeenExperts, probe
 from expertmesh.moe.model.scores import UNKNOWN, RouterKind
 from tests.families.configs import tiny_config as config_of

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe import KERNELS, ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.kernels.expert_kernels import KERNELS
 from expertmesh.moe.kernels.expert_products import AddBias, Product
 from tests.moe.test_kernels import (
     COUNTS,

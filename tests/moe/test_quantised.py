@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe import KERNELS, Forward, build_model, moe_layers, store_frozen
+from expertmesh.moe.experts.lora import store_frozen
 from expertmesh.moe.experts.quantised import (
     BLOCK,
     NF4,
@@ -19,8 +19,11 @@ from expertmesh.moe.experts.quantised import (
     stored_product,
     widen,
 )
+from expertmesh.moe.forward import Forward
+from expertmesh.moe.kernels.expert_kernels import KERNELS
 from expertmesh.moe.kernels.expert_products import host_counts, looped_product
 from expertmesh.moe.kernels.gpu import rehearsing_gpu
+from expertmesh.moe.model.build import build_model, moe_layers
 from expertmesh.sharding.place.recompute import checkpoint_layers
 from tests.interpreter import interpreted
 from tests.tiny import in_memory, tiny_config

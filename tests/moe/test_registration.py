@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.registration import NAME, register_ep_implementation
 from tests.families.configs import is_older
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.moe import KERNELS
 from expertmesh.moe.dispatch.permute import PermuteRows, TokensToRows, expert_order
 from expertmesh.moe.experts.quantised import Storage, quantise, stored_product
-from expertmesh.moe.kernels.expert_kernels import FP8
+from expertmesh.moe.kernels.expert_kernels import FP8, KERNELS
 from expertmesh.moe.kernels.expert_products import AddBias
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_kernels import COUNTS, CPU_KERNELS, JOINED, fused

@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertmesh.moe import build_model, moe_layers
+from expertmesh.moe.model.build import build_model, moe_layers
 from expertmesh.moe.model.scores import RouterKind
 from tests.families.configs import tiny_config
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe import Forward
 from expertmesh.moe.experts.expert_mlp import LowRank
 from expertmesh.moe.experts.weight_gradients import WeightGradients
+from expertmesh.moe.forward import Forward
 from expertmesh.moe.kernels.expert_kernels import FP8
 from tests.interpreter import interpreted, prepare_megablocks
 from tests.moe.test_experts import EXPERTS, KINDS, TOP_K, WIDTH, D, random

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from expertmesh.moe.model.families import families_with_plan
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.step import compute_gradients
 from tests.distributed.pool import RankFailure, RankPool

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe import count_parameters, moe_shape
+from expertmesh.moe.model.build import count_parameters, moe_shape
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.planner.model_config import read_config
 from tests.published.models import CONFIGS, MODELS

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from expertmesh.checkpoints.hf.source import open_source
-from expertmesh.moe import ExpertMeshError, count_parameters, decoder_layers, moe_layers, moe_shape
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.build import count_parameters, decoder_layers, moe_layers, moe_shape
 from expertmesh.moe.model.scores import UNKNOWN, RouterKind
 from tests.families.configs import is_older
 from tests.published.models import CONFIGS, MODELS, REFUSED, Figure, Part

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch.profiler import ProfilerActivity, profile
 
-from expertmesh.training import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.step_order import PlannedRun
 from expertmesh.training.foresight.rehearsal.planning import planned
 from tests.tiny import tiny_config

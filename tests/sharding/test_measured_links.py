@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertmesh.sharding import Topology
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.foresight.planner.check import GroupSpeed, measured_links
 from expertmesh.training.foresight.planner.cost import seconds_among
 from expertmesh.training.foresight.planner.hardware import DEVICES, Hardware, Link

@@ -6,8 +6,8 @@ One rank at a time is dry-run, on fake tensors and collectives that send nothing
 import pytest
 from transformers import MixtralConfig
 
-from expertmesh.sharding import Checkpointing
-from expertmesh.training import TrainConfig
+from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.rehearsal.collective_order import Call, calls, check_order
 from expertmesh.training.foresight.rehearsal.world import rehearse
 

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, balanced_ranks, balanced_stages, cut_stages
-from expertmesh.training import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.planner.cost import step_time
 from expertmesh.training.foresight.planner.hardware import preset

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology
-from expertmesh.training import parse_config
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.config.train_config import parse_config
 from expertmesh.training.foresight import plan_command
 from expertmesh.training.foresight.cluster_commands import _print_speeds, main
 from expertmesh.training.foresight.planner.check import (
@@ -667,7 +667,7 @@ def test_any_picture_fits_a_terminal(topology: Topology, experts: int) -> None:
 def measure_groups(topology: Topology) -> tuple[list[GroupSpeed], Any]:
     import torch
 
-    from expertmesh.sharding import build_mesh
+    from expertmesh.sharding.mesh import build_mesh
 
     device = torch.device("cpu")
     speeds = check_groups(build_mesh("cpu", topology), 256, device, 2)

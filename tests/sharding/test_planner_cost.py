@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from expertmesh.moe import training_flops
+from expertmesh.moe.model.counts import training_flops
 from expertmesh.training.foresight.planner.clock import Clock
 from expertmesh.training.foresight.planner.cost import model_flops, seconds_among, step_time
 from expertmesh.training.foresight.planner.hardware import DEVICES, Device, Hardware, Link, products_in

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from benchmarks.plan_accuracy import NO_LOSSES, balance_routing, build_run, full_batch
-from expertmesh.moe import decoder_layers, moe_layers
-from expertmesh.sharding import local_tensor
+from expertmesh.moe.model.build import decoder_layers, moe_layers
 from expertmesh.sharding.place.recompute import checkpoint_layers
+from expertmesh.sharding.state import local_tensor
 from expertmesh.training.foresight.memory import CONTEXT, RING, Memory
 from expertmesh.training.foresight.planner import peak_memory
 from expertmesh.training.foresight.planner.peak_memory import peak

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.sharding.pipeline.balance import cut_stages
 from expertmesh.sharding.pipeline.schedule import make_schedule
 from expertmesh.sharding.pipeline.stages import Stages
 from expertmesh.sharding.pipeline.survey import survey
 from expertmesh.sharding.pipeline.timeline import Costs, bubble, simulate
+from expertmesh.sharding.topology import Topology
 from expertmesh.training.facts import pipeline_lines
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.memory import Memory

@@ -15,26 +15,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import (
-    Ranks,
-    Topology,
-    Watchdog,
-    build_mesh,
-    end_process_group,
-    raise_together,
-    start_process_group,
-)
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.sharding.life import watchdog
 from expertmesh.sharding.life.agreement import _gather, raise_at_start, wait_for_all
 from expertmesh.sharding.life.failures import Notice
-from expertmesh.sharding.life.process import _OTHER_DESCRIPTORS, _WORLD_GROUPS, use_own_cores
+from expertmesh.sharding.life.process import (
+    _OTHER_DESCRIPTORS,
+    _WORLD_GROUPS,
+    Ranks,
+    end_process_group,
+    raise_together,
+    start_process_group,
+    use_own_cores,
+)
+from expertmesh.sharding.life.watchdog import Watchdog
+from expertmesh.sharding.mesh import build_mesh
+from expertmesh.sharding.topology import Topology
 from tests.distributed.pool import RankPool
 
 PROGRAM = """
 import ctypes, sys
 import torch
-from expertmesh.sharding import settle_malloc
+from expertmesh.sharding.life.process import settle_malloc
 
 class Mallinfo2(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -66,7 +68,7 @@ def test_large_tensors_get_pages_of_their_own(how: str, own_pages: int) -> None:
 HEAPS = """
 import ctypes, os, sys, threading
 import torch
-from expertmesh.sharding import settle_malloc
+from expertmesh.sharding.life.process import settle_malloc
 
 if sys.argv[1] == "settled":
     settle_malloc()
@@ -205,7 +207,8 @@ import os, time
 import torch
 import torch.distributed as dist
 from expertmesh.sharding.life import watchdog
-from expertmesh.sharding import Ranks, Watchdog
+from expertmesh.sharding.life.process import Ranks
+from expertmesh.sharding.life.watchdog import Watchdog
 
 watchdog.NOTICE_SECONDS = 0.1
 begun = os.pipe()

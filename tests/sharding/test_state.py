@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from expertmesh.moe import build_model, moe_layers
-from expertmesh.moe.model.build import fp32_parameters
-from expertmesh.sharding import local_tensor, parameters_of, saved_state, set_parameter_dtype, state_of
+from expertmesh.moe.model.build import build_model, fp32_parameters, moe_layers
+from expertmesh.sharding.state import local_tensor, parameters_of, saved_state, set_parameter_dtype, state_of
 from expertmesh.sharding.topology import DENSE, EXPERT, REPLICATED
 from tests.families.configs import tiny_config as config_of
 from tests.tiny import in_memory, tiny_config

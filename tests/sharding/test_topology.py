@@ -2,9 +2,18 @@
 
 import pytest
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Topology, check_sizes, rows_of
-from expertmesh.sharding.topology import DENSE, DIVIDED, EXPERT, REPLICATED, Layout, check_tp_nodes
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.sharding.topology import (
+    DENSE,
+    DIVIDED,
+    EXPERT,
+    REPLICATED,
+    Layout,
+    Topology,
+    check_sizes,
+    check_tp_nodes,
+    rows_of,
+)
 
 
 @pytest.mark.parametrize("layout", [DENSE, DIVIDED, EXPERT, REPLICATED])

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe import KERNELS, ExpertMeshError, build_model, choose_kernel, count_parameters, kernel_needs
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.experts.lora import first_values
+from expertmesh.moe.kernels.expert_kernels import KERNELS, choose_kernel
 from expertmesh.moe.kernels.kernel_names import Precision
+from expertmesh.moe.model.build import build_model, count_parameters, kernel_needs
 from expertmesh.training.change.lora_targets import adapt, unquantized_lines
 from expertmesh.training.config.train_config import TrainConfig, parse_config
 from tests.families.configs import tiny_config

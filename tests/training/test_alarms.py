@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from expertmesh.training import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import Balance, LossWeights
 from expertmesh.training.watch.alarms import LOSS_NEEDED, LOSS_WINDOW, LossAlarm, RouterAlarm
 

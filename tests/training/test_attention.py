@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV4Config, GptOssConfig, JambaConfig, Lfm2MoeConfig, Qwen2MoeConfig, Qwen3NextConfig
 from transformers.masking_utils import causal_mask_function
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.training.attention.packed_attention import (
     OWN,
     choose_attention,
@@ -19,7 +19,8 @@ from expertmesh.training.attention.packed_attention import (
     told_whether_packed,
     window_told,
 )
-from expertmesh.training.data import Sample, collate
+from expertmesh.training.data.batch import collate
+from expertmesh.training.data.samples import Sample
 from tests.tiny import relative_error, tiny_config, tiny_mixtral
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 4}

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe import ExpertMeshError, build_model, moe_layers
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.build import build_model, moe_layers
 from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.loss.balance import BiasUpdate, choose_balance
 from expertmesh.training.watch.routing_figures import Routing

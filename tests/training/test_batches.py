@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import CPGroup
-from expertmesh.training.data import IGNORED, Batch, Sample, batch_of, collate
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.sharding.comms.context_parallel import CPGroup
+from expertmesh.training.data.batch import IGNORED, Batch, batch_of, collate
+from expertmesh.training.data.samples import Sample
 
 samples = st.lists(st.tuples(st.integers(3, 90), st.booleans()), min_size=1, max_size=9).map(
     lambda pairs: Sample([token for token, _ in pairs], [trained for _, trained in pairs])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig, flags_of_config, make_config, parse_config
 from expertmesh.training.foresight import plan_command
 

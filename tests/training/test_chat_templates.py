@@ -13,11 +13,12 @@ import trl
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training.data import TEMPLATES, Columns, DataOptions, load_samples, set_chat_template
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.training.data import message_spans as spans
-from expertmesh.training.data.chat import render
-from expertmesh.training.data.formats import Conversation, find_format, read_row
+from expertmesh.training.data.chat import render, set_chat_template
+from expertmesh.training.data.formats import Columns, Conversation, find_format, read_row
+from expertmesh.training.data.samples import DataOptions, load_samples
+from expertmesh.training.data.templates import TEMPLATES
 from expertmesh.training.data.turns import Written
 from tests.tiny import save_tokenizer
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from transformers.trainer_utils import SchedulerType
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.base.sizes import parse_size
-from expertmesh.training import parse_config
 from expertmesh.training.config.settings import SCHEDULES
-from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.optim.schedule import scheduler_arguments
 
 NEEDED = ["--model", "m", "--dataset", "d"]

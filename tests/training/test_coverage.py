@@ -8,10 +8,9 @@ from typing import Any, get_args
 
 import pytest
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.base.parser import flag_of
-from expertmesh.training import TrainConfig, parse_config
-from expertmesh.training.config.train_config import flags_of_config
+from expertmesh.training.config.train_config import TrainConfig, flags_of_config, parse_config
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.coverage import NO_EFFECT, check_covered, not_modelled
 from expertmesh.training.foresight.rehearsal.cached import _with_what_is_read

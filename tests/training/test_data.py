@@ -17,25 +17,17 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import (
-    Columns,
-    DataOptions,
-    DataOrder,
-    Sample,
-    Samples,
-    collate,
-    hold_out,
-    load_samples,
-    make_rows,
-    parse_datasets,
-    set_chat_template,
-)
+from expertmesh.training.data.batch import collate
 from expertmesh.training.data.cache import cache_directory, cached_bytes, filling_cache
-from expertmesh.training.data.data_files import READERS
-from expertmesh.training.data.formats import Conversation, PlainText, find_format, read_row
+from expertmesh.training.data.chat import set_chat_template
+from expertmesh.training.data.data_files import READERS, parse_datasets
+from expertmesh.training.data.data_order import DataOrder
+from expertmesh.training.data.formats import Columns, Conversation, PlainText, find_format, read_row
+from expertmesh.training.data.packing import make_rows
 from expertmesh.training.data.progress import TokenizingProgress
+from expertmesh.training.data.samples import DataOptions, Sample, Samples, hold_out, load_samples
 from expertmesh.training.facts import _data
 from expertmesh.training.inputs import Inputs, _read_samples
 from tests.tiers import diagonal

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.sharding import Ranks
+from expertmesh.sharding.life.process import Ranks
 from expertmesh.training.watch.environment import _commit, environment, write_environment
 from tests.distributed.pool import RankPool
 

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
-from expertmesh.moe import ExpertMeshError, build_model
-from expertmesh.sharding import Ranks
-from expertmesh.training import TrainConfig
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.build import build_model
+from expertmesh.sharding.life.process import Ranks
 from expertmesh.training.attention import flash_3
 from expertmesh.training.attention.flash_3 import use_flash_attention_3
+from expertmesh.training.config.train_config import TrainConfig
 from tests.tiny import tiny_config
 
 PACKAGE = """

@@ -4,7 +4,9 @@ import re
 
 import pytest
 
-from expertmesh.moe import ExpertMeshError, build_model, count_parameters, training_flops
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.model.build import build_model, count_parameters
+from expertmesh.moe.model.counts import training_flops
 from expertmesh.training.change.freezing import freeze, groups_of
 from tests.families.configs import tiny_config
 

@@ -19,8 +19,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
-from expertmesh.moe import build_model
 from expertmesh.moe.kernels.gpu import rehearsing_gpu
+from expertmesh.moe.model.build import build_model
 from expertmesh.training.attention.packed_attention import OWN
 from expertmesh.training.change.compiling import compile_layers
 from expertmesh.training.fused.fuse import fuse_layers

@@ -20,9 +20,14 @@ from transformers import (
 
 import expertmesh.training.loss.chunks as chunks
 import expertmesh.training.loss.head as head
-from expertmesh.moe import ExpertMeshError, Forward, Targets, build_model
-from expertmesh.sharding import Checkpointing, Topology, state_of
-from expertmesh.training.data import IGNORED, Sample, collate
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.moe.forward import Forward, Targets
+from expertmesh.moe.model.build import build_model
+from expertmesh.sharding.place.choices import Checkpointing
+from expertmesh.sharding.state import state_of
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.data.batch import IGNORED, collate
+from expertmesh.training.data.samples import Sample
 from expertmesh.training.loss.head import LOSS_SUMS, LossHead, attach_loss_head, choose_cross_entropy, loss_head
 from tests.distributed.pool import RankPool
 from tests.distributed.reference import Case, Figures, ours, random_samples, reference

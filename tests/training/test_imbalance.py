@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.training.foresight.imbalance import imbalance_of, read_imbalance
 from expertmesh.training.foresight.rates import natural_imbalance
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Ranks
-from expertmesh.training import RunLog, TrainConfig
-from expertmesh.training.report import page, write_report
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.sharding.life.process import Ranks
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.report import page
+from expertmesh.training.report.page import write_report
+from expertmesh.training.watch.log import RunLog
 from tests.distributed.pool import RankPool
 from tests.distributed.test_train_ep import run_main
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from expertmesh.training import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.measured import Measured, MeasuredModel
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 from expertmesh.training.foresight.rehearsal.measure import Measurer

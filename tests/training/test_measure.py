@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training import TrainConfig
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.cost import step_time, update_kernels
 from expertmesh.training.foresight.planner.hardware import preset
 from expertmesh.training.foresight.planner.measured import MeasuredModel, Workload

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training import TrainConfig, parse_config
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig, parse_config
 from expertmesh.training.foresight import rank_memory as memory
 from expertmesh.training.foresight.cluster_commands import main as plan
 from expertmesh.training.foresight.memory import Memory

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_utils import SchedulerType
 
-from expertmesh.checkpoints import Progress
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training import TrainConfig, check_schedule
+from expertmesh.checkpoints.state.saving import Progress
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.optim.low_bit import (
     AdamW8bit,
     AdamWBf16,
@@ -24,7 +24,13 @@ from expertmesh.training.optim.low_bit import (
     round_to_bf16,
 )
 from expertmesh.training.optim.muon import newton_schulz
-from expertmesh.training.optim.schedule import build_scheduler, num_warmup_steps, resume_scheduler, step_scheduler
+from expertmesh.training.optim.schedule import (
+    build_scheduler,
+    check_schedule,
+    num_warmup_steps,
+    resume_scheduler,
+    step_scheduler,
+)
 from tests.tiny import relative_error
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}

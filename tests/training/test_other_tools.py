@@ -10,12 +10,11 @@ import transformers
 from torch.distributed.run import get_args_parser
 from transformers.training_args import OptimizerNames
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.base.parser import nearest
-from expertmesh.training import parse_config
 from expertmesh.training.config.other_tools import _OPTIMIZERS, _ROWS, _VALUES
 from expertmesh.training.config.settings import Optimizer
-from expertmesh.training.config.train_config import TrainConfig, _parser, make_config
+from expertmesh.training.config.train_config import TrainConfig, _parser, make_config, parse_config
 
 NEEDED = ["--model", "m", "--dataset", "d"]
 OURS = {name for setting in fields(TrainConfig) for name in (setting.name, *setting.metadata.get("aliases", []))}

@@ -7,7 +7,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from expertmesh.training.data import DataOrder, make_rows, pack, print_preview, set_chat_template
+from expertmesh.training.data.chat import set_chat_template
+from expertmesh.training.data.data_order import DataOrder
+from expertmesh.training.data.packing import make_rows, pack
+from expertmesh.training.data.preview import print_preview
 from tests.training.test_data import load, write
 
 

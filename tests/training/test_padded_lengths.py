@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.moe import build_model
-from expertmesh.training import TrainConfig
+from expertmesh.moe.model.build import build_model
 from expertmesh.training.attention.packed_attention import choose_attention
 from expertmesh.training.attention.padded_lengths import padding_of
-from expertmesh.training.data import Batch, Padding, collate
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.data.batch import Batch, Padding, collate
 from expertmesh.training.loss.balance import LossWeights
 from expertmesh.training.loss.head import attach_loss_head
 from expertmesh.training.step import compute_gradients

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from expertmesh.moe.base import declared
 from expertmesh.moe.base.declared import lasting, writes, written_by
-from expertmesh.sharding import Topology
-from expertmesh.training import TrainConfig
+from expertmesh.sharding.topology import Topology
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.rehearsal.parts import LASTING, Parts, StepPlace
 from expertmesh.training.foresight.rehearsal.world import rehearse
 from expertmesh.training.loss.balance import LossWeights

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from expertmesh.sharding import CPGroup
+from expertmesh.sharding.comms.context_parallel import CPGroup
 from expertmesh.training import loop
-from expertmesh.training.data import Batch, DataOrder, Padding, PinnedBatch, Sample, collate, made_ahead
 from expertmesh.training.data import batch as batch_module
+from expertmesh.training.data.batch import Batch, Padding, PinnedBatch, collate
+from expertmesh.training.data.data_order import DataOrder
+from expertmesh.training.data.prefetch import made_ahead
+from expertmesh.training.data.samples import Sample
 from tests.distributed.reference import random_samples
 from tests.training.test_batches import assert_same
 

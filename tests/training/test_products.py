@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.moe.cpu import matmul
-from expertmesh.sharding import Ranks
+from expertmesh.sharding.life.process import Ranks
 from expertmesh.training.change import cpu_matmuls as products
 from expertmesh.training.change.cpu_matmuls import MatmulLibraries, choose_matmul_libraries
 from expertmesh.training.config.train_config import TrainConfig

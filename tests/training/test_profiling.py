@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training import TrainConfig, check_profile
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.rehearsal.parts import StepPlace
-from expertmesh.training.report import BETWEEN
+from expertmesh.training.report.profiles import BETWEEN
 from expertmesh.training.watch.profiling import (
     Cost,
     StepProfiler,
     _add_memory,
     _Recording,
     _write_trace,
+    check_profile,
     costs_of,
     steps_in_words,
 )

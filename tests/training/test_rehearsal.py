@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from expertmesh.moe import training_flops
-from expertmesh.training import TrainConfig
+from expertmesh.moe.model.counts import training_flops
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
 from expertmesh.training.foresight.planner.model_config import read_config
 from expertmesh.training.foresight.rehearsal.kinds import whole_stack

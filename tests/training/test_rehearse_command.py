@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.memory import FRAGMENTATION, LASTING, PEER, RING
 from expertmesh.training.foresight.rates import natural_imbalance

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from expertmesh.moe import count_parameters
+from expertmesh.moe.model.build import count_parameters
 from expertmesh.training.foresight.cluster_commands import main
 from expertmesh.training.foresight.planner.peak_memory import fullest
 from expertmesh.training.foresight.rehearsal.planning import planned

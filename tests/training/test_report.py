@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training import TrainConfig
-from expertmesh.training.report import history, read_history, write_report
+from expertmesh.moe.base.errors import ExpertMeshError
+from expertmesh.training.config.train_config import TrainConfig
+from expertmesh.training.report import history
 from expertmesh.training.report.__main__ import main
-from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, HistorySpan
-from expertmesh.training.report.page import State
+from expertmesh.training.report.history import MAX_TEXT, ExpertLoad, HistorySpan, read_history
+from expertmesh.training.report.page import State, write_report
 from expertmesh.training.report.profiles import BETWEEN, MAX_PROFILES
 
 LAYERS, EXPERTS = 2, 4

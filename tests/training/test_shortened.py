@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3NextConfig
 
-from expertmesh.moe import build_model
-from expertmesh.training import TrainConfig
+from expertmesh.moe.model.build import build_model
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.planner.hardware import preset
 from expertmesh.training.foresight.rehearsal.kinds import kinds_of_layers, shortened_stack
 from expertmesh.training.foresight.rehearsal.ledger import PartCost, ledger

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from expertmesh.training import TrainConfig
+from expertmesh.training.config.train_config import TrainConfig
 from expertmesh.training.foresight.rehearsal.building import build_rehearsed
 from expertmesh.training.foresight.rehearsal.measure import Measurer
 from expertmesh.training.foresight.rehearsal.planning import setting_of

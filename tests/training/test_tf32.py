@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from expertmesh.moe import ExpertMeshError
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.training.change.tf32 import compute_in_tf32
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding import CPGroup
+from ...moe.base.declared import StepPart
+from ...sharding.comms.context_parallel import CPGroup
 
 STEP_PART: StepPart = None
 

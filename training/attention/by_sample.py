@@ -19,17 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from expertmesh.moe import DroplessExperts, ExpertMeshError, Forward, current_forward, decoder_layers
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.model.trial import counts_tokens, standing_in_for_weights
-from expertmesh.training.attention.packed_attention import (
-    attention_arguments,
-    kinds_by_layer,
-    seen_by_mask,
-    tells_window,
-    told_whether_packed,
-)
-from expertmesh.training.data import Batch, Sample, collate
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.experts.layer import DroplessExperts
+from ...moe.forward import Forward, current_forward
+from ...moe.model.build import decoder_layers
+from ...moe.model.trial import counts_tokens, standing_in_for_weights
+from ..data.batch import Batch, collate
+from ..data.samples import Sample
+from .packed_attention import attention_arguments, kinds_by_layer, seen_by_mask, tells_window, told_whether_packed
 
 STEP_PART: StepPart = None
 
@@ -192,7 +190,7 @@ def apply_packing(model: Any) -> None:
     samples as for each alone.
 
     Args:
-        model: from `moe.build_model`, on the meta device.
+        model: from `build_model`, on the meta device.
 
     Raises:
         ExpertMeshError: samples would still see one another, or the model does not run with packed ones.

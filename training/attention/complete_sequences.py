@@ -16,13 +16,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from expertmesh.moe import ExpertMeshError, Forward, current_forward
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.model.trial import counts_tokens
-from expertmesh.training.attention.by_heads import SplitFunctions, splitting, without_unnamed
-from expertmesh.training.attention.by_sample import BySample
-from expertmesh.training.attention.packed_attention import tells_window
-from expertmesh.training.data import SplitSequences
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.forward import Forward, current_forward
+from ...moe.model.trial import counts_tokens
+from ..data.batch import SplitSequences
+from .by_heads import SplitFunctions, splitting, without_unnamed
+from .by_sample import BySample
+from .packed_attention import tells_window
 
 STEP_PART: StepPart = None
 

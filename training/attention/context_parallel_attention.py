@@ -22,14 +22,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from expertmesh.moe import ExpertMeshError, Forward, current_forward, decoder_layers, without_computing
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding import CPGroup, TPGroup
-from expertmesh.sharding.topology import divisors, either
-from expertmesh.training.attention.by_heads import SplitFunctions, find_split_functions
-from expertmesh.training.attention.by_sample import BySample
-from expertmesh.training.attention.complete_sequences import CompleteSequences, mixers_of
-from expertmesh.training.attention.packed_attention import (
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.forward import Forward, current_forward
+from ...moe.model.build import decoder_layers, without_computing
+from ...sharding.comms.context_parallel import CPGroup
+from ...sharding.comms.tensor_parallel import TPGroup
+from ...sharding.topology import divisors, either
+from ..data.batch import SplitSequences, collate
+from ..data.samples import Sample
+from .by_heads import SplitFunctions, find_split_functions
+from .by_sample import BySample
+from .complete_sequences import CompleteSequences, mixers_of
+from .packed_attention import (
     CP_PREFIX,
     OWN,
     attention_arguments,
@@ -38,7 +43,6 @@ from expertmesh.training.attention.packed_attention import (
     told_whether_packed,
     window_told,
 )
-from expertmesh.training.data import Sample, SplitSequences, collate
 
 STEP_PART: StepPart = None
 
@@ -58,7 +62,7 @@ def apply_context_parallel(model: Any, cp_size: int, packing: bool, tp_size: int
     layers and by modules of convolutions.
 
     Args:
-        model: from `moe.build_model`, on the meta device.
+        model: from `build_model`, on the meta device.
         cp_size: size of the CP group, or a multiple of it.
         packing: whether sequences will hold several samples.
         tp_size: of a tensor-parallel group, whose ranks share sequences too.

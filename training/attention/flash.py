@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.gpu import is_rehearsing_gpu
-from expertmesh.moe.torch_private import flash_operator
+from ...moe.base.declared import StepPart
+from ...moe.kernels.gpu import is_rehearsing_gpu
+from ...moe.torch_private import flash_operator
 
 STEP_PART: StepPart = None
 

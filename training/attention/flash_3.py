@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.torch_private import SUPPORTED
-from expertmesh.sharding import Ranks
-from expertmesh.training.config.train_config import TrainConfig
+from ...moe.base.errors import ExpertMeshError
+from ...moe.torch_private import SUPPORTED
+from ...sharding.life.process import Ranks
+from ..config.train_config import TrainConfig
 
 _MODULE, _PACKAGE, _NAME = "flash_attn_interface", "flash_attn_3", "FA3"
 _HOPPER = 9

@@ -19,11 +19,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
-from expertmesh.moe import ExpertMeshError, decoder_layers, model_class, settled_attention
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.transformers_private import replacing_sample_search
-from expertmesh.training.attention.flash import flash_attention, has_kernel
-from expertmesh.training.data import Batch
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.model.build import decoder_layers, model_class, settled_attention
+from ...moe.transformers_private import replacing_sample_search
+from ..data.batch import Batch
+from .flash import flash_attention, has_kernel
 
 STEP_PART: StepPart = None
 

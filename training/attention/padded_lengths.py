@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from expertmesh.training.attention.context_parallel_attention import looks_for_longest
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Padding
+from ..config.train_config import TrainConfig
+from ..data.batch import Padding
+from .context_parallel_attention import looks_for_longest
 
 _MULTIPLE = 128
 

@@ -6,11 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from expertmesh.moe import DroplessExperts, ExpertMeshError, decoder_layers
-from expertmesh.moe.torch_private import calculate_time_spent, counters
-from expertmesh.training.attention.by_sample import BySample
-from expertmesh.training.attention.complete_sequences import CompleteSequences
-from expertmesh.training.attention.packed_attention import CP_PREFIX, OWN
+from ...moe.base.errors import ExpertMeshError
+from ...moe.experts.layer import DroplessExperts
+from ...moe.model.build import decoder_layers
+from ...moe.torch_private import calculate_time_spent, counters
+from ..attention.by_sample import BySample
+from ..attention.complete_sequences import CompleteSequences
+from ..attention.packed_attention import CP_PREFIX, OWN
 
 
 def compile_layers(model: Any) -> str:

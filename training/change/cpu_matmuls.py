@@ -7,10 +7,10 @@ from typing import get_args
 
 import torch.distributed as dist
 
-from expertmesh.moe.cpu.matmul import Library, Product, faster_libraries, has_onednn, probe_libraries, use_libraries
-from expertmesh.sharding import Ranks
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.watch.environment import FILE, cpu_model
+from ...moe.cpu.matmul import Library, Product, faster_libraries, has_onednn, probe_libraries, use_libraries
+from ...sharding.life.process import Ranks
+from ..config.train_config import TrainConfig
+from ..watch.environment import FILE, cpu_model
 
 
 @dataclass(frozen=True)

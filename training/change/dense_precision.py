@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 
-from expertmesh.moe import ExpertMeshError, layers_linear, suits_fp8, unquantized, use_fp8
-from expertmesh.moe.base.declared import StepPart
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.experts.lora import layers_linear, unquantized, use_fp8
+from ...moe.kernels.fp8_linear import suits_fp8
 
 STEP_PART: StepPart = None
 

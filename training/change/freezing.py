@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from expertmesh.moe import DroplessExperts, ExpertMeshError, decoder_layers, layer_prefixes, router_prefixes
+from ...moe.base.errors import ExpertMeshError
+from ...moe.experts.layer import DroplessExperts
+from ...moe.model.build import decoder_layers, layer_prefixes, router_prefixes
 
 _Names = dict[str, nn.Parameter]
 
@@ -37,7 +39,7 @@ def freeze(model: Any, entries: list[str]) -> Frozen:
     """Have parameters take no gradient, in place.
 
     Args:
-        model: from `moe.build_model`, before it is parallelised.
+        model: from `build_model`, before it is parallelised.
         entries: names of groups, and regular expressions that are searched for in parameters' names. A tied parameter
             goes by any of its names.
 

@@ -8,19 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from expertmesh.moe import (
-    ExpertMeshError,
-    Lora,
-    add_adapters,
-    is_adapter,
-    layer_prefixes,
-    moe_layers,
-    router_prefixes,
-    unquantized,
-)
-from expertmesh.moe.experts.lora import linear_layers
-from expertmesh.training.change.freezing import groups_of
-from expertmesh.training.config.train_config import TrainConfig
+from ...moe.base.errors import ExpertMeshError
+from ...moe.experts.lora import Lora, add_adapters, is_adapter, linear_layers, unquantized
+from ...moe.model.build import layer_prefixes, moe_layers, router_prefixes
+from ..config.train_config import TrainConfig
+from .freezing import groups_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,7 @@ def adapt(model: Any, config: TrainConfig) -> Adapted:
     """Give a model the adapters that a configuration asks for, in place, and freeze all else.
 
     Args:
-        model: from `moe.build_model`, before it is parallelised.
+        model: from `build_model`, before it is parallelised.
 
     Raises:
         ExpertMeshError: a target fits nothing that can have an adapter.

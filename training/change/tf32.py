@@ -2,7 +2,7 @@
 
 import torch
 
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
 
 
 def compute_in_tf32(device_type: str) -> None:

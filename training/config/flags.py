@@ -9,9 +9,9 @@ from itertools import takewhile
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import Parser, Switch, flag_of, nearest
-from expertmesh.training.config.other_tools import TORCHRUN, answer, answer_to_value
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.parser import Parser, Switch, flag_of, nearest
+from .other_tools import TORCHRUN, answer, answer_to_value
 
 
 class FlagParser(Parser):

@@ -3,9 +3,13 @@
 from pathlib import Path
 from typing import Any, TypedDict
 
-from expertmesh.moe import Precision
-from expertmesh.sharding import Checkpointing, DenseShard, Dispatch, DispatchSums, ScheduleName
-from expertmesh.training.config.settings import (
+from ...moe.kernels.kernel_names import Precision
+from ...sharding.pipeline.schedule import ScheduleName
+from ...sharding.place.choices import Checkpointing, Dispatch, DispatchSums
+from ...sharding.topology import DenseShard
+from ..data.chat import TrainOn
+from ..data.data_files import SampleBy
+from .settings import (
     Adapter,
     AdapterFormat,
     BaseDtype,
@@ -16,7 +20,6 @@ from expertmesh.training.config.settings import (
     OnSaveError,
     Optimizer,
 )
-from expertmesh.training.data import SampleBy, TrainOn
 
 
 class LoadSettings(TypedDict, total=False):

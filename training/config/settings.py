@@ -8,12 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from expertmesh.moe import KERNEL_NAMES, ExpertMeshError, Precision, RopeScaling, check_kernel_name, read_rope_scaling
-from expertmesh.moe.base.parser import flag_of, unknown_name
-from expertmesh.moe.base.sizes import parse_size
-from expertmesh.sharding import Checkpointing, DenseShard, Dispatch, DispatchSums, ScheduleName
-from expertmesh.sharding.pipeline.schedule import schedule_without_queue
-from expertmesh.training.data import TEMPLATES, SampleBy, TrainOn
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.parser import flag_of, unknown_name
+from ...moe.base.sizes import parse_size
+from ...moe.kernels.kernel_names import KERNEL_NAMES, Precision, check_kernel_name
+from ...moe.model.rope import RopeScaling, read_rope_scaling
+from ...sharding.pipeline.schedule import ScheduleName, schedule_without_queue
+from ...sharding.place.choices import Checkpointing, Dispatch, DispatchSums
+from ...sharding.topology import DenseShard
+from ..data.chat import TrainOn
+from ..data.data_files import SampleBy
+from ..data.templates import TEMPLATES
 
 Optimizer = Literal["adamw_torch_fused", "adamw_torch_8bit", "adamw_bf16", "muon", "shampoo"]
 CrossEntropy = Literal["auto", "chunked", "full", "liger"]

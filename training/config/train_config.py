@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import flag_of, unknown_name
-from expertmesh.moe.base.whole import whole
-from expertmesh.sharding import Strategy
-from expertmesh.training.config.begun_adapter import OF_ADAPTER, with_init_adapter
-from expertmesh.training.config.flags import FlagParser, default_of
-from expertmesh.training.config.settings import (
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.parser import flag_of, unknown_name
+from ...moe.base.whole import whole
+from ...sharding.place.choices import Strategy
+from .begun_adapter import OF_ADAPTER, with_init_adapter
+from .flags import FlagParser, default_of
+from .settings import (
     AdapterSettings,
     CheckpointSettings,
     DataSettings,

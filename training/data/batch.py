@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import CPGroup
-from expertmesh.training.data.samples import Sample
+from ...moe.base.errors import ExpertMeshError
+from ...sharding.comms.context_parallel import CPGroup
+from .samples import Sample
 
 IGNORED = -100
 

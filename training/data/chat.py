@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training.data.formats import Conversation
-from expertmesh.training.data.message_spans import find_spans
-from expertmesh.training.data.templates import TEMPLATES, template_for
-from expertmesh.training.data.turns import Written
+from ...moe.base.errors import ExpertMeshError
+from .formats import Conversation
+from .message_spans import find_spans
+from .templates import TEMPLATES, template_for
+from .turns import Written
 
 TrainOn = Literal["all", "assistant", "last", "final"]
 

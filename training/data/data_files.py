@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training.data.splits import split_files
+from ...moe.base.errors import ExpertMeshError
+from .splits import split_files
 
 # (where it stands, for messages; the record)
 PlacedRow = tuple[str, Any]

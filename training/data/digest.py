@@ -6,7 +6,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from expertmesh.training.data.samples import Samples
+from .samples import Samples
 
 _SAMPLES_AT_ONCE = 1000
 _TOKENS, _TARGETS, _UNORDERED = "tokens in order", "targets in order", "samples in any order"

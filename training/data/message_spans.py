@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from expertmesh.training.data.turns import Written, with_reasoning
+from .turns import Written, with_reasoning
 
 Span = tuple[int, int]
 

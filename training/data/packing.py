@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.training.data.samples import Sample, Samples
+from .samples import Sample, Samples
 
 
 class Rows(Sequence[list[Sample]]):

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from expertmesh.training.data.data_order import DataOrder
-from expertmesh.training.data.packing import Rows
-from expertmesh.training.data.samples import Origin, Sample
+from .data_order import DataOrder
+from .packing import Rows
+from .samples import Origin, Sample
 
 _TRAINED, _CONTEXT, _EDGE = "bold green", "dim", "bold magenta"
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training.data.cache import cache_error, filling_cache
-from expertmesh.training.data.chat import TrainOn, beginning, render, tokenize, trained_messages
-from expertmesh.training.data.data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
-from expertmesh.training.data.formats import Columns, Conversation, Format, PlainText, RowError, find_format, read_row
-from expertmesh.training.data.progress import TokenizingProgress, count
+from ...moe.base.errors import ExpertMeshError
+from .cache import cache_error, filling_cache
+from .chat import TrainOn, beginning, render, tokenize, trained_messages
+from .data_files import DatasetSpec, PlacedRow, RowSource, SampleBy, open_rows, parse_datasets
+from .formats import Columns, Conversation, Format, PlainText, RowError, find_format, read_row
+from .progress import TokenizingProgress, count
 
 # raise it when the same input gives other tokens, so that what an older version has cached is not taken
 _VERSION = 14

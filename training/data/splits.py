@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from expertmesh.moe import ExpertMeshError
+from ...moe.base.errors import ExpertMeshError
 
 
 def split_files(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from expertmesh.training.data.formats import Conversation
+from .formats import Conversation
 
 # begins and ends with a character for private use, so that it shares neither end with what it stands for
 _OTHER_WORDS = "\ue000other words\ue000"

@@ -15,24 +15,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.command import run_command
-from expertmesh.moe.base.parser import Parser, tell_without_effect
-from expertmesh.moe.base.terminal import ends_with_reader, folded, terminal_width
-from expertmesh.sharding.life.torchrun import read_environment, tell_mistake
-from expertmesh.sharding.pipeline.balance import cut_stages
-from expertmesh.sharding.topology import (
-    Topology,
-    check_sizes,
-    check_tp_nodes,
-    nodes_of_equal_size,
-)
-from expertmesh.training.config.other_tools import answer
-from expertmesh.training.foresight.columns import Column, open_console, print_table
-from expertmesh.training.foresight.planner.hardware import save_measured
-from expertmesh.training.foresight.planner.hardware_flags import check_positive
-from expertmesh.training.foresight.planner.measured import ModelCuts
-from expertmesh.training.foresight.planner.mesh_picture import picture, ranks_of
+from ...moe.base.command import run_command
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.parser import Parser, tell_without_effect
+from ...moe.base.terminal import ends_with_reader, folded, terminal_width
+from ...sharding.life.torchrun import read_environment, tell_mistake
+from ...sharding.pipeline.balance import cut_stages
+from ...sharding.topology import Topology, check_sizes, check_tp_nodes, nodes_of_equal_size
+from ..config.other_tools import answer
+from .columns import Column, open_console, print_table
+from .planner.hardware import save_measured
+from .planner.hardware_flags import check_positive
+from .planner.measured import ModelCuts
+from .planner.mesh_picture import picture, ranks_of
 
 _EXAMPLES = """\
 examples:
@@ -99,11 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         if given[:1] == ["plan"]:
-            from expertmesh.training.foresight.plan_command import main as plan
+            from .plan_command import main as plan
 
             return plan(given[1:])
         if given[:1] == ["rehearse"]:
-            from expertmesh.training.foresight.rehearsal.rehearse_command import main as rehearse
+            from .rehearsal.rehearse_command import main as rehearse
 
             return rehearse(given[1:])
         return _mesh(build_parser().parse_args(given))
@@ -175,8 +170,9 @@ def _torchrun_ranks_a_node() -> int:
 
 
 def _check(arguments: argparse.Namespace, topology: Topology, gpus_per_node: int) -> int:
-    from expertmesh.sharding import build_mesh, device_type, end_process_group, start_process_group
-    from expertmesh.training.foresight.planner.check import check_groups, measured_hardware
+    from ...sharding.life.process import device_type, end_process_group, start_process_group
+    from ...sharding.mesh import build_mesh
+    from .planner.check import check_groups, measured_hardware
 
     ranks = start_process_group(arguments.use_cpu, arguments.timeout)
     mesh = build_mesh(device_type(arguments.use_cpu), topology, arguments.timeout)

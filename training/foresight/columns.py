@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from expertmesh.moe.base.terminal import folded, terminal_width
+from ...moe.base.terminal import folded, terminal_width
 
 _NO_LIMIT = 10_000
 

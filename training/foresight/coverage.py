@@ -3,9 +3,9 @@ said beside the figures. All others are read by a forecast, or are in `NO_EFFECT
 
 from collections.abc import Mapping
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import flag_of
-from expertmesh.training.config.train_config import TrainConfig
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.parser import flag_of
+from ..config.train_config import TrainConfig
 
 NOT_MODELLED = {
     "async_tp": "all exchanges of a tensor-parallel group are taken to be waited for",

@@ -5,8 +5,8 @@ import json
 from functools import partial
 from pathlib import Path
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training.foresight.rates import natural_imbalance
+from ...moe.base.errors import ExpertMeshError
+from .rates import natural_imbalance
 
 MOST_LINE = 64 * 2**20
 """Bytes of a line of metrics.jsonl."""

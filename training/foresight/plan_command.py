@@ -16,39 +16,23 @@ from typing import Any
 
 from rich.text import Text
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import Parser, flag_of, refuse_gone, tell_without_effect
-from expertmesh.moe.base.terminal import folded
-from expertmesh.sharding.topology import (
-    DenseShard,
-    Topology,
-    check_chunks,
-    check_sizes,
-    check_tp_nodes,
-    nodes_of_equal_size,
-)
-from expertmesh.training.config.begun_adapter import with_init_adapter
-from expertmesh.training.config.train_config import GivenSettings, TrainConfig, given_settings
-from expertmesh.training.foresight.columns import open_console
-from expertmesh.training.foresight.coverage import check_covered, not_modelled
-from expertmesh.training.foresight.imbalance import add_imbalance_flags, imbalance_of, read_imbalance
-from expertmesh.training.foresight.planner.hardware import GIB, products_in
-from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
-from expertmesh.training.foresight.planner.model_config import find_config
-from expertmesh.training.foresight.planner.search import (
-    MICRO_BATCHES,
-    Cluster,
-    Plan,
-    Tried,
-    best_first,
-    reckon,
-    search,
-    sequences_per_step,
-)
-from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
-from expertmesh.training.foresight.rehearsal.planning import config_of, setting_of
-from expertmesh.training.foresight.tables import assumptions, launch_line, print_plans, summary
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.parser import Parser, flag_of, refuse_gone, tell_without_effect
+from ...moe.base.terminal import folded
+from ...sharding.topology import DenseShard, Topology, check_chunks, check_sizes, check_tp_nodes, nodes_of_equal_size
+from ..config.begun_adapter import with_init_adapter
+from ..config.train_config import GivenSettings, TrainConfig, given_settings
+from .columns import open_console
+from .coverage import check_covered, not_modelled
+from .imbalance import add_imbalance_flags, imbalance_of, read_imbalance
+from .planner.hardware import GIB, products_in
+from .planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
+from .planner.model_config import find_config
+from .planner.search import MICRO_BATCHES, Cluster, Plan, Tried, best_first, reckon, search, sequences_per_step
+from .planner.setting import Setting
+from .rehearsal.cached import CachedMeasure
+from .rehearsal.planning import config_of, setting_of
+from .tables import assumptions, launch_line, print_plans, summary
 
 TP_SIZES = (2, 4, 8)
 """Ranks of a tensor-parallel group that are tried beside none."""

@@ -13,22 +13,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from expertmesh.checkpoints import ModelSource, recorded_settings, recorded_world_size, whole_checkpoints
-from expertmesh.moe import ExpertMeshError, KernelChoice
-from expertmesh.sharding import Ranks, Topology, raise_together
-from expertmesh.sharding.pipeline.schedule import ScheduleName
-from expertmesh.training.config.train_config import TrainConfig, flags_of_config
-from expertmesh.training.data import Padding
-from expertmesh.training.foresight.coverage import NO_EFFECT, NOT_MODELLED
-from expertmesh.training.foresight.memory import NEAR, Memory
-from expertmesh.training.foresight.planner.peak_memory import Peak, peak
-from expertmesh.training.foresight.planner.schedule_choice import choose_schedule
-from expertmesh.training.foresight.planner.search import Cluster
-from expertmesh.training.foresight.planner.step_order import PlannedRun
-from expertmesh.training.foresight.rehearsal.planning import planned
-from expertmesh.training.foresight.tables import memory_terms
-from expertmesh.training.foresight.this_machine import this_machine
-from expertmesh.training.inputs import Inputs
+from ...checkpoints.hf.source import ModelSource
+from ...checkpoints.state.marker import recorded_settings, recorded_world_size, whole_checkpoints
+from ...moe.base.errors import ExpertMeshError
+from ...moe.kernels.expert_kernels import KernelChoice
+from ...sharding.life.process import Ranks, raise_together
+from ...sharding.pipeline.schedule import ScheduleName
+from ...sharding.topology import Topology
+from ..config.train_config import TrainConfig, flags_of_config
+from ..data.batch import Padding
+from ..inputs import Inputs
+from .coverage import NO_EFFECT, NOT_MODELLED
+from .memory import NEAR, Memory
+from .planner.peak_memory import Peak, peak
+from .planner.schedule_choice import choose_schedule
+from .planner.search import Cluster
+from .planner.step_order import PlannedRun
+from .rehearsal.planning import planned
+from .tables import memory_terms
+from .this_machine import this_machine
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -6,11 +6,12 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from expertmesh.moe import ExpertMeshError, store_frozen
-from expertmesh.moe.model.family_exceptions import UNSUPPORTED
-from expertmesh.training.attention.context_parallel_attention import apply_context_parallel
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.rehearsal.building import build_rehearsed
+from ...moe.base.errors import ExpertMeshError
+from ...moe.experts.lora import store_frozen
+from ...moe.model.family_exceptions import UNSUPPORTED
+from ..attention.context_parallel_attention import apply_context_parallel
+from ..config.train_config import TrainConfig
+from .rehearsal.building import build_rehearsed
 
 METHODS = ("full", "LoRA", "packing", "CP", "TP", "quantized base")
 """Ways of training: of all weights, of adapters, with packed sequences, on context-parallel and on tensor-parallel

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from expertmesh.moe.base.terminal import folded
-from expertmesh.training.config.train_config import TrainConfig, flags_of_config
-from expertmesh.training.foresight.columns import Column, open_console, print_table
-from expertmesh.training.foresight.coverage import not_modelled
-from expertmesh.training.foresight.memory import CONTEXT, FRAGMENTATION, LASTING, PEER, RING, Memory
-from expertmesh.training.foresight.planner.clock import StepTime
-from expertmesh.training.foresight.planner.hardware import GIB, Hardware, attained
-from expertmesh.training.foresight.planner.measured import ModelParameters
-from expertmesh.training.foresight.planner.search import Cluster, Plan
-from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.planner.traffic import Traffic
-from expertmesh.training.foresight.rehearsal.told import Told
+from ...moe.base.terminal import folded
+from ..config.train_config import TrainConfig, flags_of_config
+from .columns import Column, open_console, print_table
+from .coverage import not_modelled
+from .memory import CONTEXT, FRAGMENTATION, LASTING, PEER, RING, Memory
+from .planner.clock import StepTime
+from .planner.hardware import GIB, Hardware, attained
+from .planner.measured import ModelParameters
+from .planner.search import Cluster, Plan
+from .planner.setting import Setting
+from .planner.traffic import Traffic
+from .rehearsal.told import Told
 
 if TYPE_CHECKING:
     # of what a plan need not import, as torch
-    from expertmesh.training.foresight.rehearsal.account import Account, SentBytes
+    from .rehearsal.account import Account, SentBytes
 
 
 def _say(console: Console, line: str, style: str = "") -> None:

@@ -5,10 +5,10 @@ import re
 
 import torch
 
-from expertmesh.sharding import Ranks
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.planner.hardware import DEVICES, Device, Hardware, Link, preset, products_in
-from expertmesh.training.foresight.planner.search import Cluster
+from ...sharding.life.process import Ranks
+from ..config.train_config import TrainConfig
+from .planner.hardware import DEVICES, Device, Hardware, Link, preset, products_in
+from .planner.search import Cluster
 
 UNKNOWN_GPU, NETWORK = "H100", "infiniband-ndr"
 """Whose rates are taken for a GPU without a preset, and for what joins nodes, of which a run knows nothing. They are

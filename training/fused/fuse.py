@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from expertmesh.training.fused.fused_norm import Norm, fuse_norm
-from expertmesh.training.fused.fused_rotary import fuse_rotary
+from .fused_norm import Norm, fuse_norm
+from .fused_rotary import fuse_rotary
 
 
 def fuse_layers(model: Any) -> list[str]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.gpu import takes_triton
+from ...moe.base.declared import StepPart
+from ...moe.kernels.gpu import takes_triton
 
 STEP_PART: StepPart = "norms"
 
@@ -145,7 +145,7 @@ class FusedNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor | None, norm: Norm) -> Tensor:
-        from expertmesh.training.fused.fused_norm_triton import norm_forward
+        from .fused_norm_triton import norm_forward
 
         x_ND = _in_rows(x)
         out_ND, factor_N = norm_forward(x_ND, weight_D, norm.eps, norm.scale)
@@ -156,7 +156,7 @@ class FusedNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from expertmesh.training.fused.fused_norm_triton import norm_backward
+        from .fused_norm_triton import norm_backward
 
         x_ND, weight_D, factor_N = ctx.saved_tensors
         d_x_ND, d_weight_D = norm_backward(_in_rows(grad), x_ND, weight_D, factor_N, ctx.scale, ctx.needs_input_grad[1])

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.gpu import takes_triton
+from ...moe.base.declared import StepPart
+from ...moe.kernels.gpu import takes_triton
 
 STEP_PART: StepPart = "rotary"
 
@@ -213,7 +213,7 @@ class FusedRotary(Function):
 def _rotate(
     x: Tensor, cos_BST: Tensor, sin_BST: Tensor, out: Tensor, heads_dim: int, rotation: Rotation, backwards: bool
 ) -> None:
-    from expertmesh.training.fused.fused_rotary_triton import rotate
+    from .fused_rotary_triton import rotate
 
     x_BSHA, out_BSHA = x.movedim(heads_dim, 2), out.movedim(heads_dim, 2)
     width = rotation.width(cos_BST)

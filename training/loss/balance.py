@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe import ExpertMeshError, moe_layers
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.watch.routing_figures import Routing
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.model.build import moe_layers
+from ..config.train_config import TrainConfig
+from ..watch.routing_figures import Routing
 
 STEP_PART: StepPart = "optimizer step"
 

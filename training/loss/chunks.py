@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.moe import Targets
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.cpu.matmul import add_product, matmul, pad_rows
-from expertmesh.moe.kernels.gpu import computes_on_cpu
+from ...moe.base.declared import StepPart
+from ...moe.cpu.matmul import add_product, matmul, pad_rows
+from ...moe.forward import Targets
+from ...moe.kernels.gpu import computes_on_cpu
 
 STEP_PART: StepPart = "LM head, loss"
 

@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe import ExpertMeshError, Forward, Targets, current_forward
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.gpu import takes_triton
-from expertmesh.sharding import local_tensor
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
-from expertmesh.training.config.settings import CrossEntropy
-from expertmesh.training.data import IGNORED
-from expertmesh.training.data.batch import SplitSequences
-from expertmesh.training.loss.chunks import losses_by_chunk, scaled, target_rows, target_tokens
-from expertmesh.training.loss.vocabulary import complete_logits, vocabulary_loss_sum
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.forward import Forward, Targets, current_forward
+from ...moe.kernels.gpu import takes_triton
+from ...sharding.comms.tensor_parallel import TPGroup
+from ...sharding.state import local_tensor
+from ..config.settings import CrossEntropy
+from ..data.batch import IGNORED, SplitSequences
+from .chunks import losses_by_chunk, scaled, target_rows, target_tokens
+from .vocabulary import complete_logits, vocabulary_loss_sum
 
 STEP_PART: StepPart = "LM head, loss"
 
@@ -90,7 +90,7 @@ def attach_loss_head(model: Any, kind: str) -> None:
     other has logits there. (FSDP begins its backward at the tensors that the model gives: a loss must come of these.)
 
     Args:
-        model: from `moe.build_model`; to be parallelised afterwards, since the head computes with the gathered weight.
+        model: from `build_model`; to be parallelised afterwards, since the head computes with the gathered weight.
         kind: from `choose_cross_entropy`.
     """
     model.set_output_embeddings(LossHead(model.get_output_embeddings(), kind, model.head_is_last))
@@ -186,7 +186,7 @@ def _loss_and_logit_gradient(logits_CV: Tensor, targets: Tensor) -> tuple[Tensor
     kernel on a GPU.
     """
     if takes_triton(logits_CV) and len(targets) == len(logits_CV):
-        from expertmesh.training.loss.head_triton import fused_loss_and_gradient
+        from .head_triton import fused_loss_and_gradient
 
         return fused_loss_and_gradient(logits_CV, targets)
     all_CV = logits_CV.float()

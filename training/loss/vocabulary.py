@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe import ExpertMeshError, Targets
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.moe.kernels.gpu import takes_triton
-from expertmesh.sharding.comms.tensor_parallel import TPGroup
-from expertmesh.training.loss.chunks import losses_by_chunk, scaled, target_rows, target_tokens
+from ...moe.base.declared import StepPart
+from ...moe.base.errors import ExpertMeshError
+from ...moe.forward import Targets
+from ...moe.kernels.gpu import takes_triton
+from ...sharding.comms.tensor_parallel import TPGroup
+from .chunks import losses_by_chunk, scaled, target_rows, target_tokens
 
 STEP_PART: StepPart = "LM head, loss"
 
@@ -115,7 +116,7 @@ def _losses_and_logit_gradient(group: TPGroup, logits_Cv: Tensor, targets_C: Ten
         targets_C: counted from this rank's first token; those of other ranks are not from 0 to v - 1.
     """
     if takes_triton(logits_Cv) and len(targets_C) == len(logits_Cv):
-        from expertmesh.training.loss.head_triton import fused_gradient, fused_row_figures
+        from .head_triton import fused_gradient, fused_row_figures
 
         losses_C, highest_C, exp_sum_C = _exchange(group, *fused_row_figures(logits_Cv, targets_C))
         return losses_C, fused_gradient(logits_Cv, targets_C, highest_C, exp_sum_C)

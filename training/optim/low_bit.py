@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoints import ResumableOptimizer
-from expertmesh.moe.base.declared import StepPart, lasting
-from expertmesh.moe.kernels.gpu import takes_triton
-from expertmesh.sharding import local_tensor, zeros_by_rows
+from ...checkpoints.state.resuming import ResumableOptimizer
+from ...moe.base.declared import StepPart, lasting
+from ...moe.kernels.gpu import takes_triton
+from ...sharding.place.parallelize import zeros_by_rows
+from ...sharding.state import local_tensor
 
 STEP_PART: StepPart = "optimizer step"
 
@@ -176,7 +177,7 @@ class AdamW8bit(_AdamW):
     def _fused_update(
         self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
     ) -> None:
-        from expertmesh.training.optim.low_bit_triton import step_8bit, step_fp32
+        from .low_bit_triton import step_8bit, step_fp32
 
         if "exp_avg" in state:
             step_fp32(weight, grad, state["exp_avg"], state["exp_avg_sq"], update)
@@ -287,7 +288,7 @@ class AdamWBf16(_AdamW):
     def _fused_update(
         self, parameter: Tensor, weight: Tensor, grad: Tensor, state: dict[str, Tensor], update: Update
     ) -> None:
-        from expertmesh.training.optim.low_bit_triton import step_bf16, step_fp32
+        from .low_bit_triton import step_bf16, step_fp32
 
         moments = (state["exp_avg"], state["exp_avg_sq"])
         if parameter.dtype == torch.float32:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart, writes
-from expertmesh.training.optim.low_bit import LARGEST_BLOCK, Update
+from ...moe.base.declared import StepPart, writes
+from .low_bit import LARGEST_BLOCK, Update
 
 STEP_PART: StepPart = "optimizer step"
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.checkpoints import ResumableOptimizer
-from expertmesh.checkpoints.hf.mapping import overlap
-from expertmesh.moe.base.declared import StepPart
-from expertmesh.sharding import Mesh, StateTensor, local_tensor
+from ...checkpoints.hf.mapping import overlap
+from ...checkpoints.state.resuming import ResumableOptimizer
+from ...moe.base.declared import StepPart
+from ...sharding.mesh import Mesh
+from ...sharding.state import StateTensor, local_tensor
 
 STEP_PART: StepPart = "optimizer step"
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.moe.base.declared import StepPart, lasting
-from expertmesh.sharding import Mesh, local_tensor
-from expertmesh.training.optim.matrices import Matrix, MatrixOptimizer, UpdateKernel, on_owners, with_gradients
+from ...moe.base.declared import StepPart, lasting
+from ...sharding.mesh import Mesh
+from ...sharding.state import local_tensor
+from .matrices import Matrix, MatrixOptimizer, UpdateKernel, on_owners, with_gradients
 
 STEP_PART: StepPart = "optimizer step"
 

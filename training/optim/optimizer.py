@@ -7,15 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.checkpoints import ResumableOptimizer
-from expertmesh.moe import decoder_layers, router_prefixes
-from expertmesh.sharding import Mesh, StateTensor, trainable_of
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.optim import muon, shampoo
-from expertmesh.training.optim.low_bit import AdamW8bit, AdamWBf16, block_size
-from expertmesh.training.optim.matrices import UpdateKernel, block_shapes, dense_matrix, expert_matrices
-from expertmesh.training.optim.muon import Muon
-from expertmesh.training.optim.shampoo import Shampoo, factor_bytes
+from ...checkpoints.state.resuming import ResumableOptimizer
+from ...moe.model.build import decoder_layers, router_prefixes
+from ...sharding.mesh import Mesh
+from ...sharding.state import StateTensor, trainable_of
+from ..config.train_config import TrainConfig
+from . import muon, shampoo
+from .low_bit import AdamW8bit, AdamWBf16, block_size
+from .matrices import UpdateKernel, block_shapes, dense_matrix, expert_matrices
+from .muon import Muon
+from .shampoo import Shampoo, factor_bytes
 
 
 class AdamW(torch.optim.AdamW, ResumableOptimizer):

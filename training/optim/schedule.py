@@ -12,9 +12,9 @@ from transformers import get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 from transformers.trainer_utils import SchedulerType
 
-from expertmesh.checkpoints import Progress
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training.config.train_config import TrainConfig
+from ...checkpoints.state.saving import Progress
+from ...moe.base.errors import ExpertMeshError
+from ..config.train_config import TrainConfig
 
 Schedule = LambdaLR | ReduceLROnPlateau | GreedyLR
 

@@ -10,17 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.checkpoints import StateLayout
-from expertmesh.moe.base.declared import StepPart, lasting
-from expertmesh.sharding import Mesh, local_tensor
-from expertmesh.training.optim.matrices import (
-    Matrix,
-    MatrixOptimizer,
-    UpdateKernel,
-    block_shapes,
-    on_owners,
-    with_gradients,
-)
+from ...checkpoints.state.resuming import StateLayout
+from ...moe.base.declared import StepPart, lasting
+from ...sharding.mesh import Mesh
+from ...sharding.state import local_tensor
+from .matrices import Matrix, MatrixOptimizer, UpdateKernel, block_shapes, on_owners, with_gradients
 
 STEP_PART: StepPart = "optimizer step"
 

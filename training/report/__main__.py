@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from expertmesh.moe import ExpertMeshError
 from expertmesh.moe.base.command import run_command
+from expertmesh.moe.base.errors import ExpertMeshError
 from expertmesh.moe.base.parser import Parser
 from expertmesh.moe.base.terminal import ends_with_reader
 from expertmesh.training.report.page import write_report

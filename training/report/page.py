@@ -15,12 +15,12 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from expertmesh.checkpoints import write_errors
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.whole import PARTIAL, whole
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.report.history import History, read_history
-from expertmesh.training.report.profiles import BETWEEN, read_profiles
+from ...checkpoints.storage.directories import write_errors
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.whole import PARTIAL, whole
+from ..config.train_config import TrainConfig
+from .history import History, read_history
+from .profiles import BETWEEN, read_profiles
 
 State = Literal["running", "stopped", "finished"]
 
@@ -67,8 +67,7 @@ def sweep_reports(output_dir: Path) -> None:
 def render(content: dict[str, Any]) -> bytes:
     """The page. Its policy lets a browser use its own script and style, known by their hashes, and load nothing."""
     page, style, script = (
-        files("expertmesh.training.report").joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.html", "page.css", "page.js")
+        files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
     )
     # a browser reads a script element up to the first "</script": JSON does without "<"
     data = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

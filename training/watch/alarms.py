@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.loss.balance import Balance
-from expertmesh.training.step import StepResult
-from expertmesh.training.watch.log import RunLog
+from ..config.train_config import TrainConfig
+from ..loss.balance import Balance
+from ..step import StepResult
+from .log import RunLog
 
 LOSS_WINDOW = 64
 """Finite steps that a loss is compared with; also how many steps pass between two warnings."""

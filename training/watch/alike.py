@@ -10,13 +10,16 @@ from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
-from expertmesh.checkpoints import ModelSource, file_facts, model_facts
-from expertmesh.moe.base.parser import flag_of
-from expertmesh.sharding import Ranks, check_alike, device_type, raise_together, read_environment
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import explain_samples, samples_facts
-from expertmesh.training.inputs import Inputs, Prompts
-from expertmesh.training.watch.sources import sources_digest
+from ...checkpoints.hf.fingerprint import file_facts, model_facts
+from ...checkpoints.hf.source import ModelSource
+from ...moe.base.parser import flag_of
+from ...sharding.life.agreement import check_alike
+from ...sharding.life.process import Ranks, device_type, raise_together
+from ...sharding.life.torchrun import read_environment
+from ..config.train_config import TrainConfig
+from ..data.digest import explain_samples, samples_facts
+from ..inputs import Inputs, Prompts
+from .sources import sources_digest
 
 Facts = dict[str, dict[str, str]]
 """Facts of "model", "data" and, where there are any, "evaluation data", each by name."""

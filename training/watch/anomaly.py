@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from expertmesh.moe import current_forward
-from expertmesh.sharding import local_tensor
+from ...moe.forward import current_forward
+from ...sharding.state import local_tensor
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from expertmesh.checkpoints import write_errors
-from expertmesh.moe.base.whole import whole
-from expertmesh.sharding import Ranks
+from ...checkpoints.storage.directories import write_errors
+from ...moe.base.whole import whole
+from ...sharding.life.process import Ranks
 
 FILE = "environment.json"
 PACKAGES = ("expertmesh", "torch", "transformers", "accelerate", "datasets", "safetensors", "megablocks")
-_CHECKOUT = Path(__file__).parents[2]
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def environment(

@@ -16,15 +16,16 @@ from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
-from expertmesh.checkpoints import write_errors
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.whole import whole
-from expertmesh.sharding import Ranks, raise_together
-from expertmesh.training.change.cpu_matmuls import MatmulLibraries
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.report import History, State, read_record, sweep_reports, write_report
-from expertmesh.training.watch.environment import environment, write_environment
-from expertmesh.training.watch.trackers import TRACKERS, Trackers
+from ...checkpoints.storage.directories import write_errors
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.whole import whole
+from ...sharding.life.process import Ranks, raise_together
+from ..change.cpu_matmuls import MatmulLibraries
+from ..config.train_config import TrainConfig
+from ..report.history import History, read_record
+from ..report.page import State, sweep_reports, write_report
+from .environment import environment, write_environment
+from .trackers import TRACKERS, Trackers
 
 
 class RunLog:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from expertmesh.moe import ParameterCounts, training_flops
-from expertmesh.training.foresight.rank_memory import measured_peak
-from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.step import StepResult
-from expertmesh.training.watch.routing_figures import Routing, over_ranks, routing_metrics
+from ...moe.model.counts import ParameterCounts, training_flops
+from ..foresight.rank_memory import measured_peak
+from ..loss.balance import LossWeights
+from ..step import StepResult
+from .routing_figures import Routing, over_ranks, routing_metrics
 
 # dense bf16 rates of NVIDIA's data sheets, in 1e12 floating point operations a second, by words of the device's name
 _PEAK_TFLOPS = {

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.step import NO_TARGETS, StepResult
-from expertmesh.training.watch.anomaly import AnomalyDetector
+from ...moe.base.errors import ExpertMeshError
+from ..config.train_config import TrainConfig
+from ..step import NO_TARGETS, StepResult
+from .anomaly import AnomalyDetector
 
 MAX_SKIPPED_IN_A_ROW = 10
 """One batch may be bad; after so many in a row the weights are, and a run would skip all that is left of it."""

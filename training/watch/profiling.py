@@ -21,13 +21,14 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.whole import PARTIAL, whole
-from expertmesh.moe.torch_private import _EventType, _ProfilerEvent, _RecordFunctionFast
-from expertmesh.sharding import Ranks, has_dtensor
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.rehearsal.parts import Parts
-from expertmesh.training.report import BETWEEN, PROFILES
+from ...moe.base.errors import ExpertMeshError
+from ...moe.base.whole import PARTIAL, whole
+from ...moe.torch_private import _EventType, _ProfilerEvent, _RecordFunctionFast
+from ...sharding.life.process import Ranks
+from ...sharding.state import has_dtensor
+from ..config.train_config import TrainConfig
+from ..foresight.rehearsal.parts import Parts
+from ..report.profiles import BETWEEN, PROFILES
 
 _STEP = "step "
 """What the name of the range around a step begins with."""

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe import RouterStats
-from expertmesh.moe.base.declared import StepPart
+from ...moe.base.declared import StepPart
+from ...moe.experts.router_stats import RouterStats
 
 STEP_PART: StepPart = "router"
 

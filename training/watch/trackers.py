@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 
-from expertmesh.checkpoints import write_errors
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding import Ranks, raise_together
-from expertmesh.training.config.train_config import TrainConfig
+from ...checkpoints.storage.directories import write_errors
+from ...moe.base.errors import ExpertMeshError
+from ...sharding.life.process import Ranks, raise_together
+from ..config.train_config import TrainConfig
 
 TRACKERS = "trackers"
 """Subdirectory of the output directory that trackers write to."""

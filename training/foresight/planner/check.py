@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding.comms.context_parallel import CPGroup
-from expertmesh.sharding.mesh import Mesh
-from expertmesh.training.foresight.planner.hardware import Device, Hardware, Link
-from expertmesh.training.foresight.planner.traffic import Kind, ranks_a_node, share_away
+from ....moe.base.errors import ExpertMeshError
+from ....sharding.comms.context_parallel import CPGroup
+from ....sharding.mesh import Mesh
+from .hardware import Device, Hardware, Link
+from .traffic import Kind, ranks_a_node, share_away
 
 ROUNDS = 9
 """Of which the median counts, after two that warm up."""

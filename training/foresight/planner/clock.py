@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from expertmesh.training.foresight.rates import Rates
+from ..rates import Rates
 
 SHARDING = "FSDP"
 """The stream of FSDP's collectives."""

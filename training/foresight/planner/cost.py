@@ -16,14 +16,15 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from expertmesh.sharding.pipeline.timeline import Costs
-from expertmesh.training.foresight.planner.clock import Clock, StepTime, Transfer
-from expertmesh.training.foresight.planner.hardware import Device, Hardware
-from expertmesh.training.foresight.planner.measured import BlockUpdate, MeasuredRange, MeasuredSpan
-from expertmesh.training.foresight.planner.pipelines import expert_spans, leaves_weights, pipeline_seconds
-from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
-from expertmesh.training.foresight.planner.traffic import (
+from ....sharding.pipeline.timeline import Costs
+from ..rates import MEMORY, Work
+from .clock import Clock, StepTime, Transfer
+from .hardware import Device, Hardware
+from .measured import BlockUpdate, MeasuredRange, MeasuredSpan
+from .pipelines import expert_spans, leaves_weights, pipeline_seconds
+from .setting import Setting
+from .step_order import Act, Name, PlannedRun
+from .traffic import (
     GroupName,
     all_gather,
     all_reduce,
@@ -35,8 +36,7 @@ from expertmesh.training.foresight.planner.traffic import (
     sharing,
     stage_output,
 )
-from expertmesh.training.foresight.planner.units import Unit
-from expertmesh.training.foresight.rates import MEMORY, Work
+from .units import Unit
 
 UNIT_CALLS = {"gather": (6, 1), "use": (2, 2), "reduce": (7, 1)}
 """Operators that FSDP calls for a unit, and for each of its parameters, as counted in a rehearsal."""

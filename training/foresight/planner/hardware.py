@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.whole import whole
-from expertmesh.training.foresight.rates import AT_BEST, Exchange, Rates, published, rates_from
+from ....moe.base.errors import ExpertMeshError
+from ....moe.base.whole import whole
+from ..rates import AT_BEST, Exchange, Rates, published, rates_from
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import flag_of
-from expertmesh.moe.base.sizes import parse_size
-from expertmesh.training.foresight.planner.hardware import DEVICES, HOPPER, LINKS, Hardware, load_measured, preset
+from ....moe.base.errors import ExpertMeshError
+from ....moe.base.parser import flag_of
+from ....moe.base.sizes import parse_size
+from .hardware import DEVICES, HOPPER, LINKS, Hardware, load_measured, preset
 
 _GPU, _NETWORK = "H100", "infiniband-ndr"
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
 
-from expertmesh.moe import ParameterCounts
-from expertmesh.sharding.pipeline.balance import crossing
-from expertmesh.sharding.place.choices import Checkpointing, ResolvedDispatch
-from expertmesh.training.foresight.rates import Work
+from ....moe.model.counts import ParameterCounts
+from ....sharding.pipeline.balance import crossing
+from ....sharding.place.choices import Checkpointing, ResolvedDispatch
+from ..rates import Work
 
 Mark = Literal["start", "use experts", "leave experts", "reduce experts", "use region", "leave region", "reduce region"]
 """What comes before a span: nothing, or where FSDP's hooks on the layer's experts are called, or on a region of tensor

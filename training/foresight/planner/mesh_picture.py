@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from expertmesh.sharding.topology import Topology
+from ....sharding.topology import Topology
 
 MOST_GROUPS = 8
 """Groups of a kind that are written out; of more, the first ones and the last."""

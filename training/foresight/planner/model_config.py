@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertmesh.checkpoints.hf.source import found_instead
-from expertmesh.moe import ExpertMeshError, check_config, load_config
+from ....checkpoints.hf.source import found_instead
+from ....moe.base.errors import ExpertMeshError
+from ....moe.model.config import check_config, load_config
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from expertmesh.sharding.pipeline.schedule import Kind
-from expertmesh.training.foresight.memory import Communicator, Memory, slack
-from expertmesh.training.foresight.planner.measured import LayerGroup, Measured, MeasuredSpan
-from expertmesh.training.foresight.planner.pipelines import beside_actions, queued_bytes
-from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
-from expertmesh.training.foresight.planner.traffic import group_ranks
-from expertmesh.training.foresight.planner.units import Unit, unit
+from ....sharding.pipeline.schedule import Kind
+from ..memory import Communicator, Memory, slack
+from .measured import LayerGroup, Measured, MeasuredSpan
+from .pipelines import beside_actions, queued_bytes
+from .step_order import Act, Name, PlannedRun
+from .traffic import group_ranks
+from .units import Unit, unit
 
 
 @dataclass(frozen=True)

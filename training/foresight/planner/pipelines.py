@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from expertmesh.sharding.pipeline.schedule import Kind, ScheduleName, make_schedule
-from expertmesh.sharding.pipeline.timeline import Costs, Timetable
-from expertmesh.training.foresight.planner.measured import MeasuredSpan
-from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.planner.step_order import Name, PlannedRun
+from ....sharding.pipeline.schedule import Kind, ScheduleName, make_schedule
+from ....sharding.pipeline.timeline import Costs, Timetable
+from .measured import MeasuredSpan
+from .setting import Setting
+from .step_order import Name, PlannedRun
 
 STEADY = 3
 """After so many rounds, of as many micro-batches as there are pp indices, each takes as long as the one before."""

@@ -3,13 +3,13 @@ distributed over its stages."""
 
 from dataclasses import dataclass, replace
 
-from expertmesh.sharding.pipeline.schedule import ScheduleName, schedule_without_queue
-from expertmesh.training.foresight.planner.cost import step_time
-from expertmesh.training.foresight.planner.peak_memory import Peak
-from expertmesh.training.foresight.planner.pipelines import leaves_weights
-from expertmesh.training.foresight.planner.search import Cluster
-from expertmesh.training.foresight.planner.stage_costs import balanced
-from expertmesh.training.foresight.planner.step_order import PlannedRun
+from ....sharding.pipeline.schedule import ScheduleName, schedule_without_queue
+from .cost import step_time
+from .peak_memory import Peak
+from .pipelines import leaves_weights
+from .search import Cluster
+from .stage_costs import balanced
+from .step_order import PlannedRun
 
 LEAST_GAIN = 0.01
 """A smaller one is less than what a forecast leaves out."""

@@ -6,20 +6,20 @@ from functools import cached_property
 from math import ceil
 from typing import Any, get_args
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.sharding.pipeline.schedule import ScheduleName, schedule_without_queue
-from expertmesh.sharding.place.choices import Checkpointing
-from expertmesh.sharding.topology import DenseShard, divisors
-from expertmesh.training.foresight.memory import NEAR, Memory
-from expertmesh.training.foresight.planner.clock import StepTime
-from expertmesh.training.foresight.planner.cost import model_flops, step_time, step_times, tokens_per_second
-from expertmesh.training.foresight.planner.hardware import Hardware
-from expertmesh.training.foresight.planner.measured import Measure, ModelParameters
-from expertmesh.training.foresight.planner.peak_memory import Peak
-from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.planner.stage_costs import balanced
-from expertmesh.training.foresight.planner.step_order import PlannedRun, planned_run
-from expertmesh.training.foresight.planner.traffic import Traffic, by_link, step_traffic
+from ....moe.base.errors import ExpertMeshError
+from ....sharding.pipeline.schedule import ScheduleName, schedule_without_queue
+from ....sharding.place.choices import Checkpointing
+from ....sharding.topology import DenseShard, divisors
+from ..memory import NEAR, Memory
+from .clock import StepTime
+from .cost import model_flops, step_time, step_times, tokens_per_second
+from .hardware import Hardware
+from .measured import Measure, ModelParameters
+from .peak_memory import Peak
+from .setting import Setting
+from .stage_costs import balanced
+from .step_order import PlannedRun, planned_run
+from .traffic import Traffic, by_link, step_traffic
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 CHUNKS = (1, 2, 4)

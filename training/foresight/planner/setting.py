@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from expertmesh.sharding.pipeline.schedule import ScheduleName
-from expertmesh.sharding.place.choices import Checkpointing, Dispatch, ranks_of_equal_nodes, resolve_dispatch
-from expertmesh.sharding.topology import DenseShard, Topology
-from expertmesh.training.foresight.planner.measured import ModelParameters, Workload
-from expertmesh.training.foresight.rates import rank_imbalance
+from ....sharding.pipeline.schedule import ScheduleName
+from ....sharding.place.choices import Checkpointing, Dispatch, ranks_of_equal_nodes, resolve_dispatch
+from ....sharding.topology import DenseShard, Topology
+from ..rates import rank_imbalance
+from .measured import ModelParameters, Workload
 
 
 @dataclass(frozen=True)

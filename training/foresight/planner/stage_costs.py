@@ -5,14 +5,14 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
-from expertmesh.sharding.pipeline.balance import StageCosts, StageMemory, cut_stages
-from expertmesh.training.foresight.memory import FRAGMENTATION
-from expertmesh.training.foresight.planner.cost import MicroStep
-from expertmesh.training.foresight.planner.hardware import Hardware
-from expertmesh.training.foresight.planner.measured import MeasuredModel
-from expertmesh.training.foresight.planner.peak_memory import Peak, largest, peaks
-from expertmesh.training.foresight.planner.pipelines import held_by_stages, queued_bytes
-from expertmesh.training.foresight.planner.step_order import Act, PlannedRun
+from ....sharding.pipeline.balance import StageCosts, StageMemory, cut_stages
+from ..memory import FRAGMENTATION
+from .cost import MicroStep
+from .hardware import Hardware
+from .measured import MeasuredModel
+from .peak_memory import Peak, largest, peaks
+from .pipelines import held_by_stages, queued_bytes
+from .step_order import Act, PlannedRun
 
 
 def balanced(run: PlannedRun, hardware: Hardware, gpus_per_node: int, memory: float) -> tuple[PlannedRun, Peak]:

@@ -13,18 +13,10 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import Literal
 
-from expertmesh.sharding.pipeline.balance import cut_stages
-from expertmesh.training.foresight.planner.measured import (
-    Measure,
-    Measured,
-    MeasuredModel,
-    MeasuredSpan,
-    ModelCuts,
-    ModelParameters,
-    Parameter,
-)
-from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.planner.units import Unit, unit
+from ....sharding.pipeline.balance import cut_stages
+from .measured import Measure, Measured, MeasuredModel, MeasuredSpan, ModelCuts, ModelParameters, Parameter
+from .setting import Setting
+from .units import Unit, unit
 
 Doing = Literal["gather", "use", "let go", "reduce", "compute", "turn", "end"]
 """gather: begin to bring a unit's parameters together. use: wait for that. let go: free them. reduce: free them, and

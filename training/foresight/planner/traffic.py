@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.planner.step_order import Act, Name, PlannedRun
-from expertmesh.training.foresight.planner.units import Unit, unit
+from .setting import Setting
+from .step_order import Act, Name, PlannedRun
+from .units import Unit, unit
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 GroupName = Literal[

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from expertmesh.training.foresight.planner.measured import BlockUpdate, Parameter
+from .measured import BlockUpdate, Parameter
 
 
 @dataclass(frozen=True)

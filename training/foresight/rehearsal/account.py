@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from expertmesh.sharding.pipeline.stages import layers_here
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.memory import Communicator, Fit
-from expertmesh.training.foresight.planner.cost import seconds_among
-from expertmesh.training.foresight.planner.hardware import Hardware
-from expertmesh.training.foresight.rehearsal.ledger import Ledger, ledger, times_of
-from expertmesh.training.foresight.rehearsal.peaks import PeakMemory
-from expertmesh.training.foresight.rehearsal.recorder import Event
-from expertmesh.training.foresight.rehearsal.stages import StageSeconds
-from expertmesh.training.foresight.rehearsal.world import Rehearsed
+from ....sharding.pipeline.stages import layers_here
+from ...config.train_config import TrainConfig
+from ..memory import Communicator, Fit
+from ..planner.cost import seconds_among
+from ..planner.hardware import Hardware
+from .ledger import Ledger, ledger, times_of
+from .peaks import PeakMemory
+from .recorder import Event
+from .stages import StageSeconds
+from .world import Rehearsed
 
 
 @dataclass(frozen=True)

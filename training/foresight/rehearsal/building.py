@@ -5,17 +5,13 @@ from typing import Any, Literal
 
 import torch
 
-from expertmesh.moe import (
-    ExpertMeshError,
-    KernelChoice,
-    RopeScaling,
-    build_model,
-    check_rope,
-    with_rope_scaling,
-)
-from expertmesh.sharding import set_parameter_dtype
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.engine import assemble, kernel_of
+from ....moe.base.errors import ExpertMeshError
+from ....moe.kernels.expert_kernels import KernelChoice
+from ....moe.model.build import build_model
+from ....moe.model.rope import RopeScaling, check_rope, with_rope_scaling
+from ....sharding.state import set_parameter_dtype
+from ...config.train_config import TrainConfig
+from ...engine import assemble, kernel_of
 
 
 @dataclass(frozen=True)

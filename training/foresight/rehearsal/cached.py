@@ -16,10 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from expertmesh.moe import Attention, ExpertMeshError, ParameterCounts
-from expertmesh.moe.base.whole import whole
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.planner.measured import (
+from ....moe.base.errors import ExpertMeshError
+from ....moe.base.whole import whole
+from ....moe.model.counts import Attention, ParameterCounts
+from ...config.train_config import TrainConfig
+from ...watch.sources import sources_digest
+from ..planner.measured import (
     BlockUpdate,
     LayerParameters,
     Measured,
@@ -31,8 +33,7 @@ from expertmesh.training.foresight.planner.measured import (
     Parameter,
     Workload,
 )
-from expertmesh.training.foresight.rates import Work
-from expertmesh.training.watch.sources import sources_digest
+from ..rates import Work
 
 PACKAGES = ("torch", "transformers", "triton")
 SOURCES = ("moe", "sharding", "training")
@@ -102,12 +103,12 @@ class CachedMeasure:
     @cached_property
     def _measurer(self) -> Any:
         # they load torch, and a model is built
-        from expertmesh.training.foresight.rehearsal.measure import Measurer
+        from .measure import Measurer
 
         return Measurer(self._built(), self.config)
 
     def _built(self) -> Any:
-        from expertmesh.training.foresight.rehearsal.building import build_rehearsed
+        from .building import build_rehearsed
 
         return build_rehearsed(self.config, self.load(), self.device)
 
@@ -133,7 +134,7 @@ class CachedMeasure:
             ExpertMeshError: the model cannot be cut into stages.
         """
         if self.found_cuts is None:
-            from expertmesh.training.foresight.rehearsal.measure import cuts_of
+            from .measure import cuts_of
 
             self.is_new = True
             try:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations, zip_longest
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.training.foresight.rehearsal.recorder import SENDS, Event
+from ....moe.base.errors import ExpertMeshError
+from .recorder import SENDS, Event
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from unittest import mock
 
 from torch import Tensor
 
-import expertmesh.moe.dispatch.once
-import expertmesh.moe.dispatch.plain
-from expertmesh.moe.dispatch.once import OnceDispatcher, Rows
+from ....moe.dispatch import once, plain
+from ....moe.dispatch.once import OnceDispatcher, Rows
 
 
 def expected_rows(
@@ -78,7 +77,6 @@ def telling_rows(
 
     def done(device: Any) -> None: ...
 
-    plain, once = expertmesh.moe.dispatch.plain, expertmesh.moe.dispatch.once
     with (
         mock.patch.multiple(plain, exchange_counts=counts, wait_for_counts=done),
         mock.patch.multiple(once, gather_counts=gather, wait_for_counts=done),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.moe.torch_private import FakeTensorMode
+from ....moe.torch_private import FakeTensorMode
 
 
 class FakeTensors(FakeTensorMode):

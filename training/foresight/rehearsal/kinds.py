@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe import decoder_layers
+from ....moe.model.build import decoder_layers
 
 REACH = 2
 """Neighbours on either side that must be of the same kinds: no buffer of FSDP's is kept for longer."""
@@ -26,7 +26,7 @@ def kinds_of_layers(model: Any) -> list[int]:
     alike.
 
     Args:
-        model: from `moe.build_model`, with adapters and what is frozen, not parallelized yet.
+        model: from `build_model`, with adapters and what is frozen, not parallelized yet.
     """
     layers = list(decoder_layers(model))
     (path,) = (path for path, module in model.named_modules() if module is decoder_layers(model))

@@ -4,14 +4,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from expertmesh.sharding import pipeline_of
-from expertmesh.sharding.pipeline.schedule import Action
-from expertmesh.training.foresight.planner.clock import Clock, StepTime, Transfer
-from expertmesh.training.foresight.planner.cost import kernel_seconds, seconds_among
-from expertmesh.training.foresight.planner.hardware import Hardware
-from expertmesh.training.foresight.rehearsal.recorder import SENDS, Event
-from expertmesh.training.foresight.rehearsal.stages import PipelinePart, StageSeconds
-from expertmesh.training.foresight.rehearsal.world import Rehearsed
+from ....sharding.pipeline.pipeline import pipeline_of
+from ....sharding.pipeline.schedule import Action
+from ..planner.clock import Clock, StepTime, Transfer
+from ..planner.cost import kernel_seconds, seconds_among
+from ..planner.hardware import Hardware
+from .recorder import SENDS, Event
+from .stages import PipelinePart, StageSeconds
+from .world import Rehearsed
 
 
 @dataclass

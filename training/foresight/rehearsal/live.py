@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from expertmesh.moe.experts.working import WorkingWeights
-from expertmesh.sharding import has_dtensor, local_tensor
+from ....moe.experts.working import WorkingWeights
+from ....sharding.state import has_dtensor, local_tensor
 
 
 class Pausable:

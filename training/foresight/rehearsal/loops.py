@@ -24,9 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from expertmesh.training.foresight.rehearsal.live import LiveTensors
-from expertmesh.training.foresight.rehearsal.recorder import Recorder
-from expertmesh.training.foresight.rehearsal.seen_spans import Numbers, on_line
+from .live import LiveTensors
+from .recorder import Recorder
+from .seen_spans import Numbers, on_line
 
 SHORTEST = 4
 """Tokens by which short lengths differ, at least; a function that is told of chunks goes by these."""

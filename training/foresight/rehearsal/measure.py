@@ -23,41 +23,39 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-import expertmesh.moe.dispatch.exchange
-import expertmesh.moe.experts.quantised
-import expertmesh.moe.kernels.expert_kernels
-import expertmesh.moe.kernels.expert_products
-import expertmesh.sharding.comms.context_parallel
-import expertmesh.training.tensor_parallel
-from expertmesh.moe import (
-    ExpertMeshError,
-    ParameterCounts,
-    count_parameters,
-    decoder_layers,
-    moe_layers,
-    moe_shape,
-    store_frozen,
-    take_stats,
-)
-from expertmesh.moe.dispatch.once import NodeGroups, OnceDispatcher, Rows
-from expertmesh.moe.dispatch.plain import AllToAllDispatcher, Dispatcher, LocalDispatcher
-from expertmesh.moe.experts.router_stats import RouterStats
-from expertmesh.moe.kernels.expert_products import even
-from expertmesh.moe.kernels.gpu import rehearsing_gpu
-from expertmesh.moe.model.build import fp32_parameters
-from expertmesh.moe.transformers_private import never_tracing
-from expertmesh.sharding import CPGroup, TPGroup, divided_of, parameters_of
-from expertmesh.sharding.comms.single import ALL_GATHER, REDUCE_SCATTER
-from expertmesh.sharding.pipeline.stages import Stages
-from expertmesh.sharding.pipeline.survey import survey
-from expertmesh.sharding.place.offload import offload_inputs
-from expertmesh.sharding.place.recompute import checkpoint_layers, keep_products
-from expertmesh.sharding.place.tensor import give_group
-from expertmesh.sharding.topology import rows_of
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch
-from expertmesh.training.engine import compute_dtype
-from expertmesh.training.foresight.planner.measured import (
+from ....moe.base.errors import ExpertMeshError
+from ....moe.dispatch import exchange
+from ....moe.dispatch.once import NodeGroups, OnceDispatcher, Rows
+from ....moe.dispatch.plain import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from ....moe.experts import quantised
+from ....moe.experts.lora import store_frozen
+from ....moe.experts.router_stats import RouterStats
+from ....moe.kernels import expert_kernels, expert_products
+from ....moe.kernels.expert_products import even
+from ....moe.kernels.gpu import rehearsing_gpu
+from ....moe.model.build import count_parameters, decoder_layers, fp32_parameters, moe_layers, moe_shape, take_stats
+from ....moe.model.counts import ParameterCounts
+from ....moe.transformers_private import never_tracing
+from ....sharding.comms import context_parallel
+from ....sharding.comms.context_parallel import CPGroup
+from ....sharding.comms.single import ALL_GATHER, REDUCE_SCATTER
+from ....sharding.comms.tensor_parallel import TPGroup
+from ....sharding.pipeline.stages import Stages
+from ....sharding.pipeline.survey import survey
+from ....sharding.place.offload import offload_inputs
+from ....sharding.place.recompute import checkpoint_layers, keep_products
+from ....sharding.place.tensor import give_group
+from ....sharding.state import divided_of, parameters_of
+from ....sharding.topology import rows_of
+from ... import tensor_parallel
+from ...config.train_config import TrainConfig
+from ...data.batch import Batch
+from ...engine import compute_dtype
+from ...loss.balance import LossWeights
+from ...micro_batch import forward_of, token_loss_sum
+from ...optim.optimizer import matrix_parts, state_bytes, update_kernels
+from ...tensor_parallel import Within
+from ..planner.measured import (
     BlockUpdate,
     LayerExchange,
     LayerGroup,
@@ -69,31 +67,17 @@ from expertmesh.training.foresight.planner.measured import (
     Parameter,
     Workload,
 )
-from expertmesh.training.foresight.rates import Work
-from expertmesh.training.foresight.rehearsal.dispatched import expected_rows, telling_rows
-from expertmesh.training.foresight.rehearsal.fake import FakeTensors
-from expertmesh.training.foresight.rehearsal.kinds import kinds_of_layers
-from expertmesh.training.foresight.rehearsal.live import LiveTensors
-from expertmesh.training.foresight.rehearsal.loops import (
-    Given,
-    How,
-    Loop,
-    Results,
-    Source,
-    looping_functions,
-    loops_at,
-    loops_between,
-    replacing,
-)
-from expertmesh.training.foresight.rehearsal.parts import Parts
-from expertmesh.training.foresight.rehearsal.recorder import Event, Recorder, recording_triton
-from expertmesh.training.foresight.rehearsal.seen_spans import SeenSpans, Tape, between
-from expertmesh.training.foresight.rehearsal.triton_stand_in import import_kernels
-from expertmesh.training.foresight.rehearsal.world import Splits, _fused_attention, batch_of, what_failed
-from expertmesh.training.loss.balance import LossWeights
-from expertmesh.training.micro_batch import forward_of, token_loss_sum
-from expertmesh.training.optim.optimizer import matrix_parts, state_bytes, update_kernels
-from expertmesh.training.tensor_parallel import Within
+from ..rates import Work
+from .dispatched import expected_rows, telling_rows
+from .fake import FakeTensors
+from .kinds import kinds_of_layers
+from .live import LiveTensors
+from .loops import Given, How, Loop, Results, Source, looping_functions, loops_at, loops_between, replacing
+from .parts import Parts
+from .recorder import Event, Recorder, recording_triton
+from .seen_spans import SeenSpans, Tape, between
+from .triton_stand_in import import_kernels
+from .world import Splits, _fused_attention, batch_of, what_failed
 
 _AT_ONCE: dict[str, LayerExchange] = {
     "all_to_all_single": "all-to-all",
@@ -166,7 +150,7 @@ class Measurer:
         built_for = self.config.cp_size, self.config.tp_size
         assert (workload.cp_size, workload.tp_size) == built_for, "the model was built to share sequences so"
         # made once in a process: not of tensors that hold no memory
-        expertmesh.moe.experts.quantised.nf4_pairs(torch.device("cpu"))
+        quantised.nf4_pairs(torch.device("cpu"))
         parts: list[Part] = [*range(len(self.first)), "root"]
         found = {part: self._known(part, workload) for part in parts}
         missing = [part for part, seen in found.items() if seen is None]
@@ -460,7 +444,7 @@ class _Measurement:
         sent = even(w.micro_batch * w.length * K, w.ep_size)
         received = even(w.rows_received, w.ep_size)
 
-        def exchange(counts_E: Tensor, group: Any, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
+        def exchange_counts(counts_E: Tensor, group: Any, sizes: Sequence[int]) -> tuple[Tensor, Splits]:
             assert self.recorder is not None
             self.recorder.all_to_all(group, counts_E).is_read = True
             return torch.empty_like(counts_E), Splits(sent, received, sizes)
@@ -496,21 +480,18 @@ class _Measurement:
 
         with ExitStack() as stack:
             patches: list[Any] = [
-                *(
-                    mock.patch.object(m, "UnderWay", partial(_UnderWay, self))
-                    for m in (expertmesh.moe.dispatch.exchange, expertmesh.sharding.comms.context_parallel)
-                ),
-                telling_rows(exchange, told_once, exchange_all),
+                *(mock.patch.object(m, "UnderWay", partial(_UnderWay, self)) for m in (exchange, context_parallel)),
+                telling_rows(exchange_counts, told_once, exchange_all),
                 *(mock.patch.object(dist, name, exchange_at_once(kind)) for name, kind in _AT_ONCE.items()),
                 mock.patch.object(Within, "gather", gather_once),
-                mock.patch.object(expertmesh.training.tensor_parallel, "_part", self._part),
+                mock.patch.object(tensor_parallel, "_part", self._part),
                 never_tracing(),
                 *(
                     mock.patch.object(m, "host_counts", counts)
                     for m in (
-                        expertmesh.moe.kernels.expert_kernels,
-                        expertmesh.moe.kernels.expert_products,
-                        expertmesh.moe.experts.quantised,
+                        expert_kernels,
+                        expert_products,
+                        quantised,
                     )
                 ),
             ]

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.utils import checkpoint
 
-from expertmesh.moe import DroplessExperts, decoder_layers, moe_layers, router_prefixes
-from expertmesh.moe.base.declared import is_lasting, lasting
-from expertmesh.moe.torch_private import FSDPState, ShardingPropagator, _current_autograd_node, _get_sequence_nr
+from ....moe.base.declared import is_lasting, lasting
+from ....moe.experts.layer import DroplessExperts
+from ....moe.model.build import decoder_layers, moe_layers, router_prefixes
+from ....moe.torch_private import FSDPState, ShardingPropagator, _current_autograd_node, _get_sequence_nr
 
 LASTING, FSDP = "lasting", "FSDP"
 _OF_TORCH = {torch.optim.__name__: "optimizer step", fsdp.__name__: FSDP}

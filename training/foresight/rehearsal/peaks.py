@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.sharding import local_tensor
-from expertmesh.training.foresight.memory import Memory, MemoryTerm
-from expertmesh.training.foresight.rehearsal.live import LiveTensors
-from expertmesh.training.foresight.rehearsal.parts import FSDP, LASTING
-from expertmesh.training.foresight.rehearsal.recorder import Change, Event, Maker, Recorder
-from expertmesh.training.foresight.rehearsal.repeated import WholeStep
+from ....sharding.state import local_tensor
+from ..memory import Memory, MemoryTerm
+from .live import LiveTensors
+from .parts import FSDP, LASTING
+from .recorder import Change, Event, Maker, Recorder
+from .repeated import WholeStep
 
 Place = tuple[str, int | None, int | None]
 """Phase, number of the forward, layer."""

@@ -4,11 +4,11 @@ import os
 from dataclasses import replace
 from typing import Any, Literal
 
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.foresight.imbalance import imbalance_of
-from expertmesh.training.foresight.planner.setting import Setting
-from expertmesh.training.foresight.planner.step_order import PlannedRun, planned_run
-from expertmesh.training.foresight.rehearsal.cached import CachedMeasure
+from ...config.train_config import TrainConfig
+from ..imbalance import imbalance_of
+from ..planner.setting import Setting
+from ..planner.step_order import PlannedRun, planned_run
+from .cached import CachedMeasure
 
 
 def setting_of(

@@ -20,19 +20,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from expertmesh.moe import Attention, seen_pairs
-from expertmesh.moe.base.declared import written_by
-from expertmesh.moe.dispatch.exchange import UnderWay
-from expertmesh.moe.kernels.fp8_casts import MULTIPLE
-from expertmesh.moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
-from expertmesh.sharding import has_dtensor
-from expertmesh.sharding.pipeline.schedule import Action, Exchange
-from expertmesh.training.foresight.rates import MEMORY, Operator, Work
-from expertmesh.training.foresight.rehearsal.live import Pausable
-from expertmesh.training.foresight.rehearsal.parts import FSDP, LASTING, Parts, StepPlace
-from expertmesh.training.foresight.rehearsal.triton_stand_in import kinds_of_kernels
-from expertmesh.training.optim import shampoo
-from expertmesh.training.pipelined import PipelinedStep
+from ....moe.base.declared import written_by
+from ....moe.dispatch.exchange import UnderWay
+from ....moe.kernels.fp8_casts import MULTIPLE
+from ....moe.model.counts import Attention, seen_pairs
+from ....moe.torch_private import FakeTensor, _current_autograd_node, _resolve_process_group
+from ....sharding.pipeline.schedule import Action, Exchange
+from ....sharding.state import has_dtensor
+from ...optim import shampoo
+from ...pipelined import PipelinedStep
+from ..rates import MEMORY, Operator, Work
+from .live import Pausable
+from .parts import FSDP, LASTING, Parts, StepPlace
+from .triton_stand_in import kinds_of_kernels
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

@@ -15,19 +15,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from expertmesh.moe import ExpertMeshError
-from expertmesh.moe.base.parser import Parser, refuse_gone, tell_without_effect
-from expertmesh.moe.base.terminal import folded
-from expertmesh.sharding import Topology, check_sizes
-from expertmesh.training.config.train_config import TrainConfig, parse_config
-from expertmesh.training.foresight.coverage import check_covered, not_modelled
-from expertmesh.training.foresight.imbalance import add_imbalance_flags, read_imbalance
-from expertmesh.training.foresight.memory import NEAR
-from expertmesh.training.foresight.planner.hardware import Hardware, products_in
-from expertmesh.training.foresight.planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
-from expertmesh.training.foresight.planner.model_config import read_config
-from expertmesh.training.foresight.planner.search import Cluster
-from expertmesh.training.foresight.rehearsal.told import Told
+from ....moe.base.errors import ExpertMeshError
+from ....moe.base.parser import Parser, refuse_gone, tell_without_effect
+from ....moe.base.terminal import folded
+from ....sharding.topology import Topology, check_sizes
+from ...config.train_config import TrainConfig, parse_config
+from ..coverage import check_covered, not_modelled
+from ..imbalance import add_imbalance_flags, read_imbalance
+from ..memory import NEAR
+from ..planner.hardware import Hardware, products_in
+from ..planner.hardware_flags import add_hardware_flags, check_positive, chosen_hardware
+from ..planner.model_config import read_config
+from ..planner.search import Cluster
+from .told import Told
 
 _DESCRIPTION = """\
 Dry-run one rank on fake tensors, without GPUs. No weights are needed: --model
@@ -99,11 +99,11 @@ def main(argv: Sequence[str]) -> int:
     model_config, where = read_config(config.model)
 
     # from here on torch is needed
-    from expertmesh.training.foresight.rehearsal.account import Account, account_of
-    from expertmesh.training.foresight.rehearsal.collective_order import Call, calls, check_order
-    from expertmesh.training.foresight.rehearsal.stages import slowest_of_stages
-    from expertmesh.training.foresight.rehearsal.world import rehearse
-    from expertmesh.training.foresight.tables import print_account
+    from ..tables import print_account
+    from .account import Account, account_of
+    from .collective_order import Call, calls, check_order
+    from .stages import slowest_of_stages
+    from .world import rehearse
 
     warnings.filterwarnings("ignore")
     started = time.time()
@@ -164,8 +164,8 @@ def _hardware(arguments: argparse.Namespace, config: TrainConfig) -> Hardware:
 
 def _settled(config: TrainConfig, model_config: Any, arguments: argparse.Namespace, hardware: Hardware) -> TrainConfig:
     """The settings with what a run would choose of what they leave open, for full sequences of --max-seq-length."""
-    from expertmesh.training.foresight.rank_memory import choose_pipeline
-    from expertmesh.training.foresight.rehearsal.planning import planned
+    from ..rank_memory import choose_pipeline
+    from .planning import planned
 
     if config.pipeline_schedule is not None and config.pipeline_layers is not None:
         return config

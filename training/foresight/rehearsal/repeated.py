@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from expertmesh.training.foresight.rehearsal.kinds import Stack
-from expertmesh.training.foresight.rehearsal.recorder import Change, Event, Maker, Mark, Recorder
+from .kinds import Stack
+from .recorder import Change, Event, Maker, Mark, Recorder
 
 Entry = Event | Change
 

@@ -10,9 +10,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from expertmesh.training.foresight.planner.measured import Measured, MeasuredRange, MeasuredSpan
-from expertmesh.training.foresight.rates import Work
-from expertmesh.training.foresight.rehearsal.recorder import Event
+from ..planner.measured import Measured, MeasuredRange, MeasuredSpan
+from ..rates import Work
+from .recorder import Event
 
 Numbers = tuple[float, ...]
 

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.moe import RouterStats, current_forward, decoder_layers, moe_layers
-from expertmesh.moe.torch_private import FSDPState, _current_autograd_node
-from expertmesh.sharding import local_tensor
-from expertmesh.sharding.pipeline.stages import stages_of
-from expertmesh.sharding.place.parallelize import prefetch_layers
-from expertmesh.sharding.place.unreached import Unreached, is_reducing
-from expertmesh.training.foresight.rehearsal.kinds import Stack
-from expertmesh.training.foresight.rehearsal.live import LiveTensors
-from expertmesh.training.foresight.rehearsal.recorder import Recorder
+from ....moe.experts.router_stats import RouterStats
+from ....moe.forward import current_forward
+from ....moe.model.build import decoder_layers, moe_layers
+from ....moe.torch_private import FSDPState, _current_autograd_node
+from ....sharding.pipeline.stages import stages_of
+from ....sharding.place.parallelize import prefetch_layers
+from ....sharding.place.unreached import Unreached, is_reducing
+from ....sharding.state import local_tensor
+from .kinds import Stack
+from .live import LiveTensors
+from .recorder import Recorder
 
 
 class Shortened:

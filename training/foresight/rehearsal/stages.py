@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from expertmesh.sharding.pipeline.pipeline import Pipeline
-from expertmesh.sharding.pipeline.schedule import Action, ScheduleName, make_schedule
-from expertmesh.sharding.pipeline.timeline import Costs, simulate
+from ....sharding.pipeline.pipeline import Pipeline
+from ....sharding.pipeline.schedule import Action, ScheduleName, make_schedule
+from ....sharding.pipeline.timeline import Costs, simulate
 
 ALIKE = 2
 """So many micro-batches are run where there is no pipeline: all after the first are alike."""

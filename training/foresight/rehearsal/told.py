@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from expertmesh.training.foresight.imbalance import imbalance_of
-from expertmesh.training.foresight.rates import rank_imbalance
+from ..imbalance import imbalance_of
+from ..rates import rank_imbalance
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import expertmesh.moe
-import expertmesh.training
+from .... import moe, training
 
 
 class Kernel:
@@ -66,7 +65,7 @@ def import_kernels() -> None:
 
 def _modules() -> list[str]:
     names = []
-    for package in (expertmesh.moe, expertmesh.training):
+    for package in (moe, training):
         root = Path(package.__path__[0])
         files = (file.relative_to(root).with_suffix("") for file in sorted(root.rglob("*_triton.py")))
         names += [".".join((package.__name__, *file.parts)) for file in files]

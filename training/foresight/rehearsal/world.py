@@ -16,57 +16,42 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.moe import (
-    ExpertMeshError,
-    ParameterCounts,
-    count_parameters,
-    moe_layers,
-    moe_shape,
-    store_frozen,
-)
-from expertmesh.moe.dispatch.once import OnceDispatcher, Rows
-from expertmesh.moe.experts.quantised import nf4_pairs
-from expertmesh.moe.kernels.gpu import rehearsing_gpu
-from expertmesh.moe.torch_private import FakeStore, ShardingPropagator
-from expertmesh.moe.transformers_private import never_tracing
-from expertmesh.sharding import (
-    CPGroup,
-    Mesh,
-    build_mesh,
-    check_sizes,
-    check_tp_groups,
-    cut_into_stages,
-    materialize,
-    pipeline_of,
-)
-from expertmesh.sharding.place.parallelize import parallelize
-from expertmesh.sharding.place.recompute import keep_products
-from expertmesh.training.config.train_config import TrainConfig
-from expertmesh.training.data import Batch, SplitSequences
-from expertmesh.training.engine import compute_dtype, topology_of
-from expertmesh.training.foresight.rehearsal.building import build_rehearsed
-from expertmesh.training.foresight.rehearsal.dispatched import expected_rows, split, telling_rows
-from expertmesh.training.foresight.rehearsal.fake import FakeTensors
-from expertmesh.training.foresight.rehearsal.kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
-from expertmesh.training.foresight.rehearsal.live import LiveTensors
-from expertmesh.training.foresight.rehearsal.parts import Parts
-from expertmesh.training.foresight.rehearsal.peaks import PeakMemory, kinds_of_storages, peak_memory
-from expertmesh.training.foresight.rehearsal.recorder import (
-    Recorder,
-    recording_actions,
-    recording_triton,
-    recording_waits,
-    sharing_roots,
-)
-from expertmesh.training.foresight.rehearsal.repeated import WholeStep, whole_step
-from expertmesh.training.foresight.rehearsal.shortened import Shortened
-from expertmesh.training.foresight.rehearsal.stages import micro_batches_to_run
-from expertmesh.training.foresight.rehearsal.told import EVEN, Told
-from expertmesh.training.foresight.rehearsal.triton_stand_in import import_kernels
-from expertmesh.training.loss.balance import BiasUpdate, choose_balance
-from expertmesh.training.optim.low_bit import dynamic_map
-from expertmesh.training.optim.optimizer import build_optimizer
-from expertmesh.training.step import train_step
+from ....moe.base.errors import ExpertMeshError
+from ....moe.dispatch.once import OnceDispatcher, Rows
+from ....moe.experts.lora import store_frozen
+from ....moe.experts.quantised import nf4_pairs
+from ....moe.kernels.gpu import rehearsing_gpu
+from ....moe.model.build import count_parameters, moe_layers, moe_shape
+from ....moe.model.counts import ParameterCounts
+from ....moe.torch_private import FakeStore, ShardingPropagator
+from ....moe.transformers_private import never_tracing
+from ....sharding.comms.context_parallel import CPGroup
+from ....sharding.comms.node_groups import check_tp_groups
+from ....sharding.mesh import Mesh, build_mesh
+from ....sharding.pipeline.pipeline import cut_into_stages, pipeline_of
+from ....sharding.place.parallelize import materialize, parallelize
+from ....sharding.place.recompute import keep_products
+from ....sharding.topology import check_sizes
+from ...config.train_config import TrainConfig
+from ...data.batch import Batch, SplitSequences
+from ...engine import compute_dtype, topology_of
+from ...loss.balance import BiasUpdate, choose_balance
+from ...optim.low_bit import dynamic_map
+from ...optim.optimizer import build_optimizer
+from ...step import train_step
+from .building import build_rehearsed
+from .dispatched import expected_rows, split, telling_rows
+from .fake import FakeTensors
+from .kinds import Stack, kinds_of_layers, shortened_stack, whole_stack
+from .live import LiveTensors
+from .parts import Parts
+from .peaks import PeakMemory, kinds_of_storages, peak_memory
+from .recorder import Recorder, recording_actions, recording_triton, recording_waits, sharing_roots
+from .repeated import WholeStep, whole_step
+from .shortened import Shortened
+from .stages import micro_batches_to_run
+from .told import EVEN, Told
+from .triton_stand_in import import_kernels
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,71 @@
+"""Fine-tune Hugging Face mixture-of-experts models with expert parallelism, from Python.
+
+    import expertmesh
+
+    engine = expertmesh.load("mistralai/Mixtral-8x7B-v0.1", ep_size=8, bf16=True, adapter="lora", lora_rank=16)
+    for batch in batches:  # input_ids, labels and attention_mask, as a data collator of transformers makes them
+        figures = engine.step(batch)
+    engine.export("out")
+
+`Trainer` does the same with `transformers.Trainer`, `TrainerMixin` with any class that is built on it, such as trl's
+`SFTTrainer`. To import this package changes nothing in the process, and loads neither torch nor transformers; each name
+is imported when it is first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .moe.base.errors import ExpertMeshError
+    from .moe.registration import register_ep_implementation
+    from .training.config.load_settings import LoadSettings
+    from .training.engine import Engine
+    from .training.evaluate import Evaluation
+    from .training.hf_trainer import Trainer, TrainerMixin
+    from .training.library import load
+    from .training.step import StepResult
+
+    __version__: str
+
+__all__ = [
+    "Engine",
+    "Evaluation",
+    "ExpertMeshError",
+    "LoadSettings",
+    "StepResult",
+    "Trainer",
+    "TrainerMixin",
+    "load",
+    "register_ep_implementation",
+]
+
+_MODULES = {
+    "Engine": "training.engine",
+    "Evaluation": "training.evaluate",
+    "ExpertMeshError": "moe.base.errors",
+    "LoadSettings": "training.config.load_settings",
+    "StepResult": "training.step",
+    "Trainer": "training.hf_trainer",
+    "TrainerMixin": "training.hf_trainer",
+    "load": "training.library",
+    "register_ep_implementation": "moe.registration",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = value  # looked up only once
+        return value
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(__name__)
+    except PackageNotFoundError as error:
+        raise AttributeError(f"{__name__} is not installed, and has no version") from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "__version__", *(name for name in globals() if name.startswith("__"))})

@@ -1,0 +1,204 @@
+"""A run of train_ep.py from its settings to its export."""
+
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.state.saving import checkpoint_name
+from ..checkpoints.storage.directories import write_errors
+from ..moe.base.errors import ExpertMeshError
+from ..moe.base.terminal import folded, going_on_unread
+from ..sharding.life.debugger import debugging
+from ..sharding.life.process import Ranks, end_process_group, raise_together, start_process_group, use_own_cores
+from ..sharding.life.watchdog import STUCK, Watchdog, collectives_limit
+from .config.train_config import TrainConfig
+from .data.preview import print_preview
+from .engine import Engine
+from .facts import dispatch_lines, first_lines, pipeline_lines, replica_lines
+from .finished import Finished, find_finished, held_line
+from .foresight.rank_memory import Forecast, NoForecast, beside, forecast, measured_peak
+from .inputs import make_prompts, read_inputs
+from .loop import Run, Trained, data_order, number_of_steps, order_facts, train
+from .optim.schedule import check_schedule
+from .output import clear_output, output_directory
+from .resume import find_resume
+from .start import start_engine
+from .watch.alike import compare_data, start_facts
+from .watch.log import RunLog
+from .watch.profiling import check_profile
+from .watch.trackers import check_trackers
+
+STOPPED = 75
+"""Exit code after a signal stopped the run with a checkpoint saved: "try again later", EX_TEMPFAIL of sysexits.h."""
+
+
+def run(config: TrainConfig) -> int:
+    """Join the other ranks and do all that was asked for; the exit code is 0 or STOPPED.
+
+    Raises:
+        ExpertMeshError: something that was asked for does not work here; every rank raises it.
+    """
+    # nobody at a debugger is to be hurried by a time limit
+    limit = None if config.debug_ranks else config.ddp_timeout
+    alike = start_facts(config)
+    ranks = start_process_group(config.use_cpu, collectives_limit(limit), alike)
+    watchdog = Watchdog(ranks, limit)
+    try:
+        unread = f"standard output is no longer read; the run continues, see {config.output_dir}/metrics.jsonl"
+        with going_on_unread("" if config.preview else f"train_ep.py: {unread}"), watchdog.watching():
+            with ExitStack() as closing:
+                finished = run_training(config, ranks, watchdog, closing)
+            end_process_group()
+    except ExpertMeshError:
+        # every rank raised it; should one be gone by now, the error is still what to tell
+        with suppress(RuntimeError):
+            end_process_group()
+        raise
+    return 0 if finished else STOPPED
+
+
+def run_training(config: TrainConfig, ranks: Ranks, watchdog: Watchdog, closing: ExitStack) -> bool:
+    """Check everything that was asked for, load, train, export. False: stopped by a signal before the last step.
+
+    What is held for as long as the run takes is given to `closing`.
+    """
+    if ranks.rank == 0 and config.without_effect:
+        print(folded(f"note: {'; '.join(config.without_effect)}"), flush=True)
+    if config.preview and ranks.world_size == 1:
+        # samples are the same on any number of ranks
+        config, without = config.on_one_rank()
+        if without:
+            alone = "figures per rank and per step are those of one rank"
+            print(folded(f"note: a preview by one process goes without {' '.join(without)}: {alone}"), flush=True)
+    watchdog.at("the checks before training", limited=False)
+    with raise_together(patient=ranks):
+        check_trackers(config)
+    engine, products = start_engine(config, ranks, tell)
+    config, source = engine.config, engine.source
+    if config.offload and ranks.device.type == "cuda":
+        use_own_cores()
+    if not config.preview:
+        output_dir = closing.enter_context(output_directory(config, ranks))
+        watchdog.directory = output_dir / STUCK
+    watchdog.at("reading the data", limited=False)
+    inputs = read_inputs(config, source, ranks)
+    order = data_order(config, inputs.training, ranks.world_size)
+    num_steps = number_of_steps(config, order)
+    prompts = None if config.preview else make_prompts(config, inputs)
+    if not config.preview:
+        watchdog.at("comparing the data", limited=False)
+        engine.facts |= compare_data(inputs, prompts, num_steps, ranks)
+    if config.resume == "auto" and inputs.training is not None and not config.preview:
+        compared = (num_steps, engine.facts, order_facts(config, inputs.training, order))
+        if done := find_finished(config, output_dir, *compared, ranks, engine.tell):
+            engine.tell(done)
+            return True
+    check_schedule(config, num_steps, config.evaluates)
+    check_profile(config, num_steps, ranks.world_size)
+    watchdog.at("forecasting the memory", limited=False)
+    memory = forecast(source, engine.topology, engine.kernel, config, inputs, ranks, engine.padding)
+    chosen = memory.chosen(config)
+    config = engine.config = replace(config, **chosen)
+    if ranks.rank == 0:
+        told = first_lines(engine, inputs, order, memory)
+        print(folded(told), *([] if products is None else [folded(products.line)]), sep="\n", flush=True)
+    if config.preview:
+        if ranks.rank == 0 and inputs.training is not None:
+            print_preview(inputs.training, order, inputs.tokenizer, config.max_seq_length)
+        return True
+
+    # only training needs gradients and optimizer state
+    if inputs.training is not None and not config.force:
+        with raise_together():
+            memory.check(ranks.world_size, config)
+    log = RunLog(config, output_dir, num_steps, ranks, products, engine.flash_attention_3, chosen)
+    watchdog.at("loading the model", limited=False)
+    resume_from: Path | None = None
+    if config.resume:
+        directory = output_dir / "checkpoints"
+        resume_from = find_resume(config.resume, directory, config, engine.tell, ranks)
+    engine.place(resume_from, watchdog.limit)
+    of_layout = (pipeline_lines(engine, memory), dispatch_lines(engine))
+    for line in (*of_layout[0], *of_layout[1], *replica_lines(engine)):
+        log.line(folded(line))
+    ends = [] if inputs.training is None else engine.answers_end_in(inputs.training.samples.ends, inputs.tokenizer)
+    for said in filter(None, (engine.untrained, engine.encoding, *ends)):
+        log.line(said)
+    with raise_together(patient=ranks), write_errors(output_dir):
+        if ranks.rank == 0:
+            clear_output(config, output_dir)
+    if config.save_steps:
+        engine.saves_to(output_dir / "checkpoints", inputs.saved_tokenizer)
+    run = Run(engine, inputs, order, prompts, log, watchdog)
+    # an error is told before the log is closed, which may wait for a tracker
+    with log, watchdog.ending_clearly():
+        return train_and_export(run, memory, resume_from, output_dir)
+
+
+def train_and_export(run: Run, memory: Forecast | NoForecast, resume_from: Path | None, output_dir: Path) -> bool:
+    """False: stopped by a signal before the last step."""
+    engine, log, watchdog, config, ranks = run.engine, run.log, run.watchdog, run.config, run.ranks
+    if run.inputs.training is not None:
+        debugger = debugging(config.debug_ranks, ranks, watchdog, output_dir)
+        with watchdog.following(engine.model), debugger:
+            trained = train(run, resume_from)
+        log.line(beside(memory, measured_peak(ranks.device)))
+        if not trained.finished:
+            kept = "--resume auto resumes from here" if engine.saver else "nothing was saved, as --save-steps is 0"
+            log.line(f"stopped by a signal; {kept} (exit code {STOPPED})")
+            return False
+    done = None if run.inputs.training is None else record(run, trained, output_dir)
+    if config.export:
+        watchdog.at("the export", limited=False)
+        with raise_together():
+            log.check_directory()
+            if done is not None and ranks.rank == 0:
+                with suppress(OSError):  # what the export then meets too
+                    done.announce(output_dir)
+        for line in export(engine, output_dir, run.inputs.saved_tokenizer):
+            log.line(line)
+    elif engine.saver is None and run.inputs.training is not None:
+        log.line("the trained weights are not saved: --no-export and --save-steps 0 were given")
+    log.state = "finished"
+    if done is not None:
+        finish(run, done, output_dir)
+    return True
+
+
+def record(run: Run, trained: Trained, output_dir: Path) -> Finished:
+    """What is recorded of a run that has come to its end."""
+    engine = run.engine
+    holds = held_line(output_dir, engine.config, engine.step_number, trained.best, trained.took_best)
+    recorded = (asdict(engine.config), engine.facts, run.order_facts)
+    return Finished(engine.step_number, run.log.num_steps, holds, *recorded)
+
+
+def finish(run: Run, done: Finished, output_dir: Path) -> None:
+    """Say whose weights are exported, and record that the run has come to its end, which `--resume auto` then finds."""
+    engine = run.engine
+    run.log.line(done.holds)
+    saved = output_dir / "checkpoints" / checkpoint_name(engine.step_number)
+    # where the weights could not be saved, nothing is at its end
+    if run.ranks.rank == 0 and (engine.config.export or engine.saver is None or saved.exists()):
+        try:
+            done.write(output_dir)
+        except OSError as error:  # the run has lost nothing by it
+            run.log.line(f"warning: finished.json was not written: {error.strerror}")
+
+
+def export(engine: Engine, output_dir: Path, tokenizer: Any) -> list[str]:
+    """Write the model, or its adapters and, if asked for, the model that they make; what to say of it."""
+    hf, adapter = output_dir / "hf", output_dir / "adapter"
+    if engine.config.adapter == "none":
+        return [*engine.export(hf, tokenizer, overwrite=True), f"exported to {hf}"]
+    engine.export(adapter, tokenizer, overwrite=True)
+    if not engine.config.merge:
+        return [f"exported to {adapter}"]
+    return [*engine.merge(adapter, hf, tokenizer), f"exported to {adapter}", f"exported to {hf}"]
+
+
+def tell(line: str) -> None:
+    """Print a line for the user: a warning to standard error."""
+    print(folded(line), file=sys.stderr if line.startswith("warning: ") else sys.stdout, flush=True)
